@@ -1,0 +1,38 @@
+# Each target sets itself up: a .venv of its own, with the versions of constraints.txt, torch first.
+PYTHON ?= python3
+# Where pip finds torch, if not on its default index: PyTorch's own index of CPU wheels saves gigabytes of CUDA on a
+# machine without a GPU.
+TORCH_INDEX ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: demo test test-slow lint format clean
+
+demo: .venv/installed
+	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
+	$(BIN)/python -m runtime.generate --target runs/nf4/model --prompt "def " --max-new-tokens 64
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) --editable ".[hf,bnb,data,dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info

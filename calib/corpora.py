@@ -1,0 +1,239 @@
+"""Where text comes from: this machine's standard library, text files, JSONL, Parquet, or a `datasets` name.
+
+    python -m calib.corpora prompts OUT.jsonl [--source SPEC] [--count 50] [--seed 0]
+
+writes prompts for whoever takes text from a file.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import platform
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calib.errors import UserError
+from calib.library import is_held_out, standard_library
+
+STANDARD_LIBRARY = "stdlib"
+_TEXT_SUFFIXES = (".txt", ".md", ".py")
+_FILE_SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
+# Where a row keeps its text. The first key that is there counts; the middle two hold prompts, whole as they stand.
+_FIELDS = ("text", "prompt", "turns", "content")
+_PROMPT_FIELDS = ("prompt", "turns")
+_SPLITS = ("train", "validation", "valid", "dev", "test")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to calibrate and to evaluate on.
+
+    name        what the report calls it: never an absolute path.
+    documents   the texts, none of them empty.
+    sha256      of the texts in order (each one's length, then its UTF-8 bytes).
+    python      the interpreter's version where its standard library is the text, else None.
+    empty       documents that were left out because they hold nothing but white space.
+    are_prompts whether the source's rows say that they are prompts (`prompt`, `turns`).
+    """
+
+    name: str
+    documents: tuple[str, ...]
+    sha256: str
+    python: str | None = None
+    empty: int = 0
+    are_prompts: bool = False
+
+
+def load(spec: str | None = None) -> Corpus:
+    """The text that `spec` names.
+
+    None or "stdlib": the held-out part of this machine's standard library, one document per file. A path: .txt, .md
+    or .py (one document), a directory (one document for each such file below it), .jsonl, .jsonl.gz or .parquet (one
+    document per row: `text`, else `prompt`, `turns`[0], `content`). Anything else is "name[:config][:split]" of a
+    `datasets` name: its `train` split unless another is named.
+
+    Raises UserError for a source that is missing, unreadable, not UTF-8, or without text.
+    """
+    if spec is None or spec == STANDARD_LIBRARY:
+        texts = [text for path, text in standard_library() if is_held_out(path)]
+        if not texts:
+            raise UserError(
+                "the standard library of this Python has no held-out source files, which are the default text: "
+                "name a text file or a dataset instead"
+            )
+        return _corpus("Python standard library (held-out files)", texts, python=platform.python_version())
+    path = Path(spec)
+    if os.path.isdir(spec):
+        return _corpus(path.resolve().name, _read_directory(path))
+    if os.path.exists(spec) or spec.lower().endswith(_FILE_SUFFIXES) or spec.startswith((".", "/", "~")):
+        texts, fields = _read_file(path)
+        return _corpus(path.name, texts, are_prompts=fields <= set(_PROMPT_FIELDS))
+    texts, fields, name = _read_dataset(spec)
+    return _corpus(name, texts, are_prompts=fields <= set(_PROMPT_FIELDS))
+
+
+def _corpus(name: str, texts: list[str], python: str | None = None, are_prompts: bool = False) -> Corpus:
+    documents = tuple(text for text in texts if text.strip())
+    if not documents:
+        raise UserError(f"{name} holds no text ({len(texts)} empty documents): name a source with text in it")
+    digest = hashlib.sha256()
+    for index, text in enumerate(documents):
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{name}, document {index + 1}: expected Unicode text, found half of a surrogate pair at character "
+                f"{error.start}: remove it"
+            ) from error
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    return Corpus(name, documents, digest.hexdigest(), python, len(texts) - len(documents), are_prompts)
+
+
+def _read_directory(directory: Path) -> list[str]:
+    paths = sorted(p for p in directory.rglob("*") if p.suffix.lower() in _TEXT_SUFFIXES and p.is_file())
+    if not paths:
+        raise UserError(f"{directory} has no file that ends in {', '.join(_TEXT_SUFFIXES)}: name one with text files")
+    return [_read_text(path) for path in paths]
+
+
+def _read_file(path: Path) -> tuple[list[str], set[str]]:
+    """The texts of one file, and the fields they were found in (a text file has none: {"text"})."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name a text file, a directory, a dataset or {STANDARD_LIBRARY!r}")
+    name = path.name.lower()
+    if name.endswith(_TEXT_SUFFIXES):
+        return [_read_text(path)], {"text"}
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return _unzip_fields(_read_jsonl(path))
+    if name.endswith(".parquet"):
+        return _unzip_fields(_read_parquet(path))
+    raise UserError(f"{path}: expected a file that ends in {', '.join(_FILE_SUFFIXES)}: rename or convert it")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at offset {error.start}: "
+            "convert the file to UTF-8"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the file and its permissions") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}, line {number}: expected one JSON object ({error}): correct it") from error
+                yield _field(row, f"{path}, line {number}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read after line {number} ({error}): check that it is complete") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install 'specpress[data]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            found = [name for name in _FIELDS if name in file.schema_arrow.names]
+            if not found:
+                columns = ", ".join(file.schema_arrow.names[:10])
+                raise UserError(f"{path}: expected a column named text, found {columns}: rename the one with the text")
+            number = 0
+            for batch in file.iter_batches(columns=found[:1]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _field(row, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file ({_first_line(error)}): download it again") from error
+
+
+def _read_dataset(spec: str) -> tuple[list[str], set[str], str]:
+    name, config, split = parse_dataset_name(spec)
+    label = ":".join(part for part in (name, config, split) if part)
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{spec} is no file here, and reading it as a dataset needs the datasets package: "
+            "correct the path, or pip install 'specpress[data]'"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the library lets its HTTP, file-system and parsing errors through as they are
+        raise UserError(
+            f"{spec} is no file here, and as the dataset {label} it cannot be loaded "
+            f"({type(error).__name__}: {_first_line(error)}): correct the name, or name a text file when offline"
+        ) from error
+    found = [field for field in _FIELDS if field in rows.column_names]
+    if not found:
+        columns = ", ".join(rows.column_names[:10])
+        raise UserError(f"dataset {label}: expected a column named text, found {columns}: name another dataset")
+    column = rows.select_columns(found[:1])
+    texts, fields = _unzip_fields(_field(row, f"dataset {label}, row {i}") for i, row in enumerate(column, 1))
+    return texts, fields, label
+
+
+def parse_dataset_name(spec: str) -> tuple[str, str | None, str]:
+    """(name, config, split) of "name[:config][:split]"; one part after the name is a split where it is called like one.
+
+    "wikitext:wikitext-2-raw-v1:test", "name:train[:1000]", "name:config". Without a split: "train".
+    """
+    # A slice has a colon of its own: "train[:1000]".
+    head, bracket, rest = spec.partition("[")
+    parts = head.split(":")
+    parts[-1] += bracket + rest
+    if len(parts) > 3 or not all(parts):
+        raise UserError(f"{spec}: expected a path, or name[:config][:split] of a dataset: correct it")
+    if len(parts) == 3:
+        return parts[0], parts[1], parts[2]
+    if len(parts) == 1:
+        return parts[0], None, "train"
+    is_split = bool(bracket) or parts[1] in _SPLITS
+    return (parts[0], None, parts[1]) if is_split else (parts[0], parts[1], "train")
+
+
+def _field(row: Any, where: str) -> tuple[str, str]:
+    """The text of one row and the field it was in."""
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: expected an object with a text field, found {type(row).__name__}: correct it")
+    for name in _FIELDS:
+        if name not in row:
+            continue
+        value = row[name]
+        if name == "turns" and isinstance(value, list | tuple) and value:
+            value = value[0]
+        if not isinstance(value, str):
+            raise UserError(f"{where}: expected a string in {name!r}, found {type(value).__name__}: correct it")
+        return value, name
+    raise UserError(f"{where}: expected one of the fields {', '.join(_FIELDS)}, found {', '.join(row) or 'none'}")
+
+
+def _unzip_fields(rows: Iterator[tuple[str, str]]) -> tuple[list[str], set[str]]:
+    pairs = list(rows)
+    return [text for text, _ in pairs], {field for _, field in pairs}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+if __name__ == "__main__":
+    from calib.prompts import main
+
+    main()

@@ -1,0 +1,141 @@
+"""Prompts cut out of a corpus, spread over its documents: beginnings of functions and of paragraphs."""
+
+import ast
+import json
+import os
+import random
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from calib.corpora import Corpus, load
+from calib.errors import UserError
+
+# Enough to show where a function is going; what is cut off leaves the model something to say.
+_MAX_LINES, _MIN_REGION_LINES = 12, 6
+_MAX_WORDS, _MIN_PARAGRAPH_WORDS = 48, 16
+
+
+def prompts(corpus: Corpus, count: int, seed: int) -> list[str]:
+    """`count` different prompts: the same for the same corpus and seed, and as many documents as there are.
+
+    A document that is Python gives the first lines of a function or class (at most half of it, at most 12 lines),
+    unindented and with the final newline; any other one gives the first half of a paragraph (at most 48 words). A
+    corpus of prompts gives them whole.
+
+    Raises UserError where the corpus has fewer.
+    """
+    if count < 1:
+        raise UserError(f"expected at least 1 prompt, found {count}: ask for more")
+    chooser = random.Random(seed)
+    order = list(range(len(corpus.documents)))
+    chooser.shuffle(order)
+    queues = []
+    for index in order:
+        text = corpus.documents[index]
+        candidates = [text] if corpus.are_prompts else code_prompts(text)
+        if candidates is None:
+            candidates = prose_prompts(text)
+        chooser.shuffle(candidates)
+        queues.append(candidates)
+    chosen = _round_robin(queues, count)
+    if len(chosen) < count:
+        raise UserError(
+            f"{corpus.name} gives only {len(chosen)} of {count} prompts: ask for fewer or name a longer text"
+        )
+    return chosen
+
+
+def _round_robin(queues: Sequence[list[str]], count: int) -> list[str]:
+    """One of each queue in turn, each text once, until there are `count` or none is left."""
+    chosen: dict[str, None] = {}
+    for turn in range(max(map(len, queues), default=0)):
+        for queue in queues:
+            if turn < len(queue):
+                chosen.setdefault(queue[turn])
+                if len(chosen) == count:
+                    return list(chosen)
+    return list(chosen)
+
+
+def code_prompts(text: str) -> list[str] | None:
+    """The beginnings of the functions and classes of a Python source; None where `text` is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    # Not splitlines(), which also splits at form feeds and so counts lines otherwise than the parser does.
+    lines = re.split(r"\r\n|\r|\n", text)
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.end_lineno is None:
+            continue
+        region = lines[node.lineno - 1 : node.end_lineno]
+        if len(region) < _MIN_REGION_LINES or not region[0].lstrip().startswith(("def ", "async def ", "class ")):
+            continue
+        kept = region[: min(_MAX_LINES, len(region) // 2)]
+        while not kept[-1].strip():
+            kept.pop()
+        prompt = textwrap.dedent("\n".join(kept)) + "\n"
+        if not prompt[0].isspace():  # a string's lines stand further left than the function
+            found.append(prompt)
+    return found
+
+
+def prose_prompts(text: str) -> list[str]:
+    """The first halves of the paragraphs of a text, without the short ones (headings, list items)."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        words = list(re.finditer(r"\S+", paragraph))
+        if len(words) >= _MIN_PARAGRAPH_WORDS:
+            last = words[min(_MAX_WORDS, len(words) // 2) - 1]
+            found.append(paragraph[words[0].start() : last.end()])
+    return found
+
+
+def write_prompts(texts: Sequence[str], out: Path) -> None:
+    """Writes one {"prompt": …} per line beside `out`, syncs, and renames. Raises UserError where it cannot."""
+    beside = out.with_name(out.name + ".partial")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, out)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{out} cannot be written ({error.strerror}): name another file") from error
+
+
+def main() -> None:
+    """`python -m calib.corpora`."""
+    import typer
+
+    app = typer.Typer(help="Text from files, datasets and this machine's standard library.", add_completion=False)
+
+    @app.callback()
+    def _keep_the_command_name() -> None:
+        pass
+
+    @app.command("prompts")
+    def _prompts(
+        out: Annotated[Path, typer.Argument(help="JSONL file to write: one {'prompt': …} per line.")],
+        source: Annotated[str, typer.Option(help="stdlib, a file, a directory, or a dataset's name.")] = "stdlib",
+        count: Annotated[int, typer.Option(help="Number of prompts.")] = 50,
+        seed: Annotated[int, typer.Option(help="Which ones: the same seed gives the same prompts.")] = 0,
+    ) -> None:
+        """Cut prompts out of a text."""
+        try:
+            corpus = load(source)
+            write_prompts(prompts(corpus, count, seed), out)
+        except UserError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        typer.echo(f"{count} prompts from {corpus.name} in {out}", err=True)
+
+    app()

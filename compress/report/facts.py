@@ -1,0 +1,59 @@
+"""What the pipeline hands to the report: what was asked, what was done, where it lies."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One quantised linear layer: `error` is ‖W − Ŵ‖ / ‖W‖ (Frobenius), `stored_bytes` all of its tensors but the bias."""
+
+    name: str
+    scheme: str
+    group_size: int
+    weights: int
+    stored_bytes: int
+    error: float
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A tensor or layer that stayed as it was, and why."""
+
+    layer: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one)."""
+
+    recipe: dict[str, Any]
+    model_name: str
+    draft_name: str | None
+    original: Path
+    folder: Path
+    model: Path
+    draft: Path | None
+    layers: tuple[LayerRecord, ...]
+    left_alone: tuple[LeftAlone, ...]
+    calibration: dict[str, Any]
+    command: str
+    seed: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How the report measures. `speed` off: every speed figure is null, with that reason."""
+
+    text: str | None = None
+    samples: int = 16
+    seq_len: int = 512
+    eval_tokens: int = 16_384
+    new_tokens: int = 64
+    draft_length: int = 4
+    speed: bool = True
+    device: str = "cpu"
+    threads: int | None = None

@@ -1,0 +1,223 @@
+"""The report's `quality` section: how much of the original's behaviour the compressed model has kept.
+
+Both are measured through the runtime's decoders on the same windows, each window in a fresh cache. Losses are summed
+in float64 over float32 logits.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calib.windows import Windows
+from compress.errors import UserError
+from runtime.rows import Decoder, Rows
+
+# Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
+_BLOCK = 256
+_ELEMENTS = 1 << 22
+RESAMPLES = 10_000
+
+
+def measure(
+    original: Decoder,
+    compressed: Decoder,
+    windows: Windows,
+    seed: int,
+    *,
+    head: str = "keep",
+    on_step: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The `quality` section of report.json, without `corpus`, `kv_perplexity` and `layers`.
+
+    windows  the evaluation part is measured: every token of a window but its first is predicted.
+    head     how the compressed model's output head is stored, as the recipe says it: it belongs to the protocol.
+    on_step  told (windows done, windows) after each window.
+
+    protocol         window and stride (equal: windows do not overlap) in tokens, tokens predicted, head.
+    perplexity       exp of the mean negative log likelihood per predicted token (nats). ci95 holds 95 % percentile
+                     intervals [low, high] over windows: of `original`, of `compressed`, and of `ratio` = compressed /
+                     original, for which each resample takes the same windows of both (what the text's difficulty
+                     adds to both cancels: this is the interval to judge a recipe by).
+    bits_per_byte    the same losses in bits over the UTF-8 bytes of the predicted text.
+    kl_divergence    KL(original ‖ compressed) per predicted token, nats: mean and 99th percentile.
+    top1_agreement   share of predicted tokens where both put the same token first.
+
+    Raises UserError for logits that are NaN or infinite (model, window and position named), for models of different
+    vocabularies, and for windows that a model cannot take.
+    """
+    _check(original, compressed, windows)
+    scores: list[WindowScores] = []
+    for index, tokens in enumerate(windows.evaluation):
+        scores.append(score_window(original, compressed, tokens, index))
+        if on_step is not None:
+            on_step(index + 1, len(windows.evaluation))
+    return summarise(scores, windows.evaluation_bytes, windows.length, head, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class WindowScores:
+    """Of the n predicted tokens of one window, each (n,) float64 on the CPU: losses and divergence in nats.
+
+    agrees is (n,) bool: both models put the same token first.
+    """
+
+    original_nll: Tensor
+    compressed_nll: Tensor
+    kl: Tensor
+    agrees: Tensor
+
+
+def score_window(original: Decoder, compressed: Decoder, tokens: Tensor, index: int = 0) -> WindowScores:
+    """Scores one window, tokens (length,) int64, of both models, a block of positions at a time.
+
+    Both models' logits of a block, and never of more, are in memory together. `index` is for error messages.
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    pairs = zip(_logits(original, tokens), _logits(compressed, tokens), strict=True)
+    for (start, reference), (_, found) in pairs:
+        for name, logits in (("original", reference), ("compressed", found)):
+            _check_finite(logits, f"the {name} model's logits in window {index + 1}", start)
+        targets = tokens[start + 1 : start + 1 + len(reference)]
+        step = max(1, _ELEMENTS // reference.shape[1])
+        for first in range(0, len(reference), step):
+            rows = slice(first, first + step)
+            p = log_probabilities(reference[rows])
+            q = log_probabilities(found[rows].to(p.device))
+            wanted = targets[rows].to(p.device)
+            agrees = reference[rows].argmax(1) == found[rows].to(p.device).argmax(1)
+            parts.append((token_nll(p, wanted), token_nll(q, wanted), kl_rows(p, q), agrees))
+    return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+
+
+def _logits(decoder: Decoder, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yields (first position, logits (n, vocabulary) float32) for blocks of all positions but the last."""
+    cache = decoder.new_cache()
+    request = cache.open(len(tokens))
+    count = len(tokens) - 1
+    with torch.inference_mode():
+        for start in range(0, count, _BLOCK):
+            block = tokens[start : min(start + _BLOCK, count)]
+            yield start, decoder.forward(block, Rows.chains([(request, start, len(block))]), cache).logits
+    cache.close(request)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Natural log-probabilities, float64, of logits (n, vocabulary) of any float dtype."""
+    return torch.log_softmax(logits.double(), dim=-1)
+
+
+def token_nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """Negative log likelihood (n,), nats, of targets (n,) int64 under log-probabilities (n, vocabulary)."""
+    return -log_probs.gather(1, targets[:, None])[:, 0]
+
+
+def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) (n,), nats, of log-probabilities (n, vocabulary). What p gives no probability counts nothing.
+
+    Never negative: rounding could make it so, by about 1e-16.
+    """
+    terms = log_p.exp() * (log_p - log_q)
+    return torch.where(log_p == -torch.inf, 0.0, terms).sum(1).clamp_min(0.0)
+
+
+def bootstrap_interval(
+    samples: np.ndarray[Any, np.dtype[np.float64]],
+    statistic: Callable[[np.ndarray[Any, np.dtype[np.float64]]], np.ndarray[Any, np.dtype[np.float64]]],
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Percentile bootstrap (Efron, 1979) of a statistic of mean rows.
+
+    samples (n, k): n independent samples of k figures that stay together when samples are drawn again (that is what
+    makes it paired). `statistic` takes the means (r, k) of r resamples to (r,). The same seed draws the same samples.
+    Raises ValueError for fewer than two samples, of which no spread can be told.
+    """
+    if len(samples) < 2:
+        raise ValueError(f"a bootstrap needs at least 2 samples, found {len(samples)}")
+    generator = np.random.default_rng(seed)
+    # How often each sample is in a resample: (r, n) counts make the means one product, however many samples there are.
+    share = np.full(len(samples), 1 / len(samples))
+    means = [
+        generator.multinomial(len(samples), share, size=min(1000, resamples - done)) @ samples / len(samples)
+        for done in range(0, resamples, 1000)
+    ]
+    low, high = np.quantile(statistic(np.concatenate(means)), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def summarise(
+    scores: list[WindowScores], window_bytes: Tensor, window: int, head: str = "keep", seed: int = 0
+) -> dict[str, Any]:
+    """The section from the scores of windows of equal length; `window_bytes` (E,) as in `Windows`."""
+    losses = np.array([[float(s.original_nll.mean()), float(s.compressed_nll.mean())] for s in scores])
+    kl = np.concatenate([s.kl.numpy() for s in scores])
+    total_bytes = int(window_bytes.sum())
+    mean = losses.mean(0)
+    if not (np.isfinite(kl).all() and mean.max() < 700):  # exp overflows above 709
+        raise UserError(
+            f"the loss per token is {mean[0]:.4g} nats for the original and {mean[1]:.4g} for the compressed model, "
+            "which has no finite perplexity: check the weights"
+        )
+    missing: dict[str, str] = {}
+    intervals: dict[str, list[float]] | None = None
+    if len(scores) > 1:
+        statistics: dict[str, Callable[[Any], Any]] = {
+            "original": lambda means: np.exp(means[:, 0]),
+            "compressed": lambda means: np.exp(means[:, 1]),
+            "ratio": lambda means: np.exp(means[:, 1] - means[:, 0]),
+        }
+        intervals = {name: list(bootstrap_interval(losses, f, seed=seed)) for name, f in statistics.items()}
+    else:
+        missing["perplexity.ci95"] = "one window tells no spread: evaluate more tokens"
+    bits: dict[str, float | None] = {"original": None, "compressed": None}
+    if total_bytes:
+        per_byte = mean * len(kl) / math.log(2) / total_bytes
+        bits = {"original": float(per_byte[0]), "compressed": float(per_byte[1])}
+    else:
+        missing["bits_per_byte"] = "the predicted tokens stand for no text"
+    return {
+        "protocol": {"window": window, "stride": window, "tokens": len(kl), "head": head},
+        "perplexity": {"original": math.exp(mean[0]), "compressed": math.exp(mean[1]), "ci95": intervals},
+        "bits_per_byte": bits,
+        "kl_divergence": {"mean": float(kl.mean()), "p99": float(np.quantile(kl, 0.99))},
+        "top1_agreement": float(torch.cat([s.agrees for s in scores]).double().mean()),
+        "not_measured": missing,
+    }
+
+
+def _check(original: Decoder, compressed: Decoder, windows: Windows) -> None:
+    if original.vocab_size != compressed.vocab_size:
+        raise UserError(
+            f"expected two models of one vocabulary, found {original.vocab_size} entries in the original and "
+            f"{compressed.vocab_size} in the compressed model: compare a model with its own compression"
+        )
+    if not len(windows.evaluation):
+        raise UserError("expected at least one evaluation window, found none: ask for more evaluation tokens")
+    limit = min(original.max_positions, compressed.max_positions)
+    if windows.length > limit:
+        raise UserError(
+            f"expected windows of at most the model's {limit} positions, found {windows.length}: ask for shorter windows"
+        )
+    largest = int(windows.evaluation.max())
+    if largest >= original.vocab_size:
+        raise UserError(
+            f"expected token ids below the model's vocabulary of {original.vocab_size}, found {largest}: "
+            "use the model's own tokenizer"
+        )
+
+
+def _check_finite(logits: Tensor, what: str, start: int) -> None:
+    bad = ~torch.isfinite(logits).all(1)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        value = float(logits[row][~torch.isfinite(logits[row])][0])
+        raise UserError(
+            f"{what}: expected finite numbers, found {value} at position {start + row}: the weights or a kernel are broken"
+        )

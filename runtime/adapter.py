@@ -1,0 +1,146 @@
+"""The Decoder contract over any other transformers causal LM.
+
+transformers' kernels pick their order of operations by shape, so the lossless class is `measured`, not `exact`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.rows import Cache, Out, Rows
+
+
+class AdapterCache:
+    """One transformers cache per request."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._caches: dict[int, Any] = {}
+
+    def open(self, capacity: int) -> int:
+        """A handle; transformers' caches grow, so `capacity` reserves nothing."""
+        from transformers import DynamicCache
+
+        handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
+        self._caches[handle] = DynamicCache(config=self._model.config)
+        return handle
+
+    def close(self, request: int) -> None:
+        """Frees the request's cache."""
+        del self._caches[request]
+
+    def of(self, request: int) -> Any:
+        """The transformers cache of a request."""
+        return self._caches[request]
+
+    def length(self, request: int) -> int:
+        """Tokens stored."""
+        return int(self._caches[request].get_seq_length())
+
+    def truncate(self, request: int, length: int) -> None:
+        """Drops all but the first `length` tokens. Raises UserError where this model's cache cannot roll back."""
+        held = self.length(request)
+        if not 0 <= length <= held:
+            raise ValueError(f"cannot truncate {held} tokens to {length}")
+        if length == held:
+            return
+        if length == 0:
+            from transformers import DynamicCache
+
+            self._caches[request] = DynamicCache(config=self._model.config)
+            return
+        try:
+            self._caches[request].crop(length - held)
+        except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
+            raise UserError(f"the cache of {type(self._model).__name__} cannot be rolled back: {error}") from error
+        if self.length(request) != length:
+            raise UserError(f"the cache of {type(self._model).__name__} cannot be rolled back; decode with --drafter none")
+
+    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
+        """Keeps a prefix of a chain; other paths need a tree, which `forward` refuses here."""
+        if list(path) != list(range(len(path))):
+            raise ValueError("transformers' caches keep chains only")
+        self.truncate(request, length + len(path))
+
+    def bytes_per_token(self) -> int:
+        """Keys and values over all layers, in the model's dtype."""
+        config = self._model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * config.num_hidden_layers * heads * dim * self._model.dtype.itemsize
+
+
+class Adapter:
+    """A Decoder over a transformers model."""
+
+    exact = False
+
+    def __init__(self, model: Any):
+        self.model = model
+        config = model.config
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", 2048)
+        self.device: torch.device = model.device
+
+    def new_cache(self) -> AdapterCache:
+        """An empty cache."""
+        return AdapterCache(self.model)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises ValueError for trees: transformers' caches hold chains."""
+        if not isinstance(cache, AdapterCache):
+            raise TypeError(f"the adapter needs the cache of its new_cache(), not {type(cache).__name__}")
+        wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
+        request, parent, position = rows.request.tolist(), rows.parent.tolist(), rows.position.tolist()
+        logits: dict[int, Tensor] = {}
+        hidden: dict[int, Tensor] = {}
+        first = 0
+        while first < len(request):
+            end = first + 1
+            while end < len(request) and request[end] == request[first]:
+                end += 1
+            if parent[first:end] != [-1, *range(first, end - 1)]:
+                raise ValueError("the adapter verifies chains, not trees")
+            if position[first] != cache.length(request[first]):
+                raise ValueError(f"row {first} is at position {position[first]}, the cache ends at another")
+            chosen = [i - first for i in wanted if first <= i < end]
+            out = self.model(
+                input_ids=tokens[first:end].view(1, -1).to(self.device),
+                past_key_values=cache.of(request[first]),
+                use_cache=True,
+                output_hidden_states=True,
+                logits_to_keep=torch.tensor(chosen or [0], device=self.device),
+            )
+            states = out.hidden_states[-1][0]
+            for place, row in enumerate(chosen):
+                logits[first + row] = out.logits[0, place].float()
+                hidden[first + row] = states[row].float()
+            first = end
+        if not len(wanted):
+            return Out(torch.empty(0, self.vocab_size), torch.empty(0, self.hidden_size))
+        return Out(torch.stack([logits[i] for i in wanted]), torch.stack([hidden[i] for i in wanted]))
+
+
+def adapt(path: Path, config: Any, device: torch.device) -> Adapter:
+    """Loads the directory with transformers and the format's own library, in float32.
+
+    Raises UserError where a library that the format needs is not installed, or the weights do not load.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+    except ImportError as error:
+        method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "its format")
+        raise UserError(f"{path.name}: transformers needs the library of {method} to load it: {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path.name}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+    return Adapter(model.eval().to(device))

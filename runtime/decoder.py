@@ -1,0 +1,167 @@
+"""The Llama family over packed weights: one forward for prefill, decoding, verification and batches of them.
+
+Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
+so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.cache import ContiguousCache
+from runtime.family import Architecture
+from runtime.kernels import reference
+from runtime.kernels.dispatch import Joined
+from runtime.kernels.exact import exp, tree_sum
+from runtime.layout import Layout, keys_and_values, plan
+from runtime.rotary import RotaryTable
+from runtime.rows import Cache, Out, Rows
+
+# Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
+_TILES_AT_ONCE = 32
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """qkv is one layer (fused on disk or joined at load); q_norm and k_norm are Qwen3's per-head norms."""
+
+    qkv: Joined
+    out: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(act(gate(x)) · up(x))."""
+
+    gate_up: Joined
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Top-k experts by a router."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer."""
+
+    input_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp | Mixture
+
+
+class LlamaDecoder:
+    """A Decoder (rows.py) whose rows have the same bits at every width."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        embedding: Tensor,
+        blocks: tuple[Block, ...],
+        norm: Tensor,
+        head: Linear,
+        exact: bool,
+    ):
+        self.architecture, self.embedding, self.blocks, self.norm, self.head = (
+            architecture,
+            embedding,
+            blocks,
+            norm,
+            head,
+        )
+        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
+        self.max_positions, self.exact, self.device = architecture.max_positions, exact, embedding.device
+        self._rotary = RotaryTable(config, self.device)
+
+    def new_cache(self) -> ContiguousCache:
+        """An empty contiguous cache."""
+        a = self.architecture
+        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
+        if not isinstance(cache, ContiguousCache):
+            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+        if len(tokens) != len(rows):
+            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
+        if len(tokens) == 0:
+            empty = self.embedding.new_empty
+            return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, found {tokens.min()}..{tokens.max()}")
+        layout = plan(rows, cache)
+        cos, sin = self._rotary.at(rows.position)
+        a = self.architecture
+        x = self.embedding[tokens.to(self.device)].float()
+        if a.embedding_scale != 1.0:
+            x = x * a.embedding_scale
+        for number, block in enumerate(self.blocks):
+            normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
+            x = x + self._attend(normed, block.attention, number, layout, cache, cos, sin)
+            normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
+            x = x + (self._mix(normed, block.mlp) if isinstance(block.mlp, Mixture) else self._mlp(normed, block.mlp))
+        if logits_at is not None:
+            x = x[logits_at.to(self.device)]
+        hidden = reference.rms_norm(x, self.norm, a.norm_eps, a.norm_offset)
+        return Out(self.head(hidden), hidden)
+
+    def _attend(
+        self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: ContiguousCache, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        a = self.architecture
+        count = x.shape[0]
+        q, k, v = weights.qkv.split(x)
+        q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = reference.rms_norm(q, weights.q_norm, a.norm_eps)
+            k = reference.rms_norm(k, weights.k_norm, a.norm_eps)
+        q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+        for span in layout.spans:
+            part = slice(span.first, span.first + span.count)
+            cache.write(layer, span.request, span.start, k[part], v[part])
+        scaling = a.head_dim**-0.5
+        out = []
+        for begin in range(0, len(layout.owner), _TILES_AT_ONCE):
+            tiles = range(begin, min(begin + _TILES_AT_ONCE, len(layout.owner)))
+            keys, values = keys_and_values(layout, cache, layer, tiles)
+            places = layout.gather[tiles.start : tiles.stop].to(self.device)
+            positions = layout.positions[tiles.start : tiles.stop].to(self.device)
+            out.append(reference.attention(q[places], keys, values, positions, scaling, weights.window))
+        mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
+        return weights.out(mixed.reshape(count, -1))
+
+    def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
+        gate, up = weights.gate_up.split(x)
+        act = reference.silu if self.architecture.activation == "silu" else reference.gelu_tanh
+        return weights.down(act(gate) * up)
+
+    def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
+        """Softmax over the router, top k, each row's experts added in order of their number."""
+        experts = self.architecture.experts
+        assert experts is not None
+        scores = weights.router(x)
+        odds = exp(scores - scores.amax(dim=-1, keepdim=True))
+        odds = odds / tree_sum(odds).unsqueeze(-1)
+        share, chosen = odds.topk(experts.per_token, dim=-1)
+        if experts.renormalize:
+            share = share / tree_sum(share).unsqueeze(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(weights.experts):
+            at, place = (chosen == number).nonzero(as_tuple=True)
+            if len(at):
+                out[at] = out[at] + self._mlp(x[at], expert) * share[at, place].unsqueeze(-1)
+        return out

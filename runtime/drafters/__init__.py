@@ -1,0 +1,72 @@
+"""Proposers: the contract that the speculative loop knows them by. One file per drafter beside this one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.sampling import Sampling
+
+
+@dataclass
+class Request:
+    """One text in progress, as the loop and the drafters see it; only the loop changes it.
+
+    `tokens` are prompt and accepted output; `id` is unique among live requests.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    sampling: Sampling
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    finished: bool = False
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of one request.
+
+    tokens   n token ids, parents before children.
+    parents  index of each token's parent in `tokens`; −1: it follows the request's last token. A chain is [−1, 0, 1 …].
+    probs    (n, vocabulary) float64: the distribution that each token was really drawn from; None: deterministic.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
+
+    `hidden` are the target's hidden states (length + 1, hidden) of the last token before the draft and of each accepted one; the
+    request's `tokens` already hold the accepted tokens and the one the target added.
+    """
+
+    request: Request
+    path: list[int]
+    length: int
+    hidden: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Batch first: one call serves every live request."""
+
+    name: str
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per request, of at most budgets[i] tokens (an empty one is allowed)."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Called once a round after verification, before the next `propose`."""
+
+    def close(self, request: Request) -> None:
+        """The request has ended: forget it."""

@@ -1,0 +1,154 @@
+"""A small language model as the proposer, with a cache of its own that follows each text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.drafters import Draft, Outcome, Request
+from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.rows import Decoder, Rows
+from runtime.sampling import Distributions, greedy_choices, require_finite
+from runtime.verify import Rule
+
+# Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
+PREFILL_ROWS = 512
+
+
+class HasDecoder(Protocol):
+    """Anything with a decoder: what `runtime.load` returns, say."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model over rows."""
+
+
+@dataclass
+class _Text:
+    """What the draft's cache holds of one request.
+
+    `fed` are the tokens in the cache; the first `agreed` of them are known to be the request's own.
+    """
+
+    handle: int
+    fed: list[int] = field(default_factory=list)
+    agreed: int = 0
+
+
+@dataclass
+class _Drafting:
+    """One request's draft while it grows."""
+
+    request: Request
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """Drafts token by token with a model that shares the target's tokenizer.
+
+    model       the draft.
+    verify      the rule that will judge: greedy requests draft the argmax; `coupled` samples with the noise that the
+                target will use at the same position; `rejection` samples with noise of its own and hands over the
+                distributions.
+    vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft
+                proposes nothing beyond it, and its distributions have that many columns.
+
+    A draft is shorter than its budget where the draft model's positions end.
+    """
+
+    name = "model"
+
+    def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
+        self._decoder = model.decoder
+        self._rule: Rule = verify
+        self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
+        self._cache = model.decoder.new_cache()
+        self._texts: dict[int, _Text] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
+        drafting = [_Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
+        growing = [d for d in drafting if d.budget > 0]
+        if growing:
+            missing = [self._catch_up(d.request) for d in growing]
+            while growing:
+                logits = self._feed([d.request for d in growing], missing)
+                for d, row in zip(growing, logits, strict=True):
+                    self._choose(d, row)
+                # The last token of a draft is not fed: only if it is accepted will its keys be needed.
+                growing = [d for d in growing if len(d.tokens) < d.budget]
+                missing = [d.tokens[-1:] for d in growing]
+        return [
+            Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), torch.stack(d.probs) if d.probs else None)
+            for d in drafting
+        ]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
+
+    def close(self, request: Request) -> None:
+        """Frees the request's cache."""
+        text = self._texts.pop(request.id, None)
+        if text is not None:
+            self._cache.close(text.handle)
+
+    def _affordable(self, request: Request, budget: int) -> int:
+        """The budget, cut where the draft's positions end; 0 for a token that the draft has no embedding for."""
+        known = self._texts[request.id].agreed if request.id in self._texts else 0
+        if max(request.tokens[known:], default=0) >= self._decoder.vocab_size:
+            return 0
+        # The text and all drafted tokens but the last go through the draft.
+        return min(budget, self._capacity(request) - len(request.tokens) + 1)
+
+    def _capacity(self, request: Request) -> int:
+        """Tokens of this request that the draft ever sees."""
+        return min(request.prompt_length + request.max_new_tokens, self._decoder.max_positions)
+
+    def _catch_up(self, request: Request) -> list[int]:
+        """Rolls the cache back to where it and the text part, feeds all but the last piece, and returns that piece."""
+        text = self._texts.get(request.id)
+        if text is None:
+            text = self._texts[request.id] = _Text(self._cache.open(self._capacity(request)))
+        tokens = request.tokens
+        # The text's last token is fed in any case: the draft starts from its logits.
+        common = min(text.agreed, len(tokens) - 1)
+        while common < min(len(text.fed), len(tokens) - 1) and text.fed[common] == tokens[common]:
+            common += 1
+        self._cache.truncate(text.handle, common)
+        del text.fed[common:]
+        while len(tokens) - len(text.fed) > PREFILL_ROWS:
+            self._feed([request], [tokens[len(text.fed) : len(text.fed) + PREFILL_ROWS]])
+        text.agreed = len(tokens)
+        return tokens[len(text.fed) :]
+
+    def _feed(self, requests: Sequence[Request], pieces: Sequence[list[int]]) -> Tensor:
+        """Appends a piece to each request's cache; the logits (requests, V) after the last token of each."""
+        texts = [self._texts[request.id] for request in requests]
+        spans = [(text.handle, len(text.fed), len(piece)) for text, piece in zip(texts, pieces, strict=True)]
+        tokens = torch.tensor([token for piece in pieces for token in piece])
+        last = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
+        logits = self._decoder.forward(tokens, Rows.chains(spans), self._cache, last).logits
+        require_finite(logits, "draft")
+        for text, piece in zip(texts, pieces, strict=True):
+            text.fed += piece
+        return logits[:, : self._vocab_size]
+
+    def _choose(self, drafting: _Drafting, logits: Tensor) -> None:
+        """Adds one token after logits (V,)."""
+        request, drafted = drafting.request, drafting.tokens
+        sampling, position = request.sampling, len(request.tokens) + len(drafted)
+        rest = (sampling, request.tokens, [drafted], request.prompt_length)
+        if sampling.greedy:
+            drafted.append(greedy_choices(logits[None], *rest)[0])
+            return
+        row = Distributions(logits[None], *rest).array(0)
+        if self._rule == "coupled":
+            drafted.append(perturbed_argmax(row, gumbel(sampling.seed, position, len(row))))
+            return
+        drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
+        missing = self._vocab_size - len(row)
+        drafting.probs.append(torch.nn.functional.pad(torch.from_numpy(row), (0, missing)))

@@ -1,0 +1,53 @@
+"""The one description of a quantised weight that every kernel takes, whatever layout it was stored in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["int8", "int4", "nf4", "ternary"]
+Activation = Literal["float", "int8-token", "int8-tensor", "int8-group"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a weight is represented.
+
+    `group_size` counts inputs that share a scale; 0: one scale per output row. `activation` says how the inputs are
+    rounded before the integer product: per token, per tensor (static), or per token and group (int4, nf4).
+    """
+
+    kind: Kind
+    bits: int
+    group_size: int
+    symmetric: bool
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear layer's weight: y[n] = Σ_k value(codes[n, k]) · scale[n, k // group] · x[k] − offset·Σx (+ bias).
+
+    Unpacked in memory (one code a byte): bit layouts belong to the format files, and kernels repack when they load.
+
+    codes   (N, K) int8: signed integers for int8/int4/ternary; for nf4 the index 0..15 of the level.
+    scale   (N, G) float32, G = ceil(K / group_size), or 1 when `group_size` is 0. For nf4: the block's absmax
+            (blocks never straddle rows here; double quantisation is already undone).
+    offset  (N, G) float32 or None: subtracted as offset · Σ_{k in group} x[k] (zero points: offset = scale · zero).
+    perm    (K,) int64 or None: activation order; codes[:, j] belongs to input perm[j].
+    bias    (N,) float32 or None.
+    input_scale  float32 scalar tensor or None: static activation scale ("int8-tensor").
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    perm: Tensor | None = None
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs N, inputs K)."""
+        return self.codes.shape[0], self.codes.shape[1]

@@ -1,0 +1,189 @@
+"""The meaning of every operation of the decoder, in plain torch. All floats are float32.
+
+A row's result is the same bits at every width: see exact.py. Quantised products are exact integers, scaled afterwards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.formats.nf4 import INT8_LEVELS
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.exact import TILE, exp, ordered_sum, pad_inputs, product, sigmoid, tanh, tree_sum
+
+# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
+KEY_BLOCK = 64
+# Integers up to here are exact in float32, so a float product of small integers is an integer product.
+_EXACT_FLOAT = 1 << 24
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x (…, K) / sqrt(mean(x²) + eps) · (offset + weight); Gemma stores weight − 1 and has offset 1."""
+    mean = tree_sum(x * x) / x.shape[-1]
+    return (x * (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)) * (weight + offset if offset else weight)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in the tanh form of Hendrycks and Gimpel."""
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split layout: x (T, heads, d), cos and sin (T, r/2); dimensions from r on stay."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 over the last dimension by absmax: codes (…, K) int8 in ±127 and scale (…,) with x ≈ codes·scale.
+
+    A row of zeros has scale 0.
+    """
+    scale = x.abs().amax(dim=-1) / 127.0
+    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    # A subnormal scale has an infinite inverse: such a row is zero for every purpose.
+    inverse = torch.where(torch.isinf(inverse), torch.zeros_like(inverse), inverse)
+    return torch.round(x * inverse.unsqueeze(-1)).clamp(-127, 127).to(torch.int8), scale
+
+
+@dataclass(frozen=True)
+class FloatLinear:
+    """y = x Wᵀ + b. `weight` is (N, K) with padded inputs."""
+
+    weight: Tensor
+    inputs: int
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = product(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Int8Linear:
+    """One scale per output row; inputs int8 per token, or with one static scale. `codes` is (K, N) for the product."""
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.input_scale is None:
+            rounded, step = quantize_rows(x)
+        else:
+            rounded = torch.round(x / self.input_scale).clamp(-127, 127).to(torch.int8)
+            step = self.input_scale.expand(x.shape[0])
+        y = (torch._int_mm(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class GroupLinear:
+    """One scale per output row and group of inputs (int4, nf4); inputs int8 per token and group.
+
+    `codes` is (G, group, N) float32 holding integers: products of at most 127 · 127 · group stay below 2^24, so the
+    float product is the exact integer product in any order. Groups are added first to last.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    perm: Tensor | None
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        groups, size, _ = self.codes.shape
+        if self.perm is not None:
+            x = x[:, self.perm]
+        x = torch.nn.functional.pad(x, (0, groups * size - x.shape[1]))
+        rounded, step = quantize_rows(x.view(-1, groups, size))
+        columns = rounded.transpose(0, 1).float()
+        terms = torch.bmm(columns, self.codes) * self.scale.unsqueeze(1)
+        if self.offset is not None:
+            terms = terms - columns.sum(-1, keepdim=True) * self.offset.unsqueeze(1)
+        y = ordered_sum(terms * step.t().unsqueeze(-1))
+        return y if self.bias is None else y + self.bias
+
+
+Linear = FloatLinear | Int8Linear | GroupLinear
+
+
+def float_linear(weight: Tensor, bias: Tensor | None = None) -> FloatLinear:
+    """A float layer from (N, K) of any float dtype."""
+    return FloatLinear(pad_inputs(weight.float()), weight.shape[1], None if bias is None else bias.float())
+
+
+def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
+    """The layer of a packed weight. Codes are unpacked once: simple, at 1 (int8) or 4 (grouped) bytes a weight."""
+    n, k = weight.shape
+    kind, size = weight.scheme.kind, weight.scheme.group_size
+    if kind == "int8" and size == 0 and weight.offset is None and weight.perm is None:
+        return Int8Linear(weight.codes.t().contiguous(), weight.scale[:, 0], weight.bias, weight.input_scale)
+    size = size or k
+    codes = INT8_LEVELS.to(weight.codes.device)[weight.codes.long()] if kind == "nf4" else weight.codes
+    scale = weight.scale / 127.0 if kind == "nf4" else weight.scale
+    if 127 * 128 * size >= _EXACT_FLOAT:
+        raise ValueError(f"groups of {size} {kind} weights do not fit an exact float32 sum (at most 1,024 do)")
+    groups = -(-k // size)
+    codes = torch.nn.functional.pad(codes, (0, groups * size - k))
+    laid_out = codes.view(n, groups, size).permute(1, 2, 0).float().contiguous()
+    offset = None if weight.offset is None else weight.offset.t().contiguous()
+    return GroupLinear(laid_out, scale.t().contiguous(), offset, weight.perm, weight.bias)
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None = None
+) -> Tensor:
+    """Softmax attention of tiles of rows over their request's keys, which lie in order of their logical position.
+
+    q          (tiles, TILE, heads, d): rows of one request each.
+    keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
+               anything finite: they add exact zeros.
+    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them).
+    Returns (tiles, TILE, heads, d).
+    """
+    tiles, rows, heads, d = q.shape
+    blocks, kv_heads = keys.shape[1], keys.shape[2]
+    per_kv = heads // kv_heads
+    grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).transpose(1, 2).reshape(tiles, 1, kv_heads, -1, d)
+    scores = torch.matmul(grouped, keys.transpose(-1, -2))
+    scores = scores.view(tiles, blocks, kv_heads, rows, per_kv, KEY_BLOCK)
+    at = torch.arange(blocks * KEY_BLOCK, device=q.device).view(1, blocks, 1, 1, 1, KEY_BLOCK)
+    last = positions.view(tiles, 1, 1, rows, 1, 1)
+    seen = at <= last
+    if window is not None:
+        seen = seen & (at > last - window)
+    scores = torch.where(seen, scores, torch.full_like(scores, float("-inf")))
+    highest = scores.amax(dim=(1, 5), keepdim=True)
+    weights = exp(scores - highest)
+    total = ordered_sum(tree_sum(weights).transpose(0, 1))
+    mixed = torch.matmul(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
+    out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, d) / total.unsqueeze(-1)
+    return out.transpose(1, 2).reshape(tiles, rows, heads, d)
+
+
+__all__ = [
+    "KEY_BLOCK",
+    "TILE",
+    "FloatLinear",
+    "GroupLinear",
+    "Int8Linear",
+    "Linear",
+    "attention",
+    "float_linear",
+    "gelu_tanh",
+    "packed_linear",
+    "quantize_rows",
+    "rms_norm",
+    "rotate",
+    "silu",
+]

@@ -1,0 +1,148 @@
+"""Where each row's keys lie: the tiles of one forward, worked out once and used by every layer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.cache import ContiguousCache
+from runtime.kernels.reference import KEY_BLOCK, TILE
+from runtime.rows import Rows
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent rows first..first+count of one request, written to slots from `start`.
+
+    A chain's slots are its logical positions. In a tree each row has its own list of slots, in the order of the
+    positions on its path; `paths` holds those lists, one per row.
+    """
+
+    request: int
+    first: int
+    count: int
+    start: int
+    paths: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Spans, and the tiles that attention runs on.
+
+    gather     (tiles, TILE) row index of each place; empty places repeat a row of their tile and are thrown away.
+    positions  (tiles, TILE) last key that the place sees.
+    scatter    (T,) flat place of each row.
+    owner      (tiles,) index into `spans`; path (tiles,) index into the span's paths, −1 for a chain.
+    blocks     key blocks that the longest tile needs.
+    """
+
+    spans: tuple[Span, ...]
+    gather: Tensor
+    positions: Tensor
+    scatter: Tensor
+    owner: tuple[int, ...]
+    path: tuple[int, ...]
+    blocks: int
+
+
+def plan(rows: Rows, cache: ContiguousCache) -> Layout:
+    """Reserves slots for the rows and lays them out.
+
+    Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
+    request, or a row's position is not its parent's plus one.
+    """
+    spans = _spans(rows, cache)
+    gather: list[list[int]] = []
+    positions: list[list[int]] = []
+    scatter = [0] * len(rows)
+    owner: list[int] = []
+    path: list[int] = []
+    at = rows.position.tolist()
+    blocks = 1
+    for number, span in enumerate(spans):
+        size = 1 if span.paths is not None else TILE
+        for begin in range(span.first, span.first + span.count, size):
+            members = list(range(begin, min(begin + size, span.first + span.count)))
+            for place, row in enumerate(members):
+                scatter[row] = len(gather) * TILE + place
+            filled = members + [members[0]] * (TILE - len(members))
+            gather.append(filled)
+            positions.append([at[row] for row in filled])
+            owner.append(number)
+            path.append(begin - span.first if span.paths is not None else -1)
+            blocks = max(blocks, max(at[row] for row in members) // KEY_BLOCK + 1)
+    return Layout(
+        spans, torch.tensor(gather), torch.tensor(positions), torch.tensor(scatter), tuple(owner), tuple(path), blocks
+    )
+
+
+def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
+    """Checks all rows before it reserves the first slot: a refused forward leaves the cache as it was."""
+    request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
+    checked: list[tuple[int, int, int, bool]] = []
+    first = 0
+    seen: set[int] = set()
+    while first < len(request):
+        handle = request[first]
+        if handle in seen:
+            raise ValueError(f"the rows of request {handle} are not adjacent")
+        seen.add(handle)
+        end = first
+        while end < len(request) and request[end] == handle:
+            end += 1
+        length = cache.length(handle)
+        chain = True
+        for row in range(first, end):
+            above = parent[row]
+            if above != -1 and not first <= above < row:
+                raise ValueError(f"row {row} has parent {above}, which is not an earlier row of its request")
+            expected = length if above == -1 else position[above] + 1
+            if position[row] != expected:
+                raise ValueError(f"row {row} is at position {position[row]}, its parent's successor is {expected}")
+            chain = chain and above == (row - 1 if row > first else -1)
+        if length + end - first > cache.capacity(handle):
+            raise ValueError(f"{length} + {end - first} tokens do not fit a cache of {cache.capacity(handle)}")
+        checked.append((handle, first, end, chain))
+        first = end
+    spans = []
+    for handle, first, end, chain in checked:
+        length = cache.length(handle)
+        start = cache.reserve(handle, end - first)
+        paths = None if chain else tuple(_paths(parent[first:end], first, length, start))
+        spans.append(Span(handle, first, end - first, start, paths))
+    return tuple(spans)
+
+
+def _paths(parents: list[int], first: int, length: int, start: int) -> list[Tensor]:
+    """Per row: the slots of what came before the forward, then of its ancestors, then its own."""
+    out: list[Tensor] = []
+    for index, parent in enumerate(parents):
+        before = torch.arange(length) if parent == -1 else out[parent - first]
+        out.append(torch.cat((before, torch.tensor([start + index]))))
+    return out
+
+
+def keys_and_values(layout: Layout, cache: ContiguousCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
+    """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, padded to equal blocks."""
+    keys, values = [], []
+    blocks = 1
+    read: dict[int, tuple[Tensor, Tensor]] = {}
+    for tile in tiles:
+        span = layout.spans[layout.owner[tile]]
+        if span.paths is not None:
+            pair = cache.gather(layer, span.request, span.paths[layout.path[tile]])
+        else:
+            if span.request not in read:
+                read[span.request] = cache.read(layer, span.request, span.start + span.count)
+            last = int(layout.positions[tile].max())
+            pair = tuple(part[: last // KEY_BLOCK + 1] for part in read[span.request])  # type: ignore[assignment]
+        keys.append(pair[0])
+        values.append(pair[1])
+        blocks = max(blocks, pair[0].shape[0])
+    return _stack(keys, blocks), _stack(values, blocks)
+
+
+def _stack(parts: list[Tensor], blocks: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].unsqueeze(0)
+    return torch.stack([torch.nn.functional.pad(p, (0, 0, 0, 0, 0, 0, 0, blocks - p.shape[0])) for p in parts])

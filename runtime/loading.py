@@ -1,0 +1,250 @@
+"""`load`: a model directory, ours or anybody's, becomes a decoder and its tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.decoder import Attention, Block, LlamaDecoder, Mixture, Mlp
+from runtime.errors import UserError
+from runtime.family import Architecture, describe
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.dispatch import Joined, Kernel, Kernels, choose, join, linear
+from runtime.rotary import STATIC_TYPES, rope_type
+from runtime.rows import Decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Weight = PackedWeight | Tensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder, the directory it came from, and (read at first use) its tokenizer."""
+
+    decoder: Decoder
+    path: Path
+    config: Any
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The directory's tokenizer. Raises UserError where it has none."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path.name}: no tokenizer could be read; add tokenizer.json beside it") from error
+
+    @property
+    def draft_path(self) -> Path | None:
+        """The run's draft, where the directory is the `model/` of a run folder that has one."""
+        draft = self.path.parent / "draft"
+        return draft if self.path.name == "model" and (draft / "config.json").is_file() else None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a text, from generation_config.json, else config.json."""
+        from transformers import GenerationConfig
+
+        found = None
+        if (self.path / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(self.path).eos_token_id
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        return frozenset() if found is None else frozenset(found if isinstance(found, list) else [found])
+
+
+def load(
+    path: str | Path, device: str = "cpu", threads: int | None = None, kernels: Kernels = "auto", adapter: bool = False
+) -> Model:
+    """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
+
+    path     a model directory, a run folder, or a hub name.
+    device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
+    threads  torch's threads for the whole process; None leaves them as they are.
+    kernels  "auto", or the name of one set of kernels (kernels.dispatch.available says which run here).
+    adapter  run through transformers even where the decoder knows the architecture.
+
+    Raises UserError for anything wrong with the directory, the device or the architecture.
+    """
+    where = _device(device)
+    if threads is not None:
+        if threads < 1:
+            raise UserError(f"threads must be at least 1, found {threads}")
+        torch.set_num_threads(threads)
+    checkpoint = open_checkpoint(path)
+    config = _config(checkpoint)
+    architecture = describe(config.to_dict())
+    if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
+        from runtime.adapter import adapt
+
+        return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
+    kernel = choose(kernels, device if device != "auto" else where.type)
+    return Model(build(checkpoint, architecture, config, kernel, where), checkpoint.path, config)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"device must be cpu, cuda or auto, found {device!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device {device!r} was asked for, but torch {torch.__version__} finds no CUDA device here")
+    return torch.device(device)
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = checkpoint.config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers knows;"
+            " use one of its decoder-only architectures"
+        )
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {error}") from error
+
+
+def build(
+    checkpoint: Checkpoint, architecture: Architecture, config: Any, kernel: Kernel, device: torch.device
+) -> LlamaDecoder:
+    """The decoder of a checkpoint. Raises UserError naming a missing or misshapen tensor."""
+    a = architecture
+    reader = _Reader(checkpoint, kernel, device)
+    embedding = reader.table("model.embed_tokens.weight", (a.vocab, a.hidden))
+    blocks = tuple(_block(reader, a, number) for number in range(a.layers))
+    norm = reader.vector("model.norm.weight", a.hidden)
+    head_weight: Weight = embedding if a.tied else reader.weight("lm_head", (a.vocab, a.hidden))
+    head = linear(head_weight, reader.bias("lm_head"), kernel)
+    return LlamaDecoder(a, config, embedding, blocks, norm, head, exact=kernel.exact)
+
+
+class _Reader:
+    """Takes tensors out of a checkpoint, checked and on the device."""
+
+    def __init__(self, checkpoint: Checkpoint, kernel: Kernel, device: torch.device):
+        self.checkpoint, self.kernel, self.device = checkpoint, kernel, device
+        self.names = frozenset(checkpoint.names())
+
+    def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
+        """The (N, K) weight of a linear layer, packed or float."""
+        found = self.checkpoint.weight(prefix)
+        self._check(f"{prefix}.weight", tuple(found.shape), shape)
+        return _to(found, self.device)
+
+    def bias(self, prefix: str) -> Tensor | None:
+        name = f"{prefix}.bias"
+        return self.checkpoint.tensor(name).float().to(self.device) if name in self.names else None
+
+    def vector(self, name: str, size: int) -> Tensor:
+        found = self.checkpoint.tensor(name)
+        self._check(name, tuple(found.shape), (size,))
+        return found.float().to(self.device)
+
+    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        found = self.checkpoint.tensor(name)
+        self._check(name, tuple(found.shape), shape)
+        return found.to(self.device)
+
+    def linear(self, prefix: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        return linear(self.weight(prefix, shape), self.bias(prefix), self.kernel)
+
+    def join(self, prefixes: list[str], sizes: list[int], inputs: int) -> Joined:
+        """Several layers of one input; one prefix with several sizes is a layer fused on disk."""
+        if len(prefixes) == 1:
+            weights = [self.weight(prefixes[0], (sum(sizes), inputs))]
+        else:
+            weights = [self.weight(p, (size, inputs)) for p, size in zip(prefixes, sizes, strict=True)]
+        return join(weights, [self.bias(p) for p in prefixes], sizes, self.kernel)
+
+    def _check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise UserError(
+                f"{self.checkpoint.path.name}: tensor {name} has shape {found}, config.json implies {expected};"
+                " the two do not belong together"
+            )
+
+
+def _to(weight: Weight, device: torch.device) -> Weight:
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    moved = {
+        key: value.to(device) if isinstance(value, Tensor) else value for key, value in vars(weight).items()
+    }
+    return PackedWeight(**moved)
+
+
+def _block(reader: _Reader, a: Architecture, number: int) -> Block:
+    prefix = f"model.layers.{number}"
+    attn = f"{prefix}.self_attn"
+    heads, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    names = [f"{attn}.qkv_proj"] if a.fused else [f"{attn}.{part}_proj" for part in "qkv"]
+    attention = Attention(
+        qkv=reader.join(names, [heads, kv, kv], a.hidden),
+        out=reader.linear(f"{attn}.o_proj", (a.hidden, heads)),
+        q_norm=reader.vector(f"{attn}.q_norm.weight", a.head_dim) if a.query_key_norm else None,
+        k_norm=reader.vector(f"{attn}.k_norm.weight", a.head_dim) if a.query_key_norm else None,
+        window=a.windows[number],
+    )
+    dense = a.experts is None or number in a.dense_layers
+    return Block(
+        input_norm=reader.vector(f"{prefix}.input_layernorm.weight", a.hidden),
+        attention=attention,
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", a.hidden),
+        mlp=_mlp(reader, a, f"{prefix}.mlp") if dense else _mixture(reader, a, prefix),
+    )
+
+
+def _mlp(reader: _Reader, a: Architecture, prefix: str) -> Mlp:
+    names = [f"{prefix}.gate_up_proj"] if a.fused else [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+    return Mlp(
+        gate_up=reader.join(names, [a.intermediate, a.intermediate], a.hidden),
+        down=reader.linear(f"{prefix}.down_proj", (a.hidden, a.intermediate)),
+    )
+
+
+def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
+    """Experts fused as (E, 2I, H) and (E, H, I), or one by one as older files have them."""
+    experts = a.experts
+    assert experts is not None
+    size = experts.hidden
+    for name in experts.names:
+        base = f"{prefix}.{name}"
+        if f"{base}.gate.weight" not in reader.names:
+            continue
+        router = reader.linear(f"{base}.gate", (experts.count, a.hidden))
+        if f"{base}.experts.gate_up_proj" in reader.names:
+            gate_up = reader.checkpoint.tensor(f"{base}.experts.gate_up_proj").to(reader.device)
+            down = reader.checkpoint.tensor(f"{base}.experts.down_proj").to(reader.device)
+            return Mixture(
+                router,
+                tuple(
+                    Mlp(join([g], [None], [size, size], reader.kernel), linear(d, None, reader.kernel))
+                    for g, d in zip(gate_up, down, strict=True)
+                ),
+            )
+        old = f"{base}.experts.0.w1.weight" in reader.names or f"{base}.experts.0.w1.weight_packed" in reader.names
+        gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        parts = [f"{base}.experts.{i}" for i in range(experts.count)]
+        return Mixture(
+            router,
+            tuple(
+                Mlp(
+                    reader.join([f"{p}.{gate}", f"{p}.{up}"], [size, size], a.hidden),
+                    reader.linear(f"{p}.{out}", (a.hidden, size)),
+                )
+                for p in parts
+            ),
+        )
+    raise UserError(f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete")

@@ -1,0 +1,158 @@
+"""What happened while decoding: counts and times of one request, or the sum of many."""
+
+import itertools
+import time
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Metrics:
+    """Counts are exact; times are seconds. Metrics add up: `total(list)` is the same figures over many requests.
+
+    rounds, gained   rounds of drafting and verifying, and the tokens that came from them.
+    drafted_at, accepted_at  drafted and accepted tokens by depth in the draft (0: right after the text).
+    target_forwards, target_rows  per request: forwards of the target after the prompt that it took part in, and its
+                     rows in them.
+    draft_seconds, target_seconds, seconds  a request's share of its rounds' wall time: a round of N requests gives
+                     each an N-th, so that sums over requests are wall times. Target time includes the verdict.
+                     `seconds` covers the prompt too, which alone took `prompt_seconds`.
+    arrivals         for each request, when each of its new tokens came, counted from the request's start. Tokens of one
+                     round come together.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    rounds: int = 0
+    gained: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    target_forwards: int = 0
+    target_rows: int = 0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    seconds: float = 0.0
+    arrivals: list[list[float]] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the requests gained, the first one (which comes from the prompt's own forward) included."""
+        return sum(len(times) for times in self.arrivals)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that entered the text."""
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """α: accepted / drafted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share accepted of the tokens drafted at each depth."""
+        return [hit / tried if tried else 0.0 for hit, tried in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """τ: tokens gained a round; None without rounds."""
+        return self.gained / self.rounds if self.rounds else None
+
+    @property
+    def mean_width(self) -> float | None:
+        """Rows of one request in one target forward after the prompt; 1 for plain decoding."""
+        return self.target_rows / self.target_forwards if self.target_forwards else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens over all the time, the prompt's included."""
+        return self.new_tokens / self.seconds if self.seconds > 0 else None
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens gained in rounds over the time of the rounds."""
+        spent = self.seconds - self.prompt_seconds
+        return self.gained / spent if spent > 0 and self.gained else None
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Mean time to the first token over the requests."""
+        return float(np.mean([times[0] for times in self.arrivals if times])) if any(self.arrivals) else None
+
+    @property
+    def latency_seconds(self) -> float | None:
+        """Mean time to the last token over the requests."""
+        return float(np.mean([times[-1] for times in self.arrivals if times])) if any(self.arrivals) else None
+
+    def inter_token_seconds(self, percentiles: tuple[float, ...] = (50, 90, 99)) -> dict[str, float | None]:
+        """Percentiles p50, p90, … of the time between a token and the one before it; 0 within a round."""
+        gaps = [b - a for times in self.arrivals for a, b in itertools.pairwise(times)]
+        return {f"p{p:g}": float(np.percentile(gaps, p)) if gaps else None for p in percentiles}
+
+    def count_draft(self, depths: list[int], accepted: list[int]) -> None:
+        """Records one draft: the depth of each drafted and of each accepted token."""
+        for counts, at in ((self.drafted_at, depths), (self.accepted_at, accepted)):
+            for depth in at:
+                counts[depth:depth] = [0] * (depth + 1 - len(counts))
+                counts[depth] += 1
+        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
+
+    def report(self) -> dict[str, Any]:
+        """The keys of report.json's `speed` entries that one run gives; times in milliseconds."""
+
+        def milliseconds(seconds: float | None) -> float | None:
+            return None if seconds is None else seconds * 1000
+
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "ttft_ms": milliseconds(self.first_token_seconds),
+            "itl_ms": {key: milliseconds(value) for key, value in self.inter_token_seconds().items()},
+            "latency_ms": milliseconds(self.latency_seconds),
+            "mean_width": self.mean_width,
+        }
+
+
+def total(parts: list[Metrics]) -> Metrics:
+    """The sum over requests."""
+    out = Metrics()
+    for part in parts:
+        for item in fields(Metrics):
+            ours, theirs = getattr(out, item.name), getattr(part, item.name)
+            if item.name in ("drafted_at", "accepted_at"):
+                length = max(len(ours), len(theirs))
+                padded = [values + [0] * (length - len(values)) for values in (ours, theirs)]
+                setattr(out, item.name, [a + b for a, b in zip(*padded, strict=True)])
+            else:
+                setattr(out, item.name, ours + theirs)
+    return out
+
+
+class Clock:
+    """Seconds since it was made, without the pauses: the time that a stream's reader takes is not decoding time."""
+
+    def __init__(self) -> None:
+        self._zero = time.perf_counter()
+        self._paused_at: float | None = None
+
+    def now(self) -> float:
+        """Seconds run so far."""
+        return (self._paused_at if self._paused_at is not None else time.perf_counter()) - self._zero
+
+    def pause(self) -> None:
+        """Stops the clock."""
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Lets a paused clock run on."""
+        if self._paused_at is not None:
+            self._zero += time.perf_counter() - self._paused_at
+            self._paused_at = None

@@ -1,0 +1,58 @@
+"""Rotary position tables of a transformers configuration, grown on demand in blocks of one size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Every entry is computed in a block of this shape, so an angle's bits do not depend on how long the table is.
+_BLOCK = 2048
+# Types whose frequencies are fixed. "dynamic" and "longrope" change with the text's length: the adapter runs those.
+STATIC_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_type(config: Any) -> str:
+    """The configuration's rotary type ("default" where it says none)."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def frequencies(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies (r/2,) float32 and the factor on cos and sin, as transformers computes them.
+
+    RoFormer (2104.09864); partial rotary dimensions as in Phi; linear, llama3 and yarn scaling by transformers.
+    """
+    kind = rope_type(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if kind != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return inverse.float(), float(factor)
+    base = parameters.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
+
+
+class RotaryTable:
+    """cos and sin (positions, r/2) float32."""
+
+    def __init__(self, config: Any, device: torch.device):
+        self._inverse, self._factor = frequencies(config)
+        self._device = device
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+        self._joined: tuple[Tensor, Tensor] | None = None
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each position, (T, r/2)."""
+        needed = int(positions.max()) // _BLOCK + 1 if len(positions) else 0
+        while len(self._blocks) < needed:
+            start = len(self._blocks) * _BLOCK
+            angle = torch.arange(start, start + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
+            self._blocks.append(((angle.cos() * self._factor).to(self._device), (angle.sin() * self._factor).to(self._device)))
+            self._joined = None
+        if self._joined is None:
+            self._joined = torch.cat([c for c, _ in self._blocks]), torch.cat([s for _, s in self._blocks])
+        cos, sin = self._joined
+        index = positions.to(self._device)
+        return cos[index], sin[index]

@@ -1,0 +1,90 @@
+"""The decoder's contract: rows, not rectangles.
+
+A row is one token of one request at one logical position, after a parent row. Prefill, plain decoding, verifying a
+chain or a tree, and batches of all of these at once are the same call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the T tokens of one forward stand. All three are (T,) int64 on the CPU.
+
+    request   the cache's handle of the request; rows of one request are adjacent.
+    position  logical position in its text (the first token of a text has 0).
+    parent    index, in this forward, of the row before it on its path; −1: the last token in the cache.
+    """
+
+    request: Tensor
+    position: Tensor
+    parent: Tensor
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    @staticmethod
+    def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
+        """Rows of consecutive tokens: one (request, first position, count) per request."""
+        request, position, parent = [], [], []
+        for handle, start, count in spans:
+            base = len(request)
+            request += [handle] * count
+            position += range(start, start + count)
+            parent += [-1, *range(base, base + count - 1)][:count]
+        return Rows(torch.tensor(request), torch.tensor(position), torch.tensor(parent))
+
+
+@dataclass(frozen=True)
+class Out:
+    """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of any number of requests."""
+
+    def open(self, capacity: int) -> int:
+        """A handle for a new request of at most `capacity` tokens."""
+
+    def close(self, request: int) -> None:
+        """Forgets the request; its handle may be given out again."""
+
+    def length(self, request: int) -> int:
+        """Tokens stored (slots: a tree's rows count each)."""
+
+    def truncate(self, request: int, length: int) -> None:
+        """Restores exactly the state of never having seen what follows the first `length` tokens."""
+
+    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
+        """After a tree: keeps the first `length` tokens and then the slots length + path[0], length + path[1], …"""
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+
+
+class Decoder(Protocol):
+    """A causal language model over rows."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
+    device: torch.device
+
+    def new_cache(self) -> Cache:
+        """An empty cache that `forward` takes."""
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """Appends every row to the cache, in order, and returns the rows `logits_at` (T-indices; None: all).
+
+        tokens (T,) int64. Row i attends to what the cache held of its request before the call, its ancestors through
+        `parent`, and itself.
+        """

@@ -1,0 +1,129 @@
+"""Which drafted tokens the target accepts, and the token it adds: pure functions, for chains and trees alike.
+
+Every rule reads the target at a draft's nodes: row 0 follows the request's last token, row i + 1 follows draft token i.
+The number of a draft token's row in these rules is never the number of its row in the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from runtime.drafters import Draft
+from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+
+Rule = Literal["coupled", "rejection"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`path`: the accepted draft indices, root first. `next_token`: what the target puts after them."""
+
+    path: list[int]
+    next_token: int
+
+
+class TargetRows(Protocol):
+    """(n + 1, V) float64 probability rows: a tensor, or `sampling.Distributions`, which computes them on demand."""
+
+    def __getitem__(self, row: int, /) -> Tensor:
+        """(V,) float64."""
+
+
+def children(draft: Draft) -> dict[int, list[int]]:
+    """Indices of the draft tokens below each node, in draft order; −1 is the request's last token."""
+    below: dict[int, list[int]] = {}
+    for index, parent in enumerate(draft.parents):
+        below.setdefault(parent, []).append(index)
+    return below
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """For each of the n + 1 rows the draft tokens before it: [] for row 0, the root path to token i for row i + 1."""
+    before: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        before.append([*before[parent + 1], token])
+    return before
+
+
+def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
+    """Accepts the path on which every token is the target's own choice; choices (n + 1) are its argmax at each row."""
+    return _walk(draft, lambda row, depth: choices[row])
+
+
+def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Verdict:
+    """Samples the target at each node with its position's noise and walks on while the draft has that token.
+
+    The text is a function of the target and the seed alone (drafter-invariant speculation, 2408.07978): the draft only
+    decides how much of it is found in one forward.
+    position  absolute position of the first draft token (the length of the text so far).
+    """
+
+    def choose(row: int, depth: int) -> int:
+        distribution = target_rows[row].numpy()
+        return perturbed_argmax(distribution, gumbel(seed, position + depth, len(distribution)))
+
+    return _walk(draft, choose)
+
+
+def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Verdict:
+    """Leviathan's rule (2211.17192), in a tree over siblings in order (SpecInfer, 2305.09781).
+
+    A token x drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise p becomes norm(max(p − q, 0)),
+    from which the next sibling is judged or, after the last, the next token is drawn. Without `probs` a token was not
+    drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
+    position  absolute position of the first draft token.
+    Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
+    """
+    below = children(draft)
+    path: list[int] = []
+    node = -1
+    while True:
+        at = position + len(path)
+        distribution = target_rows[node + 1].numpy()
+        siblings = below.get(node, [])
+        tests = uniforms(seed, at, Stream.ACCEPT, len(siblings))
+        for index, test in zip(siblings, tests, strict=True):
+            token = draft.tokens[index]
+            proposal = _proposal(draft, index, len(distribution))
+            if proposal[token] == 0:
+                raise ValueError(f"draft token {token} at position {at} has probability 0 in its own distribution")
+            if test < distribution[token] / proposal[token]:
+                node = index
+                path.append(index)
+                break
+            distribution = _residual(distribution, proposal)
+        else:
+            return Verdict(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
+
+
+def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
+    """Follows the target's choices, choose(row, depth), as long as the draft holds them."""
+    below = children(draft)
+    path: list[int] = []
+    node = -1
+    while True:
+        token = choose(node + 1, len(path))
+        match = next((child for child in below.get(node, []) if draft.tokens[child] == token), None)
+        if match is None:
+            return Verdict(path, token)
+        node = match
+        path.append(match)
+
+
+def _proposal(draft: Draft, index: int, size: int) -> np.ndarray:
+    if draft.probs is not None:
+        row: np.ndarray = draft.probs[index].numpy()
+        return row
+    one_hot = np.zeros(size)
+    one_hot[draft.tokens[index]] = 1.0
+    return one_hot
+
+
+def _residual(distribution: np.ndarray, proposal: np.ndarray) -> np.ndarray:
+    """norm(max(p − q, 0)); where rounding leaves nothing of it (p = q, which is never rejected but for rounding), p."""
+    remainder: np.ndarray = np.maximum(distribution - proposal, 0.0)
+    total = remainder.sum()
+    return remainder / total if total > 0 else distribution

@@ -1,0 +1,76 @@
+"""Between text and token ids: streamed text, prompts, and whether two models share a vocabulary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.errors import UserError
+
+# Tokens of the prompt that new tokens are decoded after: some tokenizers write a word's space only after another word.
+_CONTEXT = 6
+
+
+class Detokenizer:
+    """Turns tokens into text as they come; a character whose bytes are not all there yet is held back."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-_CONTEXT:])
+        self._start = 0
+        self._shown = len(self._tokens)
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that these tokens complete. `last`: no more will come, so an incomplete character is shown as �."""
+        self._tokens += tokens
+        before = self._decode(self._tokens[self._start : self._shown])
+        text = self._decode(self._tokens[self._start :])
+        if text.endswith("�") and not last:
+            return ""
+        self._start, self._shown = self._shown, len(self._tokens)
+        # `before` may end in � for a character of the prompt that the new tokens complete: it is shown from there.
+        common = len(before)
+        while not text.startswith(before[:common]):
+            common -= 1
+        return text[common:]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def require_same_vocabulary(target: Any, draft: Any) -> None:
+    """Raises UserError naming the first id that the two tokenizers give to different tokens."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    ours, theirs = {id_: token for token, id_ in ours.items()}, {id_: token for token, id_ in theirs.items()}
+    first = min(id_ for id_ in ours.keys() | theirs.keys() if ours.get(id_) != theirs.get(id_))
+
+    def show(vocabulary: dict[int, str]) -> str:
+        return repr(vocabulary[first]) if first in vocabulary else "no token"
+
+    raise UserError(
+        f"the draft's vocabulary differs from the target's: token {first} is {show(ours)} in the target and "
+        f"{show(theirs)} in the draft; choose a draft with the target's tokenizer, or the drafter `lookup`."
+    )
+
+
+def encode(tokenizer: Any, prompt: str | Sequence[int], vocab_size: int, max_positions: int) -> list[int]:
+    """The prompt's token ids, with the special tokens that the tokenizer adds to a text.
+
+    Raises UserError for an empty prompt, one that leaves no position for a new token, or ids outside the vocabulary.
+    """
+    tokens = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+    if not prompt or not tokens:
+        raise UserError("the prompt must hold at least one token, but is empty; give some text to continue.")
+    if len(tokens) >= max_positions:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens, but the target has {max_positions} positions and needs one for a "
+            f"new token; shorten the prompt to at most {max_positions - 1} tokens."
+        )
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UserError(
+            f"the prompt holds token {wrong}, but the target's vocabulary has the ids 0 to {vocab_size - 1}; "
+            "encode the prompt with the target's tokenizer."
+        )
+    return tokens

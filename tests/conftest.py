@@ -1,0 +1,94 @@
+"""Tiny random models of every architecture that the tests use, written once per session as ordinary directories."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 40},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "phi3": {},
+    "gemma": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+ARCHITECTURES = (*_EXTRA, "gpt2")
+
+
+def tiny_config(kind: str) -> Any:
+    """A transformers configuration of two layers."""
+    from transformers import AutoConfig
+
+    if kind == "gpt2":
+        return AutoConfig.for_model(
+            "gpt2", vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
+        )
+    return AutoConfig.for_model(kind, **_SHAPE, **_EXTRA[kind])
+
+
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer of 320 entries: 0 ends a text, 1..256 are the bytes, the rest are merges of spaces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}
+    space = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]
+    merges = [(space, c) for c in alphabet[:63]]
+    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>", pad_token="<end>")
+
+
+def write_tiny(kind: str, path: Path, seed: int = 0, **changes: Any) -> Path:
+    """Saves a random model with weights large enough that its logits differ, and a tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_config(kind)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 and "norm" in name.lower():
+                weight.add_(torch.randn_like(weight) * 0.1)
+            elif weight.dim() >= 2:
+                weight.copy_(torch.randn_like(weight) * 0.08)
+            else:
+                weight.copy_(torch.randn_like(weight) * 0.02)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny("qwen3")` is the directory of a tiny random model; the same arguments give the same directory."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str, seed: int = 0, **changes: Any) -> Path:
+        key = f"{kind}-{seed}-{sorted(changes.items())}"
+        if key not in made:
+            made[key] = write_tiny(kind, tmp_path_factory.mktemp(kind) / kind, seed, **changes)
+        return made[key]
+
+    return get
