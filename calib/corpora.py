@@ -8,7 +8,6 @@ writes prompts for whoever takes text from a file.
 import gzip
 import hashlib
 import json
-import os
 import platform
 import zlib
 from collections.abc import Iterator, Mapping
@@ -67,9 +66,13 @@ def load(spec: str | None = None) -> Corpus:
             )
         return _corpus("Python standard library (held-out files)", texts, python=platform.python_version())
     path = Path(spec)
-    if os.path.isdir(spec):
+    try:
+        is_there = path.exists()
+    except OSError:  # too long for a file's name
+        is_there = False
+    if is_there and path.is_dir():
         return _corpus(path.resolve().name, _read_directory(path))
-    if os.path.exists(spec) or spec.lower().endswith(_FILE_SUFFIXES) or spec.startswith((".", "/", "~")):
+    if is_there or spec.lower().endswith(_FILE_SUFFIXES) or spec.startswith((".", "/", "~")):
         texts, fields = _read_file(path)
         return _corpus(path.name, texts, are_prompts=fields <= set(_PROMPT_FIELDS))
     texts, fields, name = _read_dataset(spec)

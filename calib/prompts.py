@@ -106,7 +106,7 @@ def write_prompts(texts: Sequence[str], out: Path) -> None:
             file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, out)
+        beside.replace(out)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{out} cannot be written ({error.strerror}): name another file") from error

@@ -127,8 +127,8 @@ def make_windows(
         if asked and not part.windows:
             total = len(before.tokens) + len(after.tokens)
             raise UserError(
-                f"{corpus.name} is too short: of its {total} tokens the part for {what} has {len(part.tokens)}, and one "
-                f"window needs {packer.body}: name a longer text or ask for shorter windows"
+                f"{corpus.name} is too short: of its {total} tokens the part for {what} has {len(part.tokens)}, and "
+                f"one window needs {packer.body}: name a longer text or ask for shorter windows"
             )
     calibration_windows, _ = packer.draw(before, calibration, random.Random(f"{seed} calibration"))
     evaluation_windows, evaluation_bytes = packer.draw(after, wanted, random.Random(f"{seed} evaluation"))

@@ -1,6 +1,6 @@
 """Packed weights, kernels and decoding: `import runtime` alone loads and runs any artifact.
 
-    from runtime import Speculator, load
+from runtime import Speculator, load
 """
 
 from typing import TYPE_CHECKING, Any

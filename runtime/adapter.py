@@ -58,7 +58,9 @@ class AdapterCache:
         except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise UserError(f"the cache of {type(self._model).__name__} cannot be rolled back: {error}") from error
         if self.length(request) != length:
-            raise UserError(f"the cache of {type(self._model).__name__} cannot be rolled back; decode with --drafter none")
+            raise UserError(
+                f"the cache of {type(self._model).__name__} cannot be rolled back; decode with --drafter none"
+            )
 
     def keep(self, request: int, length: int, path: Sequence[int]) -> None:
         """Keeps a prefix of a chain; other paths need a tree, which `forward` refuses here."""

@@ -120,7 +120,14 @@ class LlamaDecoder:
         return Out(self.head(hidden), hidden)
 
     def _attend(
-        self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: ContiguousCache, cos: Tensor, sin: Tensor
+        self,
+        x: Tensor,
+        weights: Attention,
+        layer: int,
+        layout: Layout,
+        cache: ContiguousCache,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
         a = self.architecture
         count = x.shape[0]

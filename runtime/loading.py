@@ -113,7 +113,9 @@ def _config(checkpoint: Checkpoint) -> Any:
     try:
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {error}") from error
+        raise UserError(
+            f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {error}"
+        ) from error
 
 
 def build(
@@ -179,9 +181,7 @@ class _Reader:
 def _to(weight: Weight, device: torch.device) -> Weight:
     if isinstance(weight, Tensor):
         return weight.to(device)
-    moved = {
-        key: value.to(device) if isinstance(value, Tensor) else value for key, value in vars(weight).items()
-    }
+    moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in vars(weight).items()}
     return PackedWeight(**moved)
 
 
@@ -247,4 +247,6 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
                 for p in parts
             ),
         )
-    raise UserError(f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete")
+    raise UserError(
+        f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete"
+    )

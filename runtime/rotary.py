@@ -49,7 +49,9 @@ class RotaryTable:
         while len(self._blocks) < needed:
             start = len(self._blocks) * _BLOCK
             angle = torch.arange(start, start + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
-            self._blocks.append(((angle.cos() * self._factor).to(self._device), (angle.sin() * self._factor).to(self._device)))
+            self._blocks.append(
+                ((angle.cos() * self._factor).to(self._device), (angle.sin() * self._factor).to(self._device))
+            )
             self._joined = None
         if self._joined is None:
             self._joined = torch.cat([c for c, _ in self._blocks]), torch.cat([s for _, s in self._blocks])

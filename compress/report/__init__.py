@@ -1,0 +1,1 @@
+"""The report: size, quality and speed of one artifact, and the pages that show them."""

@@ -99,10 +99,12 @@ def _logits(decoder: Decoder, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
     cache = decoder.new_cache()
     request = cache.open(len(tokens))
     count = len(tokens) - 1
-    with torch.inference_mode():
-        for start in range(0, count, _BLOCK):
-            block = tokens[start : min(start + _BLOCK, count)]
-            yield start, decoder.forward(block, Rows.chains([(request, start, len(block))]), cache).logits
+    for start in range(0, count, _BLOCK):
+        block = tokens[start : min(start + _BLOCK, count)]
+        # Around the forward alone: a mode held over a yield would leak into whoever iterates.
+        with torch.inference_mode():
+            logits = decoder.forward(block, Rows.chains([(request, start, len(block))]), cache).logits
+        yield start, logits
     cache.close(request)
 
 
@@ -203,7 +205,7 @@ def _check(original: Decoder, compressed: Decoder, windows: Windows) -> None:
     limit = min(original.max_positions, compressed.max_positions)
     if windows.length > limit:
         raise UserError(
-            f"expected windows of at most the model's {limit} positions, found {windows.length}: ask for shorter windows"
+            f"expected windows of at most the model's {limit} positions, found {windows.length}: ask for shorter ones"
         )
     largest = int(windows.evaluation.max())
     if largest >= original.vocab_size:
@@ -219,5 +221,6 @@ def _check_finite(logits: Tensor, what: str, start: int) -> None:
         row = int(bad.nonzero()[0])
         value = float(logits[row][~torch.isfinite(logits[row])][0])
         raise UserError(
-            f"{what}: expected finite numbers, found {value} at position {start + row}: the weights or a kernel are broken"
+            f"{what}: expected finite numbers, found {value} at position {start + row}: "
+            "the weights or a kernel are broken"
         )

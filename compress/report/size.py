@@ -87,7 +87,9 @@ def weight_files(directory: Path) -> list[Path]:
         single = directory / "model.safetensors"
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
         if not files:
-            raise UserError(f"{directory} has no *.safetensors file: name the directory of a model saved as safetensors")
+            raise UserError(
+                f"{directory} has no *.safetensors file: name the directory of a model saved as safetensors"
+            )
         return files
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""Trains the embedded pair: `prepare`, `target`, `draft`, `distill`, `evaluate`, `export`, in that order.
+"""Trains the embedded pair: `prepare`, `target`, `draft`, `samples`, `distill`, `evaluate`, `export`, in that order.
 
 Every stage resumes from its last checkpoint in the work directory, and is given a time, not a number of steps: the
 schedule follows the share of the time that has passed, so that it ends well on a machine of any speed.
@@ -6,7 +6,8 @@ schedule follows the share of the time that has passed, so that it ends well on 
     python examples/pair/train.py prepare  --work runs/pair
     python examples/pair/train.py target   --work runs/pair --minutes 90
     python examples/pair/train.py draft    --work runs/pair --minutes 10
-    python examples/pair/train.py distill  --work runs/pair --minutes 20
+    python examples/pair/train.py samples  --work runs/pair --minutes 4
+    python examples/pair/train.py distill  --work runs/pair --minutes 25
     python examples/pair/train.py export   --work runs/pair --out examples/pair
 """
 
@@ -48,12 +49,21 @@ class Plan:
     batches: tuple[tuple[float, int], ...] = ((0.35, 1), (1.01, 2))
     # Share of standard-library windows before and during the fall of the learning rate.
     library_share: tuple[float, float] = (0.12, 0.3)
+    # Share of windows that the target wrote itself (`samples`).
+    own_share: float = 0.0
 
 
 PLANS = {
     "target": Plan(matrix_rate=4e-3, embedding_rate=3e-3),
     "draft": Plan(matrix_rate=6e-3, embedding_rate=4e-3, stable=0.9, lengths=((1.01, 256),), batches=((1.01, 1),)),
-    "distill": Plan(matrix_rate=4e-3, embedding_rate=3e-3, stable=0.3, lengths=((0.8, 256), (1.01, 512))),
+    "distill": Plan(
+        matrix_rate=5e-3,
+        embedding_rate=4e-3,
+        stable=0.4,
+        lengths=((0.75, 256), (1.01, 512)),
+        library_share=(0.12, 0.25),
+        own_share=0.4,
+    ),
 }
 
 
@@ -61,10 +71,14 @@ def config(name: str) -> LlamaConfig:
     """Hidden 512 × 4 layers for the target; the draft has under a tenth of its parameters."""
     target = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
     draft = {"hidden_size": 192, "intermediate_size": 352, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2} if name == "target" else {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-    }
+    heads = (
+        {"num_attention_heads": 8, "num_key_value_heads": 2}
+        if name == "target"
+        else {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+        }
+    )
     return LlamaConfig(
         vocab_size=VOCABULARY,
         head_dim=64,
@@ -116,9 +130,7 @@ def optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimize
     inside = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     outside = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
     return [
-        torch.optim.Muon(
-            inside, lr=plan.matrix_rate, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        torch.optim.Muon(inside, lr=plan.matrix_rate, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(outside, lr=plan.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -135,19 +147,42 @@ def at(table: tuple[tuple[float, int], ...], share: float) -> int:
 
 
 class Windows:
-    """Batches that mix the standard library into everything else."""
+    """Batches that mix the standard library, and what the target wrote, into everything else."""
 
-    def __init__(self, work: Path, seed: int):
+    def __init__(self, work: Path, seed: int, own_share: float):
         self.library = Stream(work / "library.bin", seed)
         self.others = Stream(work / "packages.bin", seed + 1)
+        self.own = Stream(work / "samples.bin", seed + 3) if own_share else None
+        self.own_share = own_share
         self.random = np.random.default_rng(seed + 2)
 
     def take(self, length: int, library_share: float) -> Tensor:
         rows = MICRO_BATCH_TOKENS // length
-        library = int(self.random.binomial(rows, library_share))
-        parts = [self.others.take(rows - library, length)] if library < rows else []
-        parts += [self.library.take(library, length)] if library else []
-        return torch.from_numpy(np.concatenate(parts))
+        own = int(self.random.binomial(rows, self.own_share)) if self.own else 0
+        library = int(self.random.binomial(rows - own, library_share))
+        counts = ((self.own, own), (self.library, library), (self.others, rows - own - library))
+        return torch.from_numpy(np.concatenate([s.take(n, length) for s, n in counts if s is not None and n]))
+
+
+def sample(work: Path, minutes: float, seed: int, prompt: int = 128, new: int = 256, rows: int = 96) -> None:
+    """Continues training text with the target, half of it greedily, half at temperature 1, into samples.bin."""
+    model = build("target", seed)
+    model.load_state_dict(load_file(work / "target.safetensors"), strict=False)
+    model.eval()
+    windows = Windows(work, seed + 100, 0.0)
+    out, began, sampled = [], time.monotonic(), False
+    torch.manual_seed(seed)
+    while time.monotonic() - began < 60 * minutes:
+        text = windows.take(prompt, 0.3)
+        text = text[torch.randperm(len(text))[:rows], :prompt]
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            written = model.generate(
+                text, do_sample=sampled, top_k=0, max_new_tokens=new, min_new_tokens=new, use_cache=True, pad_token_id=0
+            )
+        out.append(written.numpy().astype(np.uint16).ravel())
+        sampled = not sampled
+        np.concatenate(out).tofile(work / "samples.bin")
+        print(json.dumps({"samples": sum(map(len, out)), "seconds": round(time.monotonic() - began)}), flush=True)
 
 
 def save(path: Path, state: dict) -> None:
@@ -185,7 +220,7 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
         for optimizer, kept in zip(steps, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         step, tokens_seen, spent = state["step"], state["tokens"], state["seconds"]
-    windows = Windows(work, seed + 7 * step)
+    windows = Windows(work, seed + 7 * step, plan.own_share)
     last_saved = time.monotonic()
     recent: list[float] = []
     while (share := spent / (60 * minutes)) < 1:
@@ -221,7 +256,9 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
             save(checkpoint, _state(model, steps, step, tokens_seen, spent))
             last_saved = time.monotonic()
     save(checkpoint, _state(model, steps, step, tokens_seen, spent))
-    weights = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if "lm_head" not in k}
+    weights = {
+        k: v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if "lm_head" not in k
+    }
     save_file(weights, work / f"{name}.safetensors", metadata={"format": "pt"})
     summary = {"plan": asdict(plan), "steps": step, "tokens": tokens_seen, "minutes": round(spent / 60, 1)}
     (work / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -267,7 +304,7 @@ def evaluate(work: Path, name: str, length: int = 1024) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["prepare", "target", "draft", "distill", "evaluate"])
+    parser.add_argument("stage", choices=["prepare", "target", "draft", "samples", "distill", "evaluate"])
     parser.add_argument("--work", type=Path, required=True, help="where token files, checkpoints and logs go")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time of the stage, earlier runs included")
     parser.add_argument("--model", default="target", help="what `evaluate` reads: target, draft or distill")
@@ -275,6 +312,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.stage == "prepare":
         prepare(given.work, given.seed)
+    elif given.stage == "samples":
+        sample(given.work, given.minutes, given.seed)
     elif given.stage == "evaluate":
         print(json.dumps(evaluate(given.work, given.model), indent=1))
     else:

@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 
@@ -85,7 +84,7 @@ def test_the_command(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == prompts(load("stdlib"), 3, seed=5)
-    assert os.listdir(tmp_path) == ["prompts.jsonl"]
+    assert list(tmp_path.iterdir()) == [out]
     assert load(str(out)).are_prompts
 
     done = run("prompts", out, "--source", tmp_path / "gone.txt")

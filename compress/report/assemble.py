@@ -1,0 +1,285 @@
+"""Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
+
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from calib import corpora
+from calib.errors import UserError as CorpusError
+from calib.prompts import prompts as cut_prompts
+from calib.windows import Windows, make_windows
+from compress.report import baselines, page, quality, size, speed
+from compress.report.facts import ReportOptions, RunFacts
+from compress.report.schema import SCHEMA, validate
+from runtime import load
+from runtime.speculate import Speculator
+
+if TYPE_CHECKING:
+    from runtime.loading import Model
+
+Progress = Callable[[str, int, int], None]
+PROMPTS = 8
+_SHORT_PROMPT = 32  # tokens of a prompt that is cut from an evaluation window
+_NO_KV = "the key-value cache is not quantised"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress for those who do not want to see any."""
+
+
+def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = silent) -> dict[str, Any]:
+    """Measures the artifact and writes report.json, report.md and report.html into `facts.folder`; returns the report.
+
+    progress  progress(stage, done, total): stages "load", "quality", "speed", "baselines", "page".
+
+    Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
+    """
+    progress("load", 0, 1)
+    models = [load(path, device=options.device, threads=options.threads) for path in (facts.original, facts.model)]
+    original, compressed = models
+    draft = None
+    if facts.draft is not None and options.speed:
+        draft = load(facts.draft, device=options.device, threads=options.threads)
+    corpus = corpora.load(options.text)
+    length = min(options.seq_len, *(model.decoder.max_positions for model in models))
+    windows = make_windows(
+        corpus,
+        compressed.tokenizer,
+        length=length,
+        calibration=options.samples,
+        evaluation_tokens=options.eval_tokens,
+        seed=facts.seed,
+    )
+    progress("load", 1, 1)
+    missing: dict[str, str] = {}
+    measured_quality = quality.measure(
+        original.decoder,
+        compressed.decoder,
+        windows,
+        facts.seed,
+        head=_head(facts.recipe),
+        on_step=lambda done, total: progress("quality", done, total),
+    )
+    new_tokens = _affordable(options.new_tokens, [*models, *([draft] if draft else [])])
+    prompts = make_prompts(corpus, compressed, windows, new_tokens, facts.seed)
+    measured_speed = (
+        speed.measure(
+            original,
+            compressed,
+            draft,
+            prompts,
+            windows.evaluation,
+            new_tokens,
+            options.draft_length,
+            progress,
+            facts.seed,
+        )
+        if options.speed
+        else speed.not_measured()
+    )
+    sample = make_sample(original, compressed, prompts[0], new_tokens)
+    machine = describe_machine(options.device)
+    threads = torch.get_num_threads()
+    # The child process holds a copy of the original: ours go first.
+    del models, original, compressed, draft
+    if options.speed:
+        progress("baselines", 0, 1)
+        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, options.draft_length, threads)
+        measured_speed.speed["baselines"] = [_scrubbed(row, facts) for row in rows]
+        for index, row in enumerate(rows):
+            if row["why"]:
+                missing[f"speed.baselines.{index}"] = _scrubbed(row["why"], facts)
+        progress("baselines", 1, 1)
+    measured_size = size.measure(facts.original, facts.model, facts.draft, facts.layers)
+    for section, figures in (("size", measured_size), ("quality", measured_quality)):
+        missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
+    missing |= measured_speed.not_measured
+    missing["quality.kv_perplexity"] = _NO_KV
+    calibration, uncalibrated = _calibration(facts.calibration)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "recipe": str(facts.recipe.get("name", "recipe")),
+        "model": display_name(facts.model_name),
+        "draft": None if facts.draft_name is None else display_name(facts.draft_name),
+        "asked": {
+            "command": scrub_command(facts.command),
+            "recipe": _without_directories(facts.recipe),
+            "samples": options.samples,
+            "seq_len": options.seq_len,
+            "eval_tokens": options.eval_tokens,
+            "new_tokens": options.new_tokens,
+            "draft_length": options.draft_length,
+            "threads": options.threads,
+        },
+        "machine": machine,
+        "versions": dict(facts.versions) or _versions(),
+        "seed": facts.seed,
+        "size": measured_size,
+        "quality": {
+            "corpus": {"name": corpus.name, "sha256": corpus.sha256, "python": corpus.python},
+            **measured_quality,
+            "kv_perplexity": None,
+            "layers": [
+                {key: value for key, value in asdict(layer).items() if key in ("name", "scheme", "group_size", "error")}
+                for layer in facts.layers
+            ],
+        },
+        "speed": measured_speed.speed,
+        "lossless": measured_speed.lossless,
+        "calibration": calibration,
+        "left_alone": [asdict(entry) for entry in facts.left_alone],
+        "sample": sample,
+        "not_measured": missing | uncalibrated,
+    }
+    validate(report)
+    progress("page", 0, 1)
+    write_report(report, facts.folder)
+    progress("page", 1, 1)
+    return report
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Writes the three files, each beside its place, synced and renamed."""
+    texts = {
+        "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.md": page.markdown(report),
+        "report.html": page.html(report),
+    }
+    for name, text in texts.items():
+        beside = folder / f".{name}.partial"
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, folder / name)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def make_prompts(
+    corpus: corpora.Corpus, model: "Model", windows: Windows, new_tokens: int, seed: int, count: int = PROMPTS
+) -> list[list[int]]:
+    """`count` prompts as tokens, with room for the new ones; the front of one that is too long is cut off.
+
+    Beginnings of functions or paragraphs of the corpus; where it has too few, the first tokens of evaluation windows.
+    """
+    room = max(1, model.decoder.max_positions - new_tokens)
+    found: list[list[int]] = []
+    for wanted in range(count, 0, -1):
+        try:
+            texts = cut_prompts(corpus, wanted, seed)
+        except CorpusError:
+            continue
+        found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
+        break
+    windows_left = iter(windows.evaluation.tolist())
+    while len(found) < count and (window := next(windows_left, None)) is not None:
+        found.append(window[: min(_SHORT_PROMPT, room)])
+    return [prompt for prompt in found if prompt]
+
+
+def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
+    """The same prompt continued greedily by both, as text."""
+    texts = [Speculator(model).generate([prompt], max_new_tokens=new_tokens)[0].text for model in (original, compressed)]
+    shown = compressed.tokenizer.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return {"prompt": shown, "original": texts[0], "compressed": texts[1], "new_tokens": new_tokens}
+
+
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
+    """CPU model, cores that this process may use, torch's instruction path, device. No host name."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
+        "instruction_path": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "cpu",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def display_name(name: str) -> str:
+    """A hub name as it is; the last part of a directory's path."""
+    path = PurePath(name)
+    is_hub_name = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..", "~")
+    return name if is_hub_name and not Path(name).exists() else path.name or Path(name).resolve().name
+
+
+def scrub_command(command: str) -> str:
+    """The command with absolute paths (and those under ~) cut down to their last part."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    return shlex.join(_without_directories(word) for word in words)
+
+
+def _without_directories(value: Any) -> Any:
+    """The same data with every string that is an absolute path cut down to its last part, `--key=/path` included."""
+    if isinstance(value, dict):
+        return {key: _without_directories(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_directories(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    head, equals, rest = value.partition("=")
+    if equals and head.startswith("--"):
+        return f"{head}={_without_directories(rest)}"
+    return PurePath(value).name or value if value.startswith(("/", "~")) or PurePath(value).is_absolute() else value
+
+
+def _scrubbed(value: Any, facts: RunFacts) -> Any:
+    """A row or sentence of a library, without the directories of this run."""
+    if isinstance(value, dict):
+        return {key: _scrubbed(item, facts) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    for path in (facts.model, facts.original, *([facts.draft] if facts.draft else []), facts.folder, Path.home()):
+        if len(path.parts) > 1:
+            value = value.replace(str(path), path.name)
+    return value
+
+
+def _affordable(new_tokens: int, models: Sequence["Model"]) -> int:
+    """New tokens, cut to half of the fewest positions of any of the models."""
+    return max(1, min(new_tokens, *(model.decoder.max_positions // 2 for model in models)))
+
+
+def _head(recipe: dict[str, Any]) -> str:
+    for stage in recipe.get("stages", []):
+        if "quantize" in stage:
+            return str(stage["quantize"].get("head", "keep"))
+    return "keep"
+
+
+def _calibration(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    keys = ("source", "samples_requested", "samples_used", "tokens")
+    figures = {**dict.fromkeys(keys), "experts": [], "training": {}, **_without_directories(given)}
+    reason = "the recipe looks at no text"
+    return figures, {f"calibration.{key}": reason for key in keys if figures[key] is None}
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }

@@ -1,0 +1,230 @@
+"""transformers' own `generate` on the original, as labelled rows: eager, assisted, static cache with torch.compile.
+
+They run in a child process: a compilation cannot be interrupted inside this one, and its memory goes back when it ends.
+`python -m compress.report.baselines` reads one JSON job from standard input and writes one JSON row per line.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT_SECONDS = 75.0
+NOTE = (
+    "transformers' generate on the original in float32, timed after the other figures and not interleaved with them; on "
+    "a model of a few million parameters such rows measure overhead per call more than arithmetic"
+)
+_PROMPTS, _NEW_TOKENS, _ROW_SECONDS = 4, 32, 12.0
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the child measures. `prompts` all have the same length: compiled shapes are fixed."""
+
+    original: str
+    draft: str | None
+    prompts: list[list[int]]
+    new_tokens: int
+    draft_length: int
+    threads: int
+
+
+def names(has_draft: bool) -> list[str]:
+    """The rows, in the order in which they are measured: the one that may take too long comes last."""
+    assisted = "transformers, assistant model" if has_draft else "transformers, prompt lookup"
+    return ["transformers, eager", assisted, "transformers, static cache + torch.compile"]
+
+
+def run(
+    original: Path,
+    draft: Path | None,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    draft_length: int,
+    threads: int,
+    limit: float = LIMIT_SECONDS,
+) -> list[dict[str, Any]]:
+    """One row {name, tokens_per_second, …, note, why} per baseline; a failure is a row with null and `why`."""
+    labels = names(draft is not None)
+    reason = _too_large(original)
+    if reason is not None:
+        return [_row(name, why=reason) for name in labels]
+    shortest = min(len(prompt) for prompt in prompts[:_PROMPTS])
+    job = Job(
+        original=str(original),
+        draft=None if draft is None else str(draft),
+        prompts=[list(prompt[-shortest:]) for prompt in prompts[:_PROMPTS]],
+        new_tokens=min(new_tokens, _NEW_TOKENS),
+        draft_length=draft_length,
+        threads=threads,
+    )
+    output, errors, finished = _child(job, limit)
+    rows = {row["name"]: row for row in _parse(output)}
+    ending = f"did not finish within {limit:.0f} seconds" if not finished else f"the process ended: {_last_line(errors)}"
+    return [rows.get(name, _row(name, why=ending)) for name in labels]
+
+
+def _row(name: str, rate: float | None = None, why: str | None = None, **rest: Any) -> dict[str, Any]:
+    return {"name": name, "tokens_per_second": rate, "prompts": None, "new_tokens": None, **rest, "note": NOTE, "why": why}
+
+
+def _too_large(original: Path) -> str | None:
+    """Why the float32 copy cannot be afforded here, or None. Weights on disk are taken to have two bytes each."""
+    stored = sum(file.stat().st_size for file in original.glob("*.safetensors"))
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    needed = 2 * stored
+    if needed > free / 2:
+        return f"a float32 copy would take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB of free memory"
+    return None
+
+
+def _child(job: Job, limit: float) -> tuple[str, str, bool]:
+    """Standard output, standard error, and whether it ended in time; the whole process group is ended otherwise."""
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "compress.report.baselines"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+    finished = True
+    try:
+        output, errors = process.communicate(json.dumps(asdict(job)), timeout=limit)
+    except subprocess.TimeoutExpired:
+        finished = False
+        _end(process)
+        output, errors = process.communicate()
+    except BaseException:
+        _end(process)
+        raise
+    return output, errors, finished
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
+def _parse(output: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "name" in row:
+                rows.append(row)
+    return rows
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _measure(job: Job) -> None:
+    """In the child: one row after the other, each printed as soon as it is there."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(job.threads)
+
+    def load(path: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+        return model.eval()
+
+    model = load(job.original)
+    eager, assisted, compiled = names(job.draft is not None)
+    _print(_guarded(eager, model, job, {}))
+    if job.draft is not None:
+        helper = load(job.draft)
+        helper.generation_config.num_assistant_tokens = job.draft_length
+        helper.generation_config.num_assistant_tokens_schedule = "constant"
+        helper.generation_config.assistant_confidence_threshold = 0.0
+        _print(_guarded(assisted, model, job, {"assistant_model": helper}))
+    else:
+        _print(_guarded(assisted, model, job, {"prompt_lookup_num_tokens": max(1, job.draft_length)}))
+    if not any(shutil.which(compiler) for compiler in _COMPILERS):
+        _print(_row(compiled, why=f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here"))
+        return
+    from transformers import CompileConfig
+
+    # One process only: a worker that outlives the time limit would be nobody's.
+    torch._inductor.config.compile_threads = 1
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True  # type: ignore[assignment]  # generate compiles on accelerators only, unless told
+    _print(_guarded(compiled, model, job, {"cache_implementation": "static", "compile_config": config}))
+
+
+def _guarded(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+    """A measured row, or one with the reason; a baseline's failure is a finding, not ours to stop for."""
+    try:
+        return _timed(name, model, job, options)
+    except Exception as error:
+        return _row(name, why=f"{type(error).__name__}: {_first_line(str(error))}")
+
+
+def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    def generate(prompt: list[int]) -> int:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=job.new_tokens,
+            max_new_tokens=job.new_tokens,
+            pad_token_id=0,
+            **options,
+        )
+        return int(out.shape[1]) - len(prompt)
+
+    began = time.perf_counter()
+    generate(job.prompts[0])
+    warm_up = time.perf_counter() - began
+    rates: list[float] = []
+    began = time.perf_counter()
+    for prompt in job.prompts:
+        if rates and time.perf_counter() - began > _ROW_SECONDS:
+            break
+        started = time.perf_counter()
+        new = generate(prompt)
+        rates.append(new / (time.perf_counter() - started))
+    rate = sorted(rates)[len(rates) // 2] if len(rates) % 2 else sum(sorted(rates)[len(rates) // 2 - 1 :][:2]) / 2
+    return _row(name, rate, prompts=len(rates), new_tokens=job.new_tokens, warm_up_seconds=warm_up)
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:200] if lines else "no message"
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    _measure(Job(**json.loads(sys.stdin.read())))

@@ -1,0 +1,220 @@
+"""The report's plots, each a self-contained SVG as a data URI. Figures come from report.json's dict, nothing else."""
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# One colour per subject, the same in every plot and on the page.
+ORIGINAL, COMPRESSED, SPECULATIVE, DRAFT, BASELINE = "#64748b", "#2563eb", "#0d9488", "#a78bfa", "#cbd5e1"
+INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
+_KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
+_WIDTH = 7.2
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": FAINT,
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "specpress",
+}
+
+
+def all_plots(report: dict[str, Any]) -> dict[str, str]:
+    """Name to data URI of each plot whose figures are there: size, quality, speed, acceptance, layers."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    makers = {
+        "size": size_bars,
+        "quality": perplexity_interval,
+        "speed": speed_bars,
+        "acceptance": acceptance_by_position,
+        "layers": layer_errors,
+    }
+    out = {}
+    with matplotlib.rc_context(_STYLE):
+        for name, make in makers.items():
+            figure = make(report)
+            if figure is not None:
+                FigureCanvasSVG(figure)  # a canvas of its own: no display, no global backend
+                out[name] = data_uri(figure)
+    return out
+
+
+def data_uri(figure: "Figure") -> str:
+    """The figure as SVG, base64. Without metadata, so that equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=no_metadata)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def size_bars(report: dict[str, Any]) -> "Figure":
+    """Weights on disk, in MB: original, compressed, draft."""
+    size = report["size"]
+    bars = [
+        ("original", size["original_bytes"] / 1e6, ORIGINAL),
+        ("compressed", size["compressed_bytes"] / 1e6, COMPRESSED),
+    ]
+    if size["draft_bytes"] is not None:
+        bars.append(("draft", size["draft_bytes"] / 1e6, DRAFT))
+    figure, axes = _figure(0.42 * len(bars) + 0.75)
+    _horizontal(axes, bars, [f"{value:,.1f} MB" for _, value, _ in bars])
+    axes.set_xlabel("weights on disk (MB)")
+    return figure
+
+
+def perplexity_interval(report: dict[str, Any]) -> "Figure":
+    """Left: both perplexities with their intervals over windows. Right: the change, on the same windows."""
+    found = report["quality"]["perplexity"]
+    interval = found["ci95"]
+    figure, axes = _figure(1.75, columns=2)
+    left, right = axes
+    for y, (name, colour) in enumerate((("compressed", COMPRESSED), ("original", ORIGINAL))):
+        _whisker(left, y, found[name], interval[name] if interval else None, colour, f"{found[name]:.2f}")
+    left.set_yticks([0, 1], ["compressed", "original"], color=INK)
+    left.set_ylim(-0.6, 1.75)
+    left.set_xlabel("perplexity per token" + (" (95 % interval)" if interval else ""))
+    change = 100 * (found["compressed"] / found["original"] - 1)
+    bounds = [100 * (bound - 1) for bound in interval["ratio"]] if interval else None
+    _whisker(right, 0, change, bounds, COMPRESSED, f"{change:+.2f} %")
+    right.axvline(0, color=ORIGINAL, linewidth=1, linestyle=(0, (4, 3)))
+    right.set_yticks([])
+    right.spines["left"].set_visible(False)
+    right.set_ylim(-0.8, 1.0)
+    right.set_xlabel("change of perplexity (%), same windows")
+    for one in axes:
+        one.margins(x=0.25)
+        one.grid(axis="x")
+    low, high = right.get_xlim()
+    right.set_xlim(min(low, -0.15 * (high - low)), max(high, 0.15 * (high - low)))
+    return figure
+
+
+def speed_bars(report: dict[str, Any]) -> "Figure | None":
+    """Tokens per second: original, compressed, speculative, and the baselines, lighter."""
+    speed = report["speed"]
+    bars: list[tuple[str, float, str]] = []
+    for name, colour in (("original", ORIGINAL), ("compressed", COMPRESSED), ("speculative", SPECULATIVE)):
+        entry = speed[name]
+        if entry is not None and entry["tokens_per_second"] is not None:
+            label = "compressed + speculative" if name == "speculative" else name
+            bars.append((label, entry["tokens_per_second"], colour))
+    if not bars:
+        return None
+    for row in speed["baselines"] or []:
+        if row["tokens_per_second"] is not None:
+            bars.append((row["name"], row["tokens_per_second"], BASELINE))
+    figure, axes = _figure(0.36 * len(bars) + 0.8)
+    _horizontal(axes, bars, [f"{value:,.1f}" for _, value, _ in bars])
+    axes.set_xlabel("tokens per second, prompt included")
+    return figure
+
+
+def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
+    """Share of drafts accepted at least up to each position, and what one fitted probability would give."""
+    survival = report["speed"]["accepted_by_position"]
+    if not survival:
+        return None
+    figure, axes = _figure(2.3)
+    places = list(range(1, len(survival) + 1))
+    axes.bar(places, [100 * s for s in survival], width=0.62, color=SPECULATIVE, label="measured")
+    p = report["speed"]["per_token_acceptance"]
+    if p is not None:
+        fitted = [100 * p**i for i in places]
+        axes.plot(places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=f"independent tokens, p = {p:.2f}")
+        axes.legend(loc="upper right")
+    if len(places) <= 16:
+        for place, share in zip(places, survival, strict=True):
+            axes.text(place, 100 * share / 2, f"{100 * share:.0f}", ha="center", va="center", color="white")
+        axes.set_xticks(places)
+    axes.set_xlim(0.4, len(places) + 0.6)
+    axes.set_ylim(0, max(100 * max(survival) * 1.3, 10))
+    axes.grid(axis="y")
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("accepted (%)")
+    return figure
+
+
+def layer_errors(report: dict[str, Any]) -> "Figure | None":
+    """Relative error of each quantised layer, by block and by kind of layer."""
+    layers = report["quality"]["layers"]
+    if not layers:
+        return None
+    series: dict[str, list[tuple[float, float]]] = {}
+    for index, layer in enumerate(layers):
+        block, kind = split_layer_name(layer["name"], index)
+        series.setdefault(kind, []).append((block, 100 * layer["error"]))
+    figure, axes = _figure(2.7)
+    last = max(block for points in series.values() for block, _ in points)
+    shift = min(0.09, 0.7 / max(len(series), 1))
+    for number, (kind, points) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * shift
+        xs, ys = [block + offset for block, _ in points], [error for _, error in points]
+        axes.plot(xs, ys, "o", color=_KINDS[number % len(_KINDS)], markersize=4 if last < 16 else 2.5, label=kind)
+    axes.set_xlim(-0.6, last + 0.6)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.15)
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(axis="y")
+    axes.set_xlabel("block")
+    axes.set_ylabel("‖W − Ŵ‖ / ‖W‖ (%)")
+    if len(series) <= 14:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handletextpad=0.1)
+    return figure
+
+
+def split_layer_name(name: str, index: int) -> tuple[int, str]:
+    """(block, kind) of a layer: ("model.layers.3.mlp.up_proj") is (3, "up_proj"); without a number, its own place."""
+    found = re.search(r"\.(\d+)\.(.+)$", name)
+    if found is None:
+        return index, name.rsplit(".", 1)[-1]
+    # A mixture's experts are many: they share a kind ("experts.0.w1" and "experts.1.w1").
+    return int(found[1]), re.sub(r"\.\d+\.", ".", found[2]).rsplit(".", 1)[-1]
+
+
+def _figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, columns)
+    return figure, axes
+
+
+def _horizontal(axes: "Axes", bars: Sequence[tuple[str, float, str]], labels: Sequence[str]) -> None:
+    """Bars from top to bottom with their values behind them."""
+    places = list(range(len(bars)))[::-1]
+    axes.barh(places, [value for _, value, _ in bars], color=[colour for _, _, colour in bars], height=0.62)
+    longest = max(value for _, value, _ in bars)
+    for place, (_, value, _), label in zip(places, bars, labels, strict=True):
+        axes.text(value + 0.012 * longest, place, label, va="center", ha="left", fontsize=9)
+    axes.set_yticks(places, [name for name, _, _ in bars], color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, longest * 1.17)
+    axes.grid(axis="x")
+
+
+def _whisker(
+    axes: "Axes", y: float, value: float, interval: Sequence[float] | None, colour: str, label: str
+) -> None:
+    if interval is not None:
+        axes.plot(list(interval), [y, y], color=colour, linewidth=2.5, solid_capstyle="butt", alpha=0.45)
+        axes.plot([*interval], [y, y], "|", color=colour, markersize=9, markeredgewidth=1.5)
+    axes.plot([value], [y], "o", color=colour, markersize=7)
+    axes.annotate(label, (value, y), xytext=(0, 9), textcoords="offset points", ha="center", va="bottom", fontsize=9)

@@ -1,0 +1,134 @@
+"""safetensors files, written so that nothing is ever half there, and joined without loading them.
+
+While a run works, every part (a block, or a tensor outside the blocks) is a file of its own; at the end the parts are
+joined into shards by copying bytes. The layout follows the safetensors library: larger element types first, then by
+name, so that every tensor is aligned.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from compress.files import sync_folder, write_json
+
+SHARD_BYTES = 1_000_000_000
+INDEX = "model.safetensors.index.json"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()}
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor: its place in the file `source` (or itself, where it is still in memory)."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    size: int
+    source: Path | Tensor
+    offset: int = 0
+
+
+def write_part(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Writes one safetensors file, synced and renamed into place, and returns its size in bytes."""
+    entries = [
+        _Entry(name, _NAMES[tensor.dtype], list(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
+        for name, tensor in tensors.items()
+    ]
+    return _write(path, entries)
+
+
+def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[str]:
+    """Joins part files into `folder`/model.safetensors, or several shards of at most `limit` bytes and their index.
+
+    A single tensor larger than `limit` gets a shard of its own. Returns the names of the files. The parts stay.
+    """
+    shards: list[list[_Entry]] = [[]]
+    filled = 0
+    for part in parts:
+        for entry in _entries(part):
+            if shards[-1] and filled + entry.size > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(entry)
+            filled += entry.size
+    count = len(shards)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    for name, entries in zip(names, shards, strict=True):
+        _write(folder / name, entries)
+    if count > 1:
+        weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        total = sum(entry.size for entries in shards for entry in entries)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(INDEX)
+    sync_folder(folder)
+    return names
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> int:
+    ordered = sorted(entries, key=lambda entry: (-_WIDTHS[entry.dtype], entry.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in ordered:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
+        end += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry in ordered:
+            if isinstance(entry.source, Tensor):
+                file.write(entry.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                _copy(entry.source, entry.offset, entry.size, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)
+    return path.stat().st_size
+
+
+def _copy(source: Path, offset: int, size: int, into: BinaryIO) -> None:
+    with open(source, "rb") as file:
+        file.seek(offset)
+        while size:
+            chunk = file.read(min(size, _CHUNK))
+            if not chunk:
+                raise OSError(f"{source} ends early")
+            into.write(chunk)
+            size -= len(chunk)
+
+
+def _entries(path: Path) -> list[_Entry]:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    return [
+        _Entry(name, about["dtype"], about["shape"], end - begin, path, start + begin)
+        for name, about in header.items()
+        for begin, end in [about["data_offsets"]]
+    ]

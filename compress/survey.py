@@ -1,0 +1,164 @@
+"""What a model consists of, seen without its weights: blocks, linear layers, what is tied to what.
+
+transformers builds the model on the meta device, so every architecture it knows is surveyed the same way and in no
+memory. Code that comes with a checkpoint is never run.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from compress.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
+
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+# Names that older checkpoints have, and what transformers calls the same module today.
+_RENAMED = ((".block_sparse_moe.", ".mlp."),)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as transformers names it. `shape` is transformers' (a Conv1D is (inputs, outputs))."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A model's parameters by name, where its blocks are, and which names share their tensor with which.
+
+    blocks_at    module that holds the blocks ("model.layers").
+    base_prefix  the prefix of the body's parameters ("model"), which some checkpoints leave out.
+    tied         name -> the name whose tensor it shares.
+    """
+
+    parameters: dict[str, Parameter]
+    blocks_at: str
+    blocks: int
+    base_prefix: str
+    tied: dict[str, str]
+
+    def find(self, tensor: str) -> Parameter | None:
+        """The parameter that a checkpoint's tensor is, or None (a buffer, or part of a parameter fused on loading)."""
+        for name in self._spellings(tensor):
+            if name in self.parameters:
+                return self.parameters[name]
+        return None
+
+    def block(self, tensor: str) -> int | None:
+        """The number of the block that a checkpoint's tensor belongs to, or None."""
+        for name in self._spellings(tensor):
+            match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", name)
+            if match:
+                return int(match[1])
+        return None
+
+    def is_tied(self, tensor: str) -> bool:
+        """Whether the tensor only repeats the one that it is tied to."""
+        return any(name in self.tied for name in self._spellings(tensor))
+
+    def _spellings(self, tensor: str) -> list[str]:
+        names = [tensor, f"{self.base_prefix}.{tensor}", tensor.removeprefix(f"{self.base_prefix}.")]
+        for old, new in _RENAMED:
+            names += [name.replace(old, new) for name in names if old in name]
+        return names
+
+    def missing(self, tensors: list[str]) -> str | None:
+        """The first parameter that no tensor of the checkpoint gives, or None.
+
+        A parameter of fused experts is there if the checkpoint has any of its block's experts: how they are fused is
+        transformers' business.
+        """
+        found = {parameter.name for tensor in tensors if (parameter := self.find(tensor))}
+        with_experts = {self.block(tensor) for tensor in tensors if _EXPERT.search(tensor)}
+        for name, parameter in self.parameters.items():
+            if name in found or self.tied.get(name, name) in found - {name}:
+                continue
+            if parameter.kind == "experts" and self.block(name) in with_experts:
+                continue
+            return name
+        return None
+
+
+def survey(folder: Path) -> Survey:
+    """Surveys the model that `folder`/config.json describes.
+
+    Raises UserError where transformers cannot build a causal language model from it without foreign code.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder.name}/config.json: expected an architecture that transformers knows as a causal language model, "
+            f"found one it cannot build ({reason}): use another model"
+        ) from error
+    return _survey(model, config, folder)
+
+
+def _survey(model: Any, config: Any, folder: Path) -> Survey:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    count = getattr(config, "num_hidden_layers", None)
+    blocks_at = _blocks(model, count)
+    if blocks_at is None:
+        raise UserError(
+            f"{folder.name}/config.json: expected a model of {count} equal blocks, found none in a "
+            f"{type(model).__name__}: this architecture is not supported"
+        )
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    described = {}
+    for name, parameter in parameters.items():
+        module = modules[name.rpartition(".")[0]]
+        kind: Kind = "head" if module is head and name.endswith(".weight") else _kind(name, parameter, module)
+        described[name] = Parameter(name, kind, tuple(parameter.shape))
+    return Survey(described, blocks_at, int(count), str(model.base_model_prefix), tied)
+
+
+def _blocks(model: "nn.Module", count: Any) -> str | None:
+    """The largest list of `count` modules that lies in no other list."""
+    from torch import nn
+
+    lists = {
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    outer = {n: size for n, size in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+    return max(outer, key=lambda name: outer[name], default=None)
+
+
+def _kind(name: str, parameter: Any, module: Any) -> Kind:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    class_name, owner, leaf = type(module).__name__, name.split(".")[-2], name.rpartition(".")[2]
+    if "norm" in class_name.lower():
+        return "norm"
+    if owner in _ROUTERS or "router" in class_name.lower():
+        return "router"
+    if leaf == "bias":
+        return "bias"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, Conv1D):
+        return "conv1d"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if parameter.ndim == 3 or "expert" in class_name.lower():
+        return "experts"
+    return "other"

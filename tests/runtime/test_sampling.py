@@ -1,0 +1,159 @@
+"""Distributions against transformers' own processors, and the noise that draws from them."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.errors import UserError
+from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.sampling import Distributions, Sampling, greedy_choices, probabilities, require_finite
+
+CASES = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.3),
+    Sampling(temperature=1.7, top_k=5),
+    Sampling(temperature=0.9, top_k=10_000),
+    Sampling(temperature=1.2, top_p=0.6),
+    Sampling(temperature=1.0, top_p=1e-6),
+    Sampling(temperature=1.0, min_p=0.2),
+    Sampling(temperature=0.8, repetition_penalty=1.5),
+    Sampling(temperature=0.8, repetition_penalty=0.7),
+    Sampling(temperature=1.1, top_k=9, top_p=0.8, min_p=0.05, repetition_penalty=1.3),
+]
+
+
+def by_transformers(logits: torch.Tensor, sampling: Sampling, prefixes: list[list[int]]) -> torch.Tensor:
+    from transformers.generation import logits_process as lp
+
+    processors: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        processors.append(lp.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(lp.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(lp.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(lp.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(lp.MinPLogitsWarper(sampling.min_p))
+    rows = []
+    for row, prefix in zip(logits.double(), prefixes, strict=True):
+        rows.append(lp.LogitsProcessorList(processors)(torch.tensor([prefix]), row[None])[0].softmax(-1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_probabilities_equal_transformers(sampling: Sampling) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
+    tokens, paths = [7, 3, 3, 49], [[], [1], [1, 7], [2]]
+    expected = by_transformers(logits, sampling, [tokens + path for path in paths])
+    found = probabilities(logits, sampling, tokens, paths, prompt_length=2)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
+    # Row by row, bit for bit: what else is in the batch does not matter.
+    for i, path in enumerate(paths):
+        assert torch.equal(found[i], probabilities(logits[i : i + 1], sampling, tokens, [path], 2)[0])
+
+
+def test_every_case_changes_something() -> None:
+    """Against a comparison that passes because the processors do nothing."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)) * 3
+    plain = probabilities(logits, Sampling(temperature=1.0), [7, 3])
+    for sampling in CASES[1:]:
+        assert not torch.allclose(probabilities(logits, sampling, [7, 3, 3, 49], [[]]), plain)
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(2)).double()
+    sampling = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    # The prompt is [1, 1, 2]; generated: [3, 4, 3], and in the second row a drafted 3 and 5.
+    found = probabilities(logits, sampling, [1, 1, 2, 3, 4, 3], [[], [3, 5]], prompt_length=3)
+    expected = logits.clone()
+    expected[0, [3, 4]] -= torch.tensor([0.5 + 2 * 0.25, 0.5 + 0.25]).double()
+    expected[1, [3, 4, 5]] -= torch.tensor([0.5 + 3 * 0.25, 0.5 + 0.25, 0.5 + 0.25]).double()
+    torch.testing.assert_close(found, expected.softmax(-1))
+
+
+def test_greedy_is_the_argmax_after_penalties() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.9, -1.0], [2.0, 2.0, 0.0, -1.0]])
+    assert greedy_choices(logits, Sampling()) == [1, 0]  # the lowest id of equals
+    penalised = Sampling(repetition_penalty=1.5)
+    assert greedy_choices(logits, penalised, [1], [[], [0]]) == [2, 0]
+    assert greedy_choices(logits, penalised, [1, 1], [[2], []]) == [1, 0]
+    torch.testing.assert_close(probabilities(logits, penalised, [1], [[], [0]]).float(), torch.eye(4)[[2, 0]])
+
+
+def test_temperature_goes_to_the_argmax_without_overflow() -> None:
+    logits = torch.tensor([3e4, -3e4, 2.9e4, float("-inf")])
+    row = probabilities(logits, Sampling(temperature=1e-300))
+    assert row.tolist() == [1, 0, 0, 0]
+
+
+def test_rows_are_computed_on_demand() -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(3))
+    rows = Distributions(logits, Sampling(temperature=1.0))
+    assert len(rows) == 3
+    torch.testing.assert_close(rows[1], logits[1].double().softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("temperature", -0.1, 0.0),
+        ("temperature", float("nan"), 5.0),
+        ("temperature", float("inf"), 1.0),
+        ("top_k", -1, 0),
+        ("top_p", 0.0, 1.0),
+        ("top_p", 1.1, 0.1),
+        ("min_p", -0.1, 0.0),
+        ("min_p", 1.5, 1.0),
+        ("repetition_penalty", 0.0, 0.5),
+        ("presence_penalty", 2.5, -2.0),
+        ("frequency_penalty", float("nan"), 2.0),
+        ("seed", -1, 0),
+        ("seed", 2**64, 2**64 - 1),
+    ],
+)
+def test_values_out_of_range(key: str, bad: float, good: float) -> None:
+    assert getattr(dataclasses.replace(Sampling(), **{key: good}), key) == good
+    with pytest.raises(UserError, match=f"^{key} must be .* but is "):
+        dataclasses.replace(Sampling(), **{key: bad})
+
+
+def test_logits_that_are_not_finite() -> None:
+    require_finite(torch.tensor([[1.0, float("-inf")]]), "target")
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="target's logits"):
+            require_finite(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "target")
+
+
+def test_noise_is_a_function_of_seed_position_and_stream() -> None:
+    drawn = {
+        tuple(uniforms(seed, position, stream, 4))
+        for seed in (0, 1, 2**64 - 1)
+        for position in (0, 1, 999)
+        for stream in Stream
+    }
+    assert len(drawn) == 3 * 3 * len(Stream)
+    assert np.array_equal(uniforms(5, 6, Stream.DRAFT, 3), uniforms(5, 6, Stream.DRAFT, 9)[:3])
+    many = uniforms(1, 2, Stream.CHOICE, 100_000)
+    assert 0 < many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.005
+    assert abs(gumbel(1, 2, 100_000).mean() - np.euler_gamma) < 0.02
+
+
+def test_the_stream_of_numbers_never_changes() -> None:
+    """A seed's text must survive a change of numpy or of this file."""
+    assert uniforms(42, 7, Stream.CHOICE, 2).tolist() == [0.649420079613736, 0.8848813535936771]
+
+
+def test_pick_inverts_the_cumulative_sum() -> None:
+    weights = np.array([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    assert [pick(weights, u) for u in (1e-16, 0.49, 0.5, 0.74, 0.76, 1 - 2**-53)] == [1, 1, 3, 3, 4, 4]
+
+
+def test_perturbed_argmax_never_takes_the_impossible() -> None:
+    row = np.array([0.0, 0.25, 0.75, 0.0])
+    drawn = [perturbed_argmax(row, gumbel(seed, 3, 4)) for seed in range(400)]
+    assert set(drawn) == {1, 2} and 60 < drawn.count(1) < 140

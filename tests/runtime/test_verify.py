@@ -1,0 +1,217 @@
+"""Both sampling rules against the target's distribution, whatever the draft; and that the harness can tell."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import verify
+from runtime.drafters import Draft
+from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.sampling import Sampling, probabilities
+from runtime.verify import Verdict, children, coupled, greedy, paths, rejection
+
+ChiSquared = Callable[[np.ndarray, np.ndarray], float]
+V = 16
+HISTORY = [3, 1, 4, 1, 5, 9]
+PROCESSORS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.0, top_k=6),
+    Sampling(temperature=1.0, top_p=0.8),
+    Sampling(temperature=1.0, min_p=0.15),
+    Sampling(temperature=1.0, repetition_penalty=1.6),
+]
+RULES = {"coupled": coupled, "rejection": rejection}
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 1.3
+
+
+def drafts(kind: str, rule: str, logits: Tensor, target: Tensor, sampling: Sampling, draws: int) -> Iterator[Draft]:
+    """Chains of len(logits) − 1 tokens at position 10, one per seed: drawn from q, or from nothing random."""
+    count = len(logits) - 1
+    parents = list(range(-1, count - 1))
+    if kind in ("likely", "unlikely"):  # unlikely: often a token that the processors have made impossible
+        tokens = (target.argmin(-1) if kind == "unlikely" else target.argmax(-1))[:count].tolist()
+        yield from (Draft(tokens, parents) for _ in range(draws))
+        return
+    own = {
+        "same": logits,
+        "good": logits + 0.4 * rows(count + 1, 77),
+        "reversed": -logits,  # likely where the target is not: the classic way to see a biased residual
+        "sharp": logits * 40,
+    }[kind]
+    q = probabilities(own, sampling, HISTORY, [[]] * (count + 1))[:count]
+    arrays = list(q.numpy())
+    for seed in range(draws):
+        if rule == "coupled":
+            tokens = [perturbed_argmax(row, gumbel(seed, 10 + i, V)) for i, row in enumerate(arrays)]
+            yield Draft(tokens, parents)
+        else:
+            tokens = [pick(row, uniforms(seed, 10 + i, Stream.DRAFT, 1)[0]) for i, row in enumerate(arrays)]
+            yield Draft(tokens, parents, q)
+
+
+def decide(rule: Callable[..., Verdict], target: Tensor, proposals: Iterator[Draft]) -> np.ndarray:
+    """Counts (V + 1, V + 1) of the first two tokens of each round; the second is V where the round had only one."""
+    counts = np.zeros((V + 1, V + 1))
+    for seed, draft in enumerate(proposals):
+        verdict = rule(target, draft, 10, seed)
+        tokens = [*(draft.tokens[i] for i in verdict.path), verdict.next_token, V]
+        counts[tokens[0], tokens[1]] += 1
+    return counts
+
+
+def p_value(chi_squared: ChiSquared, counts: np.ndarray, target: Tensor) -> float:
+    """The worse of: the first token against row 0, and the second against row 1 whatever the first was."""
+    first = chi_squared(counts.sum(1)[:V], target[0].numpy())
+    second = counts[:, :V].sum(0)
+    return min(first, chi_squared(second, target[1].numpy()) if second.sum() > 200 else 1.0)
+
+
+@pytest.mark.parametrize("sampling", PROCESSORS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_tokens_follow_the_target(rule: str, sampling: Sampling, chi_squared: ChiSquared) -> None:
+    # The two rows are each other's reverse, so that a rule that looks at the wrong row is noticed.
+    logits = rows(1, 5)
+    logits = torch.cat([logits, logits.flip(-1), logits])
+    target = probabilities(logits, sampling, HISTORY, [[]] * 3)
+    for kind in ("good", "reversed", "unlikely"):
+        proposals = drafts(kind, rule, logits, target, sampling, 2500)
+        assert p_value(chi_squared, decide(RULES[rule], target, proposals), target) > 1e-3, kind
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["same", "likely", "sharp"])
+def test_other_drafts(rule: str, kind: str, chi_squared: ChiSquared) -> None:
+    logits, sampling = rows(3, 6), Sampling(temperature=1.0)
+    target = probabilities(logits, sampling)
+    counts = decide(RULES[rule], target, drafts(kind, rule, logits, target, sampling, 3000))
+    assert p_value(chi_squared, counts, target) > 1e-3
+    if kind == "same":  # a perfect draft is always accepted
+        assert counts[:, V].sum() == 0
+
+
+def upside_down(target: Tensor, draft: Draft, position: int, seed: int) -> Verdict:
+    """A rule that was shipped once: the acceptance ratio inverted."""
+    assert draft.probs is not None
+    p, q, token = target[0].numpy(), draft.probs[0].numpy(), draft.tokens[0]
+    if uniforms(seed, position, Stream.ACCEPT, 1)[0] < q[token] / p[token]:
+        return Verdict([0], pick(target[1].numpy(), uniforms(seed, position + 1, Stream.RESIDUAL, 1)[0]))
+    return Verdict([], pick(np.maximum(p - q, 0), uniforms(seed, position, Stream.RESIDUAL, 1)[0]))
+
+
+def broken_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[..., Verdict]]]:
+    yield "ratio upside down", upside_down
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "_residual", lambda p, q: p)
+        yield "no residual", rejection
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "uniforms", lambda s, at, stream, n: uniforms(s, at, Stream.DRAFT, n))
+        yield "noise shared with the draft", rejection
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "_proposal", lambda draft, index, size: np.full(size, 1 / size))
+        yield "q taken for uniform", rejection
+
+
+def test_the_harness_rejects_broken_rules(monkeypatch: pytest.MonkeyPatch, chi_squared: ChiSquared) -> None:
+    logits, sampling = rows(3, 5), Sampling(temperature=1.0)
+    target = probabilities(logits, sampling)
+
+    def measure(rule: Callable[..., Verdict]) -> float:
+        proposals = drafts("reversed", "rejection", logits, target, sampling, 2500)
+        return p_value(chi_squared, decide(rule, target, proposals), target)
+
+    assert measure(rejection) > 1e-3
+    for name, rule in broken_rules(monkeypatch):
+        assert measure(rule) < 1e-9, name
+
+
+def test_coupled_tokens_do_not_depend_on_the_draft() -> None:
+    logits, sampling = rows(3, 8), Sampling(temperature=1.0)
+    target = probabilities(logits, sampling)
+    accepted = 0
+    for seed in range(300):
+        alone = [perturbed_argmax(target[i].numpy(), gumbel(seed, 10 + i, V)) for i in range(3)]
+        for kind in ("good", "reversed", "likely"):
+            [draft] = drafts(kind, "rejection", logits, target, sampling, 1)
+            verdict = coupled(target, draft, 10, seed)
+            tokens = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
+            assert tokens == alone[: len(tokens)]
+            accepted += len(verdict.path)
+    assert accepted > 50
+
+
+# A tree: two candidates for the first token, two below the first of them, one below the second.
+PARENTS = [-1, -1, 0, 0, 1]
+
+
+def test_paths_and_children() -> None:
+    draft = Draft([5, 6, 7, 8, 9], PARENTS)
+    assert paths(draft) == [[], [5], [6], [5, 7], [5, 8], [6, 9]]
+    assert children(draft) == {-1: [0, 1], 0: [2, 3], 1: [4]}
+    assert paths(Draft()) == [[]]
+
+
+def test_greedy_walks_the_target_s_choices() -> None:
+    draft = Draft([5, 6, 7, 8, 9], PARENTS)
+    assert greedy([6, 0, 9, 0, 0, 11], draft) == Verdict([1, 4], 11)
+    assert greedy([5, 8, 9, 0, 3, 11], draft) == Verdict([0, 3], 3)
+    assert greedy([4, 8, 9, 0, 3, 11], draft) == Verdict([], 4)
+    assert greedy([2], Draft()) == Verdict([], 2)
+    assert greedy([2, 3, 4], Draft([2, 3], [-1, 0])) == Verdict([0, 1], 4)
+    assert greedy([2, 1, 4], Draft([2, 3], [-1, 0])) == Verdict([0], 1)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_rejection_in_a_tree(replace: bool, chi_squared: ChiSquared) -> None:
+    """Siblings with and without replacement, each with the distribution it was really drawn from."""
+    logits, sampling = rows(6, 9), Sampling(temperature=1.0)
+    target = probabilities(logits, sampling)
+    q = probabilities(-logits, sampling).numpy()
+    counts, second_sibling = np.zeros((V + 1, V + 1)), 0
+    for seed in range(4000):
+        random = np.random.default_rng(seed + 10**6)
+        tokens: list[int] = []
+        probs: list[np.ndarray] = []
+        for parent, siblings in ((-1, []), (-1, [0]), (0, []), (0, [2]), (1, [])):
+            row = q[parent + 1].copy()
+            if not replace:
+                row[[tokens[i] for i in siblings]] = 0
+            row /= row.sum()
+            tokens.append(int(random.choice(V, p=row)))
+            probs.append(row)
+        draft = Draft(tokens, PARENTS, torch.tensor(np.array(probs)))
+        # Which row follows depends on the path: give both depth-1 nodes the same distribution.
+        verdict = rejection(target[[0, 1, 1, 2, 2, 2]], draft, 10, seed)
+        out = [*(tokens[i] for i in verdict.path), verdict.next_token, V]
+        counts[out[0], out[1]] += 1
+        second_sibling += verdict.path[:1] == [1]
+    assert p_value(chi_squared, counts, target) > 1e-3
+    assert second_sibling > 100
+
+
+def test_deterministic_siblings(chi_squared: ChiSquared) -> None:
+    target = probabilities(rows(6, 10), Sampling(temperature=1.0))[[0, 1, 1, 2, 2, 2]]
+    draft = Draft([0, 1, 2, 3, 4], PARENTS)
+    counts = decide(rejection, target, (draft for _ in range(4000)))
+    assert p_value(chi_squared, counts, target) > 1e-3
+
+
+def test_residual_of_equal_distributions_is_guarded() -> None:
+    p = np.array([0.25, 0.75, 0.0])
+    assert np.array_equal(verify._residual(p, p), p)
+    assert np.allclose(verify._residual(p, np.array([0.75, 0.25, 0.0])), [0, 1, 0])
+
+
+def test_a_token_that_its_own_distribution_excludes() -> None:
+    target = probabilities(rows(2), Sampling(temperature=1.0))
+    q = torch.zeros(1, V, dtype=torch.float64)
+    q[0, 3] = 1
+    rejection(target, Draft([3], [-1], q), 10, 0)
+    with pytest.raises(ValueError, match="draft token 4 at position 10 has probability 0"):
+        rejection(target, Draft([4], [-1], q), 10, 0)
