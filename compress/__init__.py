@@ -1,6 +1,6 @@
 """Recipes, algorithms, exports and the report: a model becomes an artifact.
 
-    from compress import Recipe, compress
+from compress import Recipe, compress
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,11 +10,11 @@ from typing import Any
 def write_atomic(path: Path, content: bytes) -> None:
     """Replaces `path` by `content`; after a crash the file has its old content or all of the new one."""
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    with beside.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    beside.replace(path)
     sync_folder(path.parent)
 
 
@@ -35,15 +35,15 @@ def sync_folder(folder: Path) -> None:
 def copy_synced(source: Path, target: Path) -> None:
     """Copies a file's content (not its permissions or times)."""
     beside = target.with_name(target.name + ".tmp")
-    with open(source, "rb") as reader, open(beside, "wb") as writer:
+    with source.open("rb") as reader, beside.open("wb") as writer:
         while chunk := reader.read(1 << 22):
             writer.write(chunk)
         writer.flush()
         os.fsync(writer.fileno())
-    os.replace(beside, target)
+    beside.replace(target)
 
 
 def sha256(path: Path) -> str:
     """Hexadecimal digest of a file's content."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -30,9 +30,7 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        write_json(
-            self.folder / NAME, {"schema": _SCHEMA, "fingerprint": self.fingerprint, "parts": self.parts}
-        )
+        write_json(self.folder / NAME, {"schema": _SCHEMA, "fingerprint": self.fingerprint, "parts": self.parts})
 
 
 def begin(folder: Path, fingerprint: dict[str, Any]) -> Journal:
@@ -65,7 +63,9 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
         )
     for name, size in files:
         if Path(name).name != name or not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            raise UserError(f"{folder / name}: expected {size} bytes as journalled, found none: start again with --force")
+            raise UserError(
+                f"{folder / name}: expected {size} bytes as journalled, found none: start again with --force"
+            )
     return Journal(folder, fingerprint, parts)
 
 

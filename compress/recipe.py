@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compress.errors import UserError
 
@@ -270,7 +279,12 @@ def _sentence(error: ValidationError) -> str:
         return f"stages: expected exactly one quantize stage so far, found {len(found)}: correct it"
     if first["type"] == "model_type":
         return f"{key}: expected a mapping, found {shown}: correct it"
-    message = first["msg"].replace("Input should be", "expected", 1).replace("a valid ", "a ")
+    message = (
+        first["msg"]
+        .replace("Input should be", "expected", 1)
+        .replace("a valid integer", "a whole number")
+        .replace("a valid ", "a ")
+    )
     return f"{key}: {message}, found {shown}: correct it"
 
 

@@ -74,7 +74,9 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
             shards[-1].append(entry)
             filled += entry.size
     count = len(shards)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    names = (
+        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
     for name, entries in zip(names, shards, strict=True):
         _write(folder / name, entries)
     if count > 1:
@@ -96,7 +98,7 @@ def _write(path: Path, entries: Sequence[_Entry]) -> int:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    with beside.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in ordered:
             if isinstance(entry.source, Tensor):
@@ -105,13 +107,13 @@ def _write(path: Path, entries: Sequence[_Entry]) -> int:
                 _copy(entry.source, entry.offset, entry.size, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    beside.replace(path)
     sync_folder(path.parent)
     return path.stat().st_size
 
 
 def _copy(source: Path, offset: int, size: int, into: BinaryIO) -> None:
-    with open(source, "rb") as file:
+    with source.open("rb") as file:
         file.seek(offset)
         while size:
             chunk = file.read(min(size, _CHUNK))
@@ -122,7 +124,7 @@ def _copy(source: Path, offset: int, size: int, into: BinaryIO) -> None:
 
 
 def _entries(path: Path) -> list[_Entry]:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)

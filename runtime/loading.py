@@ -1,7 +1,7 @@
 """`load`: a model directory, ours or anybody's, becomes a decoder and its tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,10 +179,11 @@ class _Reader:
 
 
 def _to(weight: Weight, device: torch.device) -> Weight:
+    """Moves a weight, and drops what only its file format needs."""
     if isinstance(weight, Tensor):
         return weight.to(device)
-    moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in vars(weight).items()}
-    return PackedWeight(**moved)
+    parts = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
+    return PackedWeight(**{key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()})
 
 
 def _block(reader: _Reader, a: Architecture, number: int) -> Block:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 class Stream(IntEnum):
     """What a number at a position is for. Streams of one position are independent of each other.
 
-    CHOICE   the Gumbel noise that draft and target share under `coupled`.
+    CHOICE   the noise that draft and target share under `coupled`.
     ACCEPT   the acceptance test of `rejection`.
     RESIDUAL the target's own token under `rejection`: the residual, the bonus token, plain sampling.
     DRAFT    the proposer's sample under `rejection`.
@@ -37,16 +37,18 @@ def uniforms(seed: int, position: int, stream: Stream, count: int) -> NDArray[np
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def gumbel(seed: int, position: int, count: int) -> NDArray[np.float64]:
-    """Standard Gumbel noise (count,) float64 for choosing the token at `position`: argmax(log p + noise) ~ p."""
-    noise: NDArray[np.float64] = -np.log(-np.log(uniforms(seed, position, Stream.CHOICE, count)))
+def exponential(seed: int, position: int, count: int) -> NDArray[np.float64]:
+    """Standard exponential noise (count,) float64 for choosing the token at `position`; −log of it is Gumbel noise."""
+    noise: NDArray[np.float64] = -np.log(uniforms(seed, position, Stream.CHOICE, count))
     return noise
 
 
-def perturbed_argmax(probabilities: NDArray[np.float64], noise: NDArray[np.float64]) -> int:
-    """argmax(log p + noise) over the tokens with p > 0; the first of equals."""
-    (possible,) = np.nonzero(probabilities)
-    return int(possible[np.argmax(np.log(probabilities[possible]) + noise[possible])])
+def race(probabilities: NDArray[np.float64], noise: NDArray[np.float64]) -> int:
+    """argmax(log p + Gumbel noise), written as argmax(p / exponential noise), which needs no logarithm of p.
+
+    The token is distributed as p (which need not be normalised); the first of equals, and never one with p = 0.
+    """
+    return int(np.argmax(probabilities / noise))
 
 
 def pick(weights: NDArray[np.float64], uniform: float) -> int:

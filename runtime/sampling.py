@@ -184,10 +184,10 @@ def _warp(scores: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64
         row: NDArray[np.float64] = np.exp((scores - highest) / sampling.temperature)
     row /= row.sum()
     if sampling.top_p < 1:
-        order = np.argsort(row, kind="stable")  # ascending: what is dropped are the first, least probable, tokens
-        dropped = np.cumsum(row[order]) <= 1 - sampling.top_p
-        dropped[-1] = False
-        row[order[dropped]] = 0
+        ascending = np.sort(row)
+        dropped = int(np.searchsorted(np.cumsum(ascending), 1 - sampling.top_p, side="right"))
+        # A threshold rather than the first `dropped` tokens: of equally probable ones all stay.
+        row[row < ascending[min(dropped, len(row) - 1)]] = 0
         row /= row.sum()
     if sampling.min_p > 0:
         row[row < sampling.min_p * row.max()] = 0

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from runtime.drafters import Draft
-from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.noise import Stream, exponential, pick, race, uniforms
 
 Rule = Literal["coupled", "rejection"]
 
@@ -48,6 +48,27 @@ def paths(draft: Draft) -> list[list[int]]:
     return before
 
 
+def depths(draft: Draft) -> list[int]:
+    """For each of the n draft tokens how many others stand between it and the text."""
+    above: list[int] = []
+    for parent in draft.parents:
+        above.append(0 if parent < 0 else above[parent] + 1)
+    return above
+
+
+def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
+    """Raises ValueError for a draft that breaks the drafter's contract (a programming error, not a user's)."""
+    count = len(draft.tokens)
+    if count > max(budget, 0) or len(draft.parents) != count:
+        raise ValueError(f"a draft of {count} tokens and {len(draft.parents)} parents for a budget of {budget}")
+    if any(not -1 <= parent < index for index, parent in enumerate(draft.parents)):
+        raise ValueError(f"draft parents must come before their children, found {draft.parents}")
+    if any(not 0 <= token < vocab_size for token in draft.tokens):
+        raise ValueError(f"draft tokens must be in the vocabulary 0..{vocab_size - 1}, found {draft.tokens}")
+    if draft.probs is not None and tuple(draft.probs.shape) != (count, vocab_size):
+        raise ValueError(f"draft probabilities must be {(count, vocab_size)}, found {tuple(draft.probs.shape)}")
+
+
 def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
     """Accepts the path on which every token is the target's own choice; choices (n + 1) are its argmax at each row."""
     return _walk(draft, lambda row, depth: choices[row])
@@ -63,7 +84,7 @@ def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> 
 
     def choose(row: int, depth: int) -> int:
         distribution = target_rows[row].numpy()
-        return perturbed_argmax(distribution, gumbel(seed, position + depth, len(distribution)))
+        return race(distribution, exponential(seed, position + depth, len(distribution)))
 
     return _walk(draft, choose)
 

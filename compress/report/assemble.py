@@ -86,13 +86,13 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         else speed.not_measured()
     )
     sample = make_sample(original, compressed, prompts[0], new_tokens)
-    machine = describe_machine(options.device)
-    threads = torch.get_num_threads()
+    machine = describe_machine(compressed.decoder.device)
+    threads, device = torch.get_num_threads(), str(compressed.decoder.device)
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
     if options.speed:
         progress("baselines", 0, 1)
-        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, options.draft_length, threads)
+        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, options.draft_length, threads, device)
         measured_speed.speed["baselines"] = [_scrubbed(row, facts) for row in rows]
         for index, row in enumerate(rows):
             if row["why"]:
@@ -194,14 +194,14 @@ def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], n
     return {"prompt": shown, "original": texts[0], "compressed": texts[1], "new_tokens": new_tokens}
 
 
-def describe_machine(device: str = "cpu") -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """CPU model, cores that this process may use, torch's instruction path, device. No host name."""
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _cpu_name(),
         "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
         "instruction_path": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 
 

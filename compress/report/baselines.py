@@ -36,6 +36,7 @@ class Job:
     new_tokens: int
     draft_length: int
     threads: int
+    device: str
 
 
 def names(has_draft: bool) -> list[str]:
@@ -51,6 +52,7 @@ def run(
     new_tokens: int,
     draft_length: int,
     threads: int,
+    device: str = "cpu",
     limit: float = LIMIT_SECONDS,
 ) -> list[dict[str, Any]]:
     """One row {name, tokens_per_second, …, note, why} per baseline; a failure is a row with null and `why`."""
@@ -66,6 +68,7 @@ def run(
         new_tokens=min(new_tokens, _NEW_TOKENS),
         draft_length=draft_length,
         threads=threads,
+        device=device,
     )
     output, errors, finished = _child(job, limit)
     rows = {row["name"]: row for row in _parse(output)}
@@ -153,7 +156,7 @@ def _measure(job: Job) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
-        return model.eval()
+        return model.eval().to(job.device)
 
     model = load(job.original)
     eager, assisted, compiled = names(job.draft is not None)
@@ -166,7 +169,7 @@ def _measure(job: Job) -> None:
         _print(_guarded(assisted, model, job, {"assistant_model": helper}))
     else:
         _print(_guarded(assisted, model, job, {"prompt_lookup_num_tokens": max(1, job.draft_length)}))
-    if not any(shutil.which(compiler) for compiler in _COMPILERS):
+    if job.device == "cpu" and not any(shutil.which(compiler) for compiler in _COMPILERS):
         _print(_row(compiled, why=f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here"))
         return
     from transformers import CompileConfig
@@ -190,7 +193,7 @@ def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str
     import torch
 
     def generate(prompt: list[int]) -> int:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=job.device)
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

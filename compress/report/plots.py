@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ORIGINAL, COMPRESSED, SPECULATIVE, DRAFT, BASELINE = "#64748b", "#2563eb", "#0d9488", "#a78bfa", "#cbd5e1"
 INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
 _KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
-_WIDTH = 7.2
+_WIDTH = 8.6  # inches: on the page 9 points come out as the size of its text
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -84,11 +84,13 @@ def perplexity_interval(report: dict[str, Any]) -> "Figure":
     """Left: both perplexities with their intervals over windows. Right: the change, on the same windows."""
     found = report["quality"]["perplexity"]
     interval = found["ci95"]
-    figure, axes = _figure(1.75, columns=2)
+    figure, axes = _figure(1.85, columns=2)
+    figure.get_layout_engine().set(wspace=0.06)
     left, right = axes
     for y, (name, colour) in enumerate((("compressed", COMPRESSED), ("original", ORIGINAL))):
         _whisker(left, y, found[name], interval[name] if interval else None, colour, f"{found[name]:.2f}")
     left.set_yticks([0, 1], ["compressed", "original"], color=INK)
+    left.tick_params(axis="y", length=0)
     left.set_ylim(-0.6, 1.75)
     left.set_xlabel("perplexity per token" + (" (95 % interval)" if interval else ""))
     change = 100 * (found["compressed"] / found["original"] - 1)
@@ -169,8 +171,7 @@ def layer_errors(report: dict[str, Any]) -> "Figure | None":
         xs, ys = [block + offset for block, _ in points], [error for _, error in points]
         axes.plot(xs, ys, "o", color=_KINDS[number % len(_KINDS)], markersize=4 if last < 16 else 2.5, label=kind)
     axes.set_xlim(-0.6, last + 0.6)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
+    axes.set_ylim(0, 1.15 * max(error for points in series.values() for _, error in points) or 1)
     axes.locator_params(axis="x", integer=True)
     axes.grid(axis="y")
     axes.set_xlabel("block")

@@ -10,6 +10,7 @@ import torch
 
 from compress.report.advice import advise, fit_acceptance, iid_speedup, predicted_speedup
 from compress.report.costs import StepCosts, measure_costs
+from compress.report.schema import covers, null_paths
 from runtime.drafters import Drafter
 from runtime.drafters.lookup import LookupDrafter
 from runtime.errors import UserError
@@ -204,8 +205,8 @@ def measure(
     }
     lossless: dict[str, Any] = {"class": None, "verify": None, "tokens_compared": None, "mismatches": None}
     if reason is not None:
-        missing |= dict.fromkeys((*SPECULATIVE_PATHS, *(f"lossless.{key}" for key in lossless)), reason)
-        return SpeedResult(speed, lossless, missing)
+        missing |= dict.fromkeys((*SPECULATIVE_PATHS, "lossless"), reason)
+        return SpeedResult(speed, lossless, missing | _too_short(speed, missing))
     spoken = timed["speculative"]
     text = _context(compressed, draft, prompts, spoken.tokens[0])
     costs = measure_costs(compressed, draft, text, draft_length, COST_SECONDS)
@@ -224,11 +225,14 @@ def measure(
         "tokens_compared": compared,
         "mismatches": mismatches,
     }
-    for path in SPECULATIVE_PATHS:
-        key = path.removeprefix("speed.")
-        if speed[key] is None:
-            missing.setdefault(path, "the drafter proposed nothing on these prompts")
-    return SpeedResult(speed, lossless, missing)
+    return SpeedResult(speed, lossless, missing | _too_short(speed, missing))
+
+
+def _too_short(speed: dict[str, Any], missing: dict[str, str]) -> dict[str, str]:
+    """Reasons for figures that so few tokens, or a drafter that proposed none, cannot give. The baselines come later."""
+    bare = [f"speed.{path}" for path in null_paths(speed) if path != "baselines"]
+    unexplained = [path for path in bare if not any(covers(reason, path) for reason in missing)]
+    return dict.fromkeys(unexplained, "too few tokens were decoded or drafted to tell")
 
 
 def _drafter(draft: "Model | None") -> "Model | Drafter":
@@ -283,7 +287,6 @@ def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length
     return figures
 
 
-_VARIANT = ("tokens_per_second", "decode_tokens_per_second", "ttft_ms", "itl_ms", "latency_ms", "mean_width", "energy_j")
 _SPECULATIVE_KEYS = (
     "speculative",
     "drafter",

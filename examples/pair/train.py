@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import torch.nn.functional as F
+from card import write_model
 from data import VOCABULARY, Stream, prepare
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -304,16 +305,20 @@ def evaluate(work: Path, name: str, length: int = 1024) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["prepare", "target", "draft", "samples", "distill", "evaluate"])
+    parser.add_argument("stage", choices=["prepare", "target", "draft", "samples", "distill", "evaluate", "export"])
     parser.add_argument("--work", type=Path, required=True, help="where token files, checkpoints and logs go")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time of the stage, earlier runs included")
     parser.add_argument("--model", default="target", help="what `evaluate` reads: target, draft or distill")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where `export` writes target/ and draft/")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.stage == "prepare":
         prepare(given.work, given.seed)
     elif given.stage == "samples":
         sample(given.work, given.minutes, given.seed)
+    elif given.stage == "export":
+        for name, source in (("target", "target"), ("draft", "distill")):
+            write_model(given.work, source, config(name), given.out / name, evaluate(given.work, source))
     elif given.stage == "evaluate":
         print(json.dumps(evaluate(given.work, given.model), indent=1))
     else:

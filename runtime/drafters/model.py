@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.drafters import Draft, Outcome, Request
-from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.noise import Stream, exponential, pick, race, uniforms
 from runtime.rows import Decoder, Rows
 from runtime.sampling import Distributions, greedy_choices, require_finite
 from runtime.verify import Rule
@@ -147,7 +147,7 @@ class ModelDrafter:
             return
         row = Distributions(logits[None], *rest).array(0)
         if self._rule == "coupled":
-            drafted.append(perturbed_argmax(row, gumbel(sampling.seed, position, len(row))))
+            drafted.append(race(row, exponential(sampling.seed, position, len(row))))
             return
         drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
         missing = self._vocab_size - len(row)

@@ -1,0 +1,102 @@
+"""Weight formats: one file each, and here how they are told apart.
+
+A format file has `scheme`, `pack`, `dequantize`, `to_tensors`, `from_tensors` and `bits_per_weight`.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.formats import compressed, int4, int8, nf4
+from runtime.formats.packed import Kind, PackedWeight, Scheme
+from runtime.formats.tensors import Tensors, take
+
+FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4}
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_WHERE = "config.json: quantization_config"
+
+
+def dequantize(packed: PackedWeight) -> Tensor:
+    """(N, K) float32 of any packed weight. Raises ValueError for a kind that has no format file."""
+    if packed.scheme.kind not in FORMATS:
+        raise ValueError(f"no format for {packed.scheme.kind} weights")
+    weight: Tensor = FORMATS[packed.scheme.kind].dequantize(packed)
+    return weight
+
+
+def hf_config(
+    layers: Mapping[str, Scheme], ignore: Sequence[str] = (), *, double_quant: bool = True, compute: str = "bfloat16"
+) -> dict[str, Any]:
+    """`quantization_config` for config.json.
+
+    layers        module name → scheme, of every packed linear module, by the names that transformers gives them.
+    ignore        linear modules that were left as they are (the head among them).
+    double_quant  and `compute`, the dtype of products: nf4 only.
+
+    Raises ValueError for mixtures that no library reads (nf4 beside int8 or int4).
+    """
+    kinds = {scheme.kind for scheme in layers.values()}
+    if kinds == {"nf4"}:
+        return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
+    if "nf4" in kinds:
+        raise ValueError(
+            "nf4 is bitsandbytes' and int8 and int4 are compressed-tensors': one checkpoint has one library"
+        )
+    return compressed.hf_config(layers, ignore)
+
+
+def check_supported(quantization: Any) -> None:
+    """Raises UserError for a `quantization_config` whose weights cannot be read (None: plain weights)."""
+    if quantization is None:
+        return
+    if not isinstance(quantization, dict):
+        raise UserError(f"{_WHERE} must be a mapping, found {quantization!r}")
+    method = _method(quantization)
+    if method == "bitsandbytes":
+        kind = quantization.get("bnb_4bit_quant_type")
+        four = quantization.get("load_in_4bit") or quantization.get("_load_in_4bit")
+        if not four or kind != "nf4":
+            found = f"bnb_4bit_quant_type {kind!r}" if four else "8-bit weights"
+            raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 is read, found {found}")
+    elif method == "compressed-tensors":
+        compressed.check(quantization)
+    else:
+        raise UserError(
+            f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4, or"
+            " compressed-tensors int8 or int4"
+        )
+
+
+def read(quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str) -> PackedWeight | Tensor:
+    """The weight of linear layer `prefix`, packed or, where it is stored plain, as the (N, K) tensor that it is.
+
+    `quantization` has passed `check_supported`. Raises UserError naming the tensor for anything wrong with it.
+    """
+    packed: PackedWeight | None = None
+    method = None if quantization is None else _method(quantization)
+    if method == "bitsandbytes" and nf4.holds(tensors, prefix):
+        packed = nf4.from_tensors(tensors, prefix).plain()
+    elif method == "compressed-tensors" and quantization is not None:
+        packed = compressed.read(quantization, tensors, prefix)
+    if packed is not None:
+        return packed
+    plain = take(tensors, f"{prefix}.weight")
+    if plain.dtype not in _PLAIN:
+        raise UserError(
+            f"tensor {prefix}.weight holds {str(plain.dtype).removeprefix('torch.')}, which config.json's"
+            " quantization_config does not explain; a plain weight is float32, float16 or bfloat16"
+        )
+    return plain
+
+
+def _method(quantization: Mapping[str, Any]) -> Any:
+    # Older bitsandbytes checkpoints name no method.
+    old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+    return quantization.get("quant_method") or ("bitsandbytes" if old else None)
+
+
+__all__ = ["FORMATS", "check_supported", "dequantize", "hf_config", "read"]

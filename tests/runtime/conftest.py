@@ -58,7 +58,7 @@ class HashDecoder:
     vocab_size: int = VOCABULARY
     hidden_size: int = 4
     exact: bool = True
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     caches: list[ListCache] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
 
@@ -89,11 +89,11 @@ class HashDecoder:
 
 @dataclass
 class FakeModel:
-    """What `runtime.load` returns, as far as the loop looks at it."""
+    """What `runtime.load` returns, as far as the loop looks at it. No token ends a text unless a test says so."""
 
     decoder: Any
     tokenizer: Any
-    end_tokens: frozenset[int] = frozenset()
+    end_tokens: frozenset[int] = frozenset([10**9])
     path: Path = Path("fake")
     draft_path: Path | None = None
 
@@ -116,7 +116,7 @@ def tokenizer(tiny: Callable[..., Path]) -> Any:
 def fake(tokenizer: Any) -> Callable[..., FakeModel]:
     """fake(seed, noise=0.0, …): `noise` mixes in another hash, as a draft is a noisy copy of its target."""
 
-    def make(seed: int = 0, noise: float = 0.0, end_tokens: Sequence[int] = (), **options: Any) -> FakeModel:
+    def make(seed: int = 0, noise: float = 0.0, end_tokens: Sequence[int] = (10**9,), **options: Any) -> FakeModel:
         def law(context: Context) -> np.ndarray:
             return 3 * _hashed(seed, context) + noise * _hashed(seed + 1000, context)
 

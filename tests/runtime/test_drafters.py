@@ -151,7 +151,7 @@ def test_model_feeds_long_prompts_in_pieces(fake: Fake) -> None:
 
 
 def test_coupled_drafts_use_the_target_s_noise(fake: Fake) -> None:
-    from runtime.noise import gumbel, perturbed_argmax
+    from runtime.noise import exponential, race
 
     model, sampling = fake(1), Sampling(temperature=1.0, seed=11)
     text = request([5, 6, 7], sampling=sampling)
@@ -159,7 +159,7 @@ def test_coupled_drafts_use_the_target_s_noise(fake: Fake) -> None:
     path = list(text.tokens)
     for token in draft.tokens:
         row = probabilities(torch.tensor(model.decoder.law(tuple(path[-3:])), dtype=torch.float32), sampling)
-        assert token == perturbed_argmax(row.numpy(), gumbel(11, len(path), 320))
+        assert token == race(row.numpy(), exponential(11, len(path), 320))
         path.append(token)
 
 

@@ -79,13 +79,13 @@ def test_greedy_equals_plain_greedy(fake: Fake, kind: str, gamma: int) -> None:
     assert [result.tokens for result in results] == expected
     metrics = total([result.metrics for result in results])
     if kind == "good" or (kind == "tree" and gamma > 4):
-        assert metrics.acceptance_rate is not None and metrics.acceptance_rate > 0.15
+        assert metrics.accepted > 60
         assert metrics.tokens_per_round is not None and metrics.tokens_per_round > 1.3
     assert all(not cache.slots for cache in target.decoder.caches)
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.6}, {"frequency_penalty": 0.7, "presence_penalty": 0.4}])
-def test_penalties_see_the_drafted_prefix(fake: Fake, options: dict[str, float]) -> None:
+def test_penalties_see_the_drafted_prefix(fake: Fake, options: dict[str, Any]) -> None:
     target = fake(0)
     expected = plain(target, PROMPTS, max_new_tokens=40, **options)
     assert expected != plain(target, PROMPTS, max_new_tokens=40)
@@ -131,7 +131,7 @@ def test_rejection_follows_the_distribution_over_two_tokens(
     for draft in (constant(p), constant(q), LookupDrafter(), None):
         assert chi_squared(pairs(constant(p), draft), expected) > 1e-3
     # The harness sees a distribution that is a little off.
-    assert chi_squared(pairs(constant(np.array([0.42, 0.25, 0.19, 0.1, 0.04])), constant(q)), expected) < 1e-3
+    assert chi_squared(pairs(constant(np.array([0.44, 0.25, 0.17, 0.1, 0.04])), constant(q)), expected) < 1e-3
 
 
 def test_a_broken_cache_is_noticed(fake: Fake) -> None:
@@ -221,7 +221,8 @@ def test_metrics_add_up(fake: Fake) -> None:
 
 def test_streams_give_the_same_text_as_generate(fake: Fake) -> None:
     target, draft = fake(0), fake(0, noise=1.0)
-    for options in ({}, {"temperature": 1.0, "seed": 3}):
+    cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
+    for options in cases:
         [result] = Speculator(target, draft).generate([PROMPTS[0]], 60, **options)
         stream = Speculator(target, draft).stream(PROMPTS[0], 60, **options)
         assert stream.finish is None
@@ -316,13 +317,14 @@ def test_user_mistakes(fake: Fake, tiny: Callable[..., Path]) -> None:
     target = fake(0, max_positions=30)
     speculator = Speculator(target)
     assert isinstance(speculator.stream("x" * 29, 5), Stream)
-    for arguments, message in [
+    mistakes: list[tuple[tuple[Any, ...], str]] = [
         (([],), "prompt must hold"),
         (("",), "prompt must hold"),
         (([1] * 30,), "30 tokens, but the target has 30 positions"),
         (([1, 320],), "token 320, but the target's vocabulary has the ids 0 to 319"),
         (([1], 0), "max_new_tokens must be at least 1"),
-    ]:
+    ]
+    for arguments, message in mistakes:
         with pytest.raises(UserError, match=message):
             speculator.stream(*arguments)
     for gamma in (-1, 65):
@@ -382,13 +384,29 @@ def pair(tiny: Callable[..., Path]) -> Iterator[tuple[Any, Any]]:
 def test_the_real_decoder(pair: tuple[Any, Any]) -> None:
     target, draft = pair
     prompts = ["def f(x):\n    return", "import os\nimport os\nimport"]
-    for options in ({}, {"temperature": 0.3, "seed": 2}, {"repetition_penalty": 1.2}):
+    cases: list[dict[str, Any]] = [{}, {"temperature": 0.3, "seed": 2}, {"repetition_penalty": 1.2}]
+    for options in cases:
         expected = [Speculator(target).generate([p], 30, stop=(), **options)[0].tokens for p in prompts]
         for drafter in (draft, target, LookupDrafter(), TreeBeside()):
             results = Speculator(target, drafter, draft_length=6).generate(prompts, 30, stop=(), **options)
             assert [result.tokens for result in results] == expected
             if drafter is target:
                 assert total([result.metrics for result in results]).acceptance_rate == 1
+
+
+def test_the_adapter(tiny: Callable[..., Path]) -> None:
+    """Any other architecture: the same loop, without the promise."""
+    from runtime import load
+
+    target = load(tiny("gpt2"))
+    assert lossless_class(target, "coupled", Sampling()) == "measured"
+    for drafter in (target, LookupDrafter()):
+        results = Speculator(target, drafter).generate(["def f(x):", "import os"], 20, stop=())
+        assert [len(result.tokens) for result in results] == [20, 20]
+        metrics = total([result.metrics for result in results])
+        assert metrics.drafted > 0
+        if drafter is target:
+            assert metrics.acceptance_rate is not None and metrics.acceptance_rate > 0.9
 
 
 class TreeBeside(LookupDrafter):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime import verify
 from runtime.drafters import Draft
-from runtime.noise import Stream, gumbel, perturbed_argmax, pick, uniforms
+from runtime.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling import Sampling, probabilities
 from runtime.verify import Verdict, children, coupled, greedy, paths, rejection
 
@@ -49,7 +49,7 @@ def drafts(kind: str, rule: str, logits: Tensor, target: Tensor, sampling: Sampl
     arrays = list(q.numpy())
     for seed in range(draws):
         if rule == "coupled":
-            tokens = [perturbed_argmax(row, gumbel(seed, 10 + i, V)) for i, row in enumerate(arrays)]
+            tokens = [race(row, exponential(seed, 10 + i, V)) for i, row in enumerate(arrays)]
             yield Draft(tokens, parents)
         else:
             tokens = [pick(row, uniforms(seed, 10 + i, Stream.DRAFT, 1)[0]) for i, row in enumerate(arrays)]
@@ -136,7 +136,7 @@ def test_coupled_tokens_do_not_depend_on_the_draft() -> None:
     target = probabilities(logits, sampling)
     accepted = 0
     for seed in range(300):
-        alone = [perturbed_argmax(target[i].numpy(), gumbel(seed, 10 + i, V)) for i in range(3)]
+        alone = [race(target[i].numpy(), exponential(seed, 10 + i, V)) for i in range(3)]
         for kind in ("good", "reversed", "likely"):
             [draft] = drafts(kind, "rejection", logits, target, sampling, 1)
             verdict = coupled(target, draft, 10, seed)

@@ -1,0 +1,1 @@
+"""Ways to write an artifact for other programs, one file per kind."""

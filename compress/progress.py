@@ -1,0 +1,104 @@
+"""What a run shows while it works: one line per stage, with the time that is left."""
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_TITLES = {
+    "check": "Checking",
+    "quantize": "Quantising",
+    "write": "Writing the model",
+    "load": "Reading it back",
+    "quality": "Measuring quality",
+    "speed": "Measuring speed",
+    "baselines": "Timing transformers",
+    "page": "Writing the report",
+}
+_EVERY = 5.0  # seconds between plain lines of one stage
+
+
+class Lines:
+    """Plain lines for logs: a stage's begin and end, and every few seconds in between."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._stage = ""
+        self._begun = self._shown = 0.0
+        self._ended = True
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        title = _TITLES.get(stage, stage)
+        if stage != self._stage or (self._ended and done < total):
+            self._stage, self._begun, self._shown, self._ended = stage, now, now, False
+            if done < total:
+                self._print(f"{title} …")
+                return
+        if done >= total:
+            if not self._ended:
+                self._print(f"{title}: done in {now - self._begun:.0f} s")
+            self._ended = True
+        elif now - self._shown >= _EVERY:
+            left = f", about {_left(now - self._begun, done, total)} left" if done else ""
+            self._print(f"{title}: {done} of {total}{left}")
+            self._shown = now
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class Bars:
+    """The same on a terminal, as rich's bars."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        self._bars: Progress = Progress(
+            TextColumn("{task.description:<20}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            Remaining(),
+            console=Console(stderr=True),
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "Bars":
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(_TITLES.get(stage, stage), total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+
+
+def show(stream: TextIO | None = None) -> Lines | Bars:
+    """Bars where standard error is a terminal, else lines on `stream` (default: standard error)."""
+    target = stream or sys.stderr
+    return Bars() if stream is None and target.isatty() else Lines(target)
+
+
+def _left(elapsed: float, done: int, total: int) -> str:
+    seconds = elapsed / done * (total - done)
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

@@ -1,0 +1,1 @@
+"""Ways to choose codes for a weight, one file per method."""

@@ -1,0 +1,176 @@
+"""What the report says in sentences: the three headlines, the findings, the lossless class."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from compress.report.schema import reason_for
+
+NOT_MEASURED = "not measured"
+
+_CLASSES = {
+    "exact": (
+        "exact: speculative greedy decoding gives the same tokens as plain decoding by construction, because a token's "
+        "result has the same bits however many tokens share the forward"
+    ),
+    "measured": (
+        "measured: these kernels do not promise the same bits at every width, so speculative output is compared with "
+        "plain output token for token and the differences are counted"
+    ),
+    "distribution": (
+        "distribution: sampled text follows exactly the compressed model's distribution, without being the same text "
+        "that plain decoding gives"
+    ),
+    "lossy": "lossy: speculation was asked to accept tokens that the compressed model would not have chosen",
+}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One of the three large figures. `tone`: good, bad or none."""
+
+    label: str
+    value: str
+    caption: str
+    tone: str
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A figure with its unit, or "not measured"."""
+    return NOT_MEASURED if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage."""
+    return NOT_MEASURED if value is None else f"{100 * value:.{digits}f} %"
+
+
+def megabytes(value: int | float | None) -> str:
+    """Bytes in MB (10⁶), or kB where that would be 0.0."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{value / 1e6:,.1f} MB" if value >= 1e5 else f"{value / 1e3:,.1f} kB"
+
+
+def times(value: float) -> str:
+    """A ratio: 1.62×."""
+    return f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"
+
+
+def headlines(report: dict[str, Any]) -> list[Headline]:
+    """Size, quality, speed."""
+    return [_size(report), _quality(report), _speed(report)]
+
+
+def _size(report: dict[str, Any]) -> Headline:
+    size = report["size"]
+    caption = f"{megabytes(size['compressed_bytes'])} instead of {megabytes(size['original_bytes'])} on disk"
+    if size["bits_per_weight"] is not None:
+        caption += f"; {size['bits_per_weight']:.2f} bits per quantised weight"
+    smaller = size["ratio"] >= 1
+    return Headline("smaller" if smaller else "size ratio", times(size["ratio"]), caption, "good" if smaller else "bad")
+
+
+def _quality(report: dict[str, Any]) -> Headline:
+    found = report["quality"]["perplexity"]
+    change = found["compressed"] / found["original"] - 1
+    caption = f"{found['original']:.2f} becomes {found['compressed']:.2f} on held-out text"
+    if found["ci95"] is not None:
+        low, high = (100 * (bound - 1) for bound in found["ci95"]["ratio"])
+        caption += f"; 95 % interval of the change {low:+.2f} to {high:+.2f} %"
+    return Headline("perplexity", f"{100 * change:+.2f} %", caption, "bad" if change > 0.05 else "good")
+
+
+def _speed(report: dict[str, Any]) -> Headline:
+    speed = report["speed"]
+    if speed["original"] is None:
+        return Headline("speed", "–", _because(report, "speed.original"), "none")
+    start = speed["original"]["tokens_per_second"]
+    way, name = (speed["speculative"], "speculative") if speed["speculative"] else (speed["compressed"], "compressed")
+    ratio = way["tokens_per_second"] / start
+    caption = f"{way['tokens_per_second']:,.1f} tokens/s {name} against {start:,.1f} for the original, same runtime"
+    if speed["speedup"] and speed["speedup"]["over_compressed"]:
+        caption += f"; {times(speed['speedup']['over_compressed'])} over plain decoding of the compressed model"
+    return Headline("the original's speed", times(ratio), caption, "good" if ratio >= 1 else "bad")
+
+
+def _because(report: dict[str, Any], path: str) -> str:
+    return f"{NOT_MEASURED}: {reason_for(report, path)}"
+
+
+def findings(report: dict[str, Any]) -> list[str]:
+    """What an engineer should know before using the artifact, slowdowns first-class."""
+    speed, out = report["speed"], list[str]()
+    out += _quality_findings(report)
+    if speed["original"] is None:
+        return [*out, f"Speed: {_because(report, 'speed.original')}."]
+    start, plain = (speed[name]["tokens_per_second"] for name in ("original", "compressed"))
+    out.append(
+        f"Without speculation the compressed model decodes at {_pace(plain / start)} the original's speed "
+        f"({plain:,.1f} against {start:,.1f} tokens/s)."
+    )
+    if speed["speculative"] is None:
+        out.append(f"Speculation: {_because(report, 'speed.speculative')}.")
+    elif speed["speedup"]["over_compressed"] is not None:
+        out += _speculation_findings(report)
+    fastest = max(
+        (row for row in speed["baselines"] or [] if row["tokens_per_second"]),
+        key=lambda row: row["tokens_per_second"],
+        default=None,
+    )
+    best = max(entry["tokens_per_second"] for entry in (speed["compressed"], speed["speculative"]) if entry)
+    if fastest is not None and fastest["tokens_per_second"] > best:
+        out.append(
+            f"The fastest baseline is faster than anything here: {fastest['name']} on the original gives "
+            f"{fastest['tokens_per_second']:,.1f} tokens/s, {times(fastest['tokens_per_second'] / best)} the best of ours."
+        )
+    return out
+
+
+def _pace(ratio: float) -> str:
+    return f"{ratio:.2f} times" if ratio >= 1 else f"only {ratio:.2f} times"
+
+
+def _quality_findings(report: dict[str, Any]) -> list[str]:
+    quality = report["quality"]
+    return [
+        f"On {quality['protocol']['tokens']:,} held-out tokens both models put the same token first at "
+        f"{percent(quality['top1_agreement'])} of the positions; the mean KL divergence is "
+        f"{quality['kl_divergence']['mean']:.4f} nats per token."
+    ]
+
+
+def _speculation_findings(report: dict[str, Any]) -> list[str]:
+    speed = report["speed"]
+    gain = speed["speedup"]["over_compressed"]
+    drafter = report["draft"] if speed["drafter"] == "model" else f"the drafter {speed['drafter']} (no draft model)"
+    verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
+    sentence = f"Speculation with {drafter}, {speed['draft_length']} tokens a round, {verb}: {gain:.2f} times its speed."
+    if speed["acceptance_rate"] is not None:
+        sentence += (
+            f" {percent(speed['acceptance_rate'])} of the drafted tokens were accepted, "
+            f"{speed['tokens_per_round']:.2f} tokens gained a round."
+        )
+    out = [sentence]
+    if speed["predicted_speedup"] is not None and speed["speedup"]["decode_over_compressed"] is not None:
+        out.append(
+            f"From the measured acceptance and costs {speed['predicted_speedup']:.2f} times was to be expected; "
+            f"{speed['speedup']['decode_over_compressed']:.2f} times was measured (without the prompt's time)."
+        )
+    if speed["repeated_4gram_share"] is not None:
+        out.append(
+            f"{percent(speed['repeated_4gram_share'])} of the output's 4-grams are repetitions, which are easy to draft: "
+            "the more there are, the less the acceptance rate says about other text."
+        )
+    return out
+
+
+def lossless(report: dict[str, Any]) -> str:
+    """The lossless class in a sentence, with the counts."""
+    found = report["lossless"]
+    if found["class"] is None:
+        return f"Lossless class {_because(report, 'lossless.class')}."
+    counts = (
+        f"{found['tokens_compared']:,} tokens compared, {found['mismatches']:,} "
+        f"{'mismatch' if found['mismatches'] == 1 else 'mismatches'}"
+    )
+    return f"Lossless class {_CLASSES[found['class']]}. Counted here ({found['verify']}): {counts}."

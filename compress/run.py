@@ -1,0 +1,190 @@
+"""The command that does the whole job: a recipe and a model become an artifact with its report.
+
+python -m compress.run --recipe nf4
+python -m compress.run --list
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    recipe: Annotated[str | None, typer.Option(help="Built-in recipe (see --list) or a YAML file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory or hub name.", show_default="the embedded pair's target")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft model: directory, hub name, or none.",
+            show_default="the embedded pair's with the embedded pair, else none: prompt lookup drafts",
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Run folder.", show_default="runs/<recipe>")] = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to calibrate and measure on: file, directory or datasets name.",
+            show_default="this Python's standard library, held-out files",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration windows.", show_default="16")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.", show_default="512")] = None,
+    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure quality on.")] = 16_384,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = 64,
+    draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = 4,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
+    no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the built-in recipes and stop.")] = False,
+) -> None:
+    """Compresses a model by a recipe, pairs it with a draft, measures size, quality and speed, writes the report."""
+    # Ctrl-C counts from the first import on: they take seconds.
+    try:
+        _main(
+            recipe,
+            model,
+            out,
+            list_,
+            {
+                "draft": draft,
+                "calib": calib,
+                "samples": samples,
+                "seq_len": seq_len,
+                "eval_tokens": eval_tokens,
+                "new_tokens": new_tokens,
+                "draft_length": draft_length,
+                "device": device,
+                "threads": threads,
+                "seed": seed,
+                "resume": resume,
+                "force": force,
+                "speed": not no_speed,
+            },
+        )
+    except KeyboardInterrupt:
+        _fail("stopped by Ctrl-C", 130)
+
+
+def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, given: dict[str, Any]) -> None:
+    from compress.errors import USER_ERRORS, UserError
+    from compress.recipe import Recipe, built_in
+
+    if list_:
+        for known in built_in():
+            typer.echo(f"{known.name:<14}{known.about}")
+        return
+    try:
+        if recipe is None:
+            raise UserError(
+                f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one"
+            )
+        chosen = Recipe.load(recipe)
+        from compress.pipeline import Options, check_ranges, run
+
+        options = Options(**given)
+        check_ranges(options)
+        _quiet_libraries()
+        from compress.progress import show
+
+        with show() as progress:
+            artifact = run(model, chosen, out, options, progress, command=command_line(recipe, model, out, options))
+        _summary(artifact.report, artifact.path)
+    except USER_ERRORS as error:
+        _fail(" ".join(str(error).split()), 2)
+
+
+def _fail(sentence: str, code: int) -> None:
+    typer.echo(f"error: {sentence}", err=True)
+    raise typer.Exit(code)
+
+
+def _quiet_libraries() -> None:
+    """Silences advice that is not about this run; errors still show."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def command_line(recipe: str, model: str | None, out: str | None, options: Any) -> str:
+    """The command that gives this run again, without paths from outside the current directory."""
+    from dataclasses import fields
+
+    words = ["python", "-m", "compress.run", "--recipe", _shown(recipe)]
+    for name, value in (("model", model), ("out", out)):
+        words += [f"--{name}", _shown(value)] if value is not None else []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value == field.default or field.name in ("resume", "force", "shard_bytes"):
+            continue
+        if field.name == "speed":
+            words.append("--no-speed")
+        else:
+            words += ["--" + field.name.replace("_", "-"), _shown(value)]
+    return shlex.join(words)
+
+
+def _shown(value: Any) -> str:
+    path = Path(str(value))
+    if not path.is_absolute():
+        return str(value)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def _summary(report: dict[str, Any], folder: Path) -> None:
+    """The figures that people ask for first."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    for label, value in summary_rows(report):
+        table.add_row(label, value)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    typer.echo(f"Report: {where / 'report.html'} (also .md, .json)")
+
+
+def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of each line of the summary."""
+
+    def at(*path: str) -> Any:
+        value: Any = report
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def figure(value: Any, form: str) -> str:
+        return format(value, form) if isinstance(value, (int, float)) else "not measured"
+
+    def megabytes(value: Any) -> str:
+        return f"{value / 1e6:,.1f} MB" if isinstance(value, (int, float)) else "not measured"
+
+    size = f"{megabytes(at('size', 'original_bytes'))} -> {megabytes(at('size', 'compressed_bytes'))}"
+    before, after = (at("quality", "perplexity", key) for key in ("original", "compressed"))
+    speeds = " / ".join(
+        figure(at("speed", kind, "tokens_per_second"), ".1f") for kind in ("original", "compressed", "speculative")
+    )
+    return [
+        ("size", f"{size} ({figure(at('size', 'ratio'), '.2f')} x smaller)"),
+        ("bits per quantised weight", figure(at("size", "bits_per_weight"), ".3f")),
+        ("perplexity", f"{figure(before, '.3f')} -> {figure(after, '.3f')}"),
+        ("tokens/s: original / compressed / speculative", speeds),
+        ("acceptance rate α", figure(at("speed", "acceptance_rate"), ".3f")),
+    ]
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,129 @@
+"""Reads a model directory, ours or anybody's: config.json and safetensors, plain or packed, one tensor at a time."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runtime import formats
+from runtime.errors import UserError
+from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import check_finite, expect_shape
+from runtime.shards import Shards, inside, read_json
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What `from_pretrained` needs of a repository; no pickles, and nothing from its subfolders.
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory whose headers have been read and checked.
+
+    path    the directory itself (for a run folder its `model/`).
+    config  config.json.
+    shards  the tensors, read when asked for.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shards: Shards
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """`quantization_config` of config.json; None for plain weights."""
+        return self.config.get("quantization_config")
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head has no weight of its own on disk: it is the embedding."""
+        return not any(name.startswith(("lm_head.", "embed_out.")) for name in self.shards)
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return list(self.shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it. Raises UserError where it is missing."""
+        return self.shards.entry(name).shape
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored; it may share the file's memory, so it is not for writing to.
+
+        Raises UserError naming it where it is missing or cannot be read.
+        """
+        return self.shards[name]
+
+    def weight(self, prefix: str) -> PackedWeight | Tensor:
+        """The weight of linear layer `prefix`: packed (bias included), or plain as stored, (N, K) for nn.Linear.
+
+        Raises UserError naming the tensor that is missing, damaged or in a layout that is not read yet.
+        """
+        try:
+            return formats.read(self.quantization, self.shards, prefix)
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(self.path.name) else f"{self.path.name}: {text}") from error
+
+    def bytes_on_disk(self) -> int:
+        """Sizes of the safetensors files together, headers included."""
+        return sum(file.stat().st_size for file in self.shards.files)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a model directory, a run folder (its `model/`), or a model of the hub by name ("org/name").
+
+    Reads config.json and the headers of the weight files, no weights. Raises UserError, in one sentence that names the
+    file, for a missing directory or file, broken JSON, pickled, truncated or escaping weight files, and quantised
+    formats that are not read yet.
+    """
+    try:
+        directory = locate(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be looked into: {error.strerror or error}") from error
+    config = read_json(inside(directory, "config.json", "config.json"))
+    try:
+        formats.check_supported(config.get("quantization_config"))
+    except UserError as error:
+        raise UserError(f"{directory.name}/{error}") from error
+    return Checkpoint(directory, config, Shards(directory))
+
+
+def locate(path: str | Path) -> Path:
+    """The model directory that a path or hub name means; downloads what the hub's cache lacks.
+
+    Raises UserError where there is no such directory, where it has no config.json, or where the hub does not give it.
+    """
+    given = str(path)
+    where = Path(path).expanduser()
+    if where.is_dir() and given:
+        for candidate in (where, where / "model"):
+            if (candidate / "config.json").exists():
+                return candidate.resolve() if candidate.name in ("", "..") else candidate
+        raise UserError(f"{given}: no config.json there nor in model/; give a model directory or a run folder")
+    if where.exists() and given:
+        raise UserError(f"{given} is a file; give the model's directory")
+    if (partial := where.with_name(where.name + ".partial") if where.name else where).is_dir() and given:
+        raise UserError(f"{given} does not exist, but {partial.name} does: that run has not ended, so resume it first")
+    # A path whose first part is a folder here is a mistyped path, not a name to ask the hub for.
+    if isinstance(path, str) and _HUB_NAME.fullmatch(given) and not Path(given.split("/")[0]).is_dir():
+        return _from_hub(given)
+    raise UserError(f"{given or 'an empty path'}: no such directory; give a model directory, a run folder or org/name")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(
+            f"{name}: no such directory here, and the hub did not give a model of that name ({reason}); check the name"
+            " and the network, or give a local directory"
+        ) from error
+
+
+__all__ = ["Checkpoint", "check_finite", "expect_shape", "locate", "open_checkpoint"]

@@ -1,0 +1,118 @@
+"""int8: one scale per output row; on disk compressed-tensors' `int-quantized` layout.
+
+    weight        int8 [N, K]
+    weight_scale  [N, 1], 16 or 32 bit
+    input_scale   [1], only with static activations
+
+scale = absmax / 127.5, compressed-tensors' own rule ((2^8 − 1) / 2), and codes round(w / scale). Ours stay within ±127:
+−128 would need a tenth of a step more of range at one end, and costs AVX2 its sign trick. A reader meets −128 in other
+people's files, and kernels must take it.
+"""
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.formats.packed import Activation, PackedWeight, Scheme
+from runtime.formats.tensors import (
+    Tensors,
+    as_stored,
+    check_codes,
+    check_finite,
+    expect_dtype,
+    expect_shape,
+    read_bias,
+    round_scale,
+    spread,
+    stored_bytes,
+    stored_scale_dtype,
+    take,
+)
+
+# Half of the 255 steps that 8 bits span.
+STEPS = 127.5
+LIMIT = 127
+
+
+def scheme(activation: Activation = "int8-token") -> Scheme:
+    """int8 with a scale per output row; activations per token unless another kind is named."""
+    return Scheme("int8", 8, 0, True, activation)
+
+
+def pack(
+    weight: Tensor, group_size: int = 0, *, bias: Tensor | None = None, scale_dtype: torch.dtype | None = None
+) -> PackedWeight:
+    """Rounds (N, K) of any float dtype to the nearest code.
+
+    `scale_dtype` is what the scale will be stored in (None: `stored_scale_dtype` of the weight's): codes are chosen
+    against the rounded scale, so that the file holds exactly what was packed. Raises ValueError for a `group_size`
+    other than 0: this format has one scale per row.
+    """
+    if group_size:
+        raise ValueError(f"int8 has one scale per output row (group_size 0), found {group_size}")
+    values = weight.float()
+    absmax = values.abs().amax(dim=1, keepdim=True)
+    scale = round_scale(absmax / STEPS, scale_dtype or stored_scale_dtype(weight.dtype))
+    codes = torch.round(values / scale).clamp(-LIMIT, LIMIT).to(torch.int8)
+    return PackedWeight(scheme(), codes, scale, bias=None if bias is None else bias.float())
+
+
+def dequantize(packed: PackedWeight) -> Tensor:
+    """(N, K) float32."""
+    return spread(packed.codes.float(), packed)
+
+
+def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The layer's tensors for a file; `dtype` is that of scale and bias.
+
+    Raises ValueError where the layout cannot hold the weight exactly: an offset, a permutation, groups, a scale or bias
+    that `dtype` would round.
+    """
+    if packed.scheme.kind != "int8" or packed.scheme.group_size or packed.offset is not None or packed.perm is not None:
+        raise ValueError(f"{prefix}: int-quantized holds symmetric int8 rows, found {packed.scheme}")
+    tensors = {
+        f"{prefix}.weight": check_codes(prefix, packed.codes, -128, 127).contiguous(),
+        f"{prefix}.weight_scale": as_stored(f"{prefix}.weight_scale", packed.scale, dtype),
+    }
+    if packed.input_scale is not None:
+        tensors[f"{prefix}.input_scale"] = as_stored(f"{prefix}.input_scale", packed.input_scale.reshape(1), dtype)
+    if packed.bias is not None:
+        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
+    return tensors
+
+
+def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-token") -> PackedWeight:
+    """Reads `int-quantized`: scales [N, 1], [N] or [1] (spread over the rows), or [N, G] (groups of K / G inputs).
+
+    Raises UserError naming the tensor for a missing, misshapen, non-finite or asymmetric one.
+    """
+    codes = expect_dtype(f"{prefix}.weight", take(tensors, f"{prefix}.weight"), torch.int8)
+    if codes.ndim != 2:
+        raise UserError(f"tensor {prefix}.weight must have 2 dimensions, found shape {list(codes.shape)}")
+    n, k = codes.shape
+    if f"{prefix}.weight_zero_point" in tensors:
+        raise UserError(f"tensor {prefix}.weight_zero_point: asymmetric int8 weights are not read yet")
+    name = f"{prefix}.weight_scale"
+    scale = check_finite(name, take(tensors, name)).float()
+    if scale.numel() in (1, n):
+        scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
+    groups = scale.shape[-1]
+    expect_shape(name, scale, (n, groups))
+    if k % groups:
+        raise UserError(f"tensor {name} has {groups} groups a row, which do not divide {k} inputs")
+    input_scale = None
+    if activation == "int8-tensor":
+        name = f"{prefix}.input_scale"
+        input_scale = check_finite(name, expect_shape(name, take(tensors, name).reshape(-1), (1,)))[0].float()
+    return PackedWeight(
+        Scheme("int8", 8, 0 if groups == 1 else k // groups, True, activation),
+        codes,
+        scale,
+        bias=read_bias(tensors, prefix, n),
+        input_scale=input_scale,
+    )
+
+
+def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Stored bits over weights: codes and scales, no bias."""
+    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()

@@ -1,0 +1,150 @@
+"""The safetensors files of a model directory as one lazy mapping of tensors; nothing outside the directory is read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch import Tensor
+
+from runtime.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def inside(directory: Path, name: str, said_by: str) -> Path:
+    """The file `name` of a model directory, which must lie in it, links resolved.
+
+    A hub snapshot links into the `blobs` beside it, which is allowed. Raises UserError for absolute names, names with
+    "..", links that lead elsewhere, and missing files; `said_by` names the file that asked.
+    """
+    shown = f"{directory.name}/{said_by}"
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or Path(name).is_absolute():
+        raise UserError(f"{shown}: the file name {name!r} leaves the directory; only files inside it are read")
+    root = directory.resolve()
+    if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
+        root = root.parent.parent
+    path = directory / name
+    if not path.resolve().is_relative_to(root):
+        raise UserError(f"{shown}: {name} is a link that leaves the directory; replace it by the file itself")
+    if not path.is_file():
+        raise UserError(f"{shown}: the file {name} is missing; fetch the model again, or copy the file there")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError naming the file, and the line where it is no JSON."""
+    shown = f"{path.parent.name}/{path.name}"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{shown} is not valid JSON: {error.msg} at line {error.lineno}; fetch it again") from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{shown} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{shown} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies, and what its file's header says of it (dtype as safetensors spells it: "BF16")."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Shards(Mapping[str, Tensor]):
+    """Tensors by name. Headers are read when it is made, a tensor's bytes when it is asked for.
+
+    Every read maps its file anew and lets it go with the tensor, so that walking a model holds one block of it, not
+    every page that was ever touched.
+    """
+
+    def __init__(self, directory: Path):
+        """Raises UserError for a missing, truncated or foreign file, or a tensor that the index promises in vain."""
+        self.directory = directory
+        names = _weight_map(directory)
+        self.files: tuple[Path, ...] = tuple(
+            inside(directory, name, SINGLE if names is None else INDEX)
+            for name in sorted(set(names.values()) if names is not None else [SINGLE])
+        )
+        entries = {name: entry for file in self.files for name, entry in _header(file).items()}
+        for name, file in (names or {}).items():
+            if name not in entries or entries[name].file != directory / file:
+                raise UserError(f"{directory.name}/{file}: tensor {name} is missing, though {INDEX} places it there")
+        self._entries = {name: entries[name] for name in sorted(names if names is not None else entries)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> Entry:
+        """File, dtype and shape of a tensor. Raises UserError where there is none."""
+        if name not in self._entries:
+            held = f"{self.directory.name}/{SINGLE if len(self.files) == 1 else INDEX}"
+            raise UserError(
+                f"{held}: tensor {name} is missing; the checkpoint is incomplete or of another architecture"
+            )
+        return self._entries[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        entry = self.entry(name)
+        try:
+            with safe_open(entry.file, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            shown = f"{self.directory.name}/{entry.file.name}"
+            raise UserError(f"{shown}: tensor {name} cannot be read ({error}); fetch the file again") from error
+        return tensor
+
+
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """Tensor name → file name, or None for a checkpoint of one file."""
+    if (directory / INDEX).exists():
+        names = read_json(inside(directory, INDEX, INDEX)).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{directory.name}/{INDEX}: weight_map must map tensor names to file names")
+        for file in names.values():
+            if not file.endswith(".safetensors"):
+                raise UserError(f"{directory.name}/{INDEX}: {file!r} is no .safetensors file, and nothing else is read")
+        return names
+    if (directory / SINGLE).exists():
+        return None
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{directory.name} holds only pickled weights ({pickles[0]}), and loading a pickle runs its code; convert a"
+            " copy that you trust: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)"
+        )
+    raise UserError(
+        f"{directory.name}: neither {SINGLE} nor {INDEX} is there; give a directory with safetensors weights"
+    )
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {
+                name: Entry(path, piece.get_dtype(), tuple(piece.get_shape()))
+                for name in file.keys()  # noqa: SIM118 (not a mapping)
+                for piece in [file.get_slice(name)]
+            }
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"{path.parent.name}/{path.name} is truncated or no safetensors file ({error}); fetch it again"
+        ) from error

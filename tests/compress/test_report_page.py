@@ -1,0 +1,167 @@
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress.report import page, plots, speed, wording
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("report_example.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture
+def without_speed(report: dict[str, Any]) -> dict[str, Any]:
+    nothing = speed.not_measured()
+    report |= {"speed": nothing.speed, "lossless": nothing.lossless}
+    report["not_measured"] |= nothing.not_measured
+    return report
+
+
+class Outline(HTMLParser):
+    """Tags, attributes that load something, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(report: dict[str, Any]) -> None:
+    text = page.html(report)
+    outline = Outline(text)
+    assert outline.open == []
+    assert not {"script", "link", "iframe", "object"} & set(outline.tags)
+    assert len(outline.loads) == 5
+    assert all(url.startswith("data:image/svg+xml;base64,") for url in outline.loads)
+    assert "url(" not in text and "@import" not in text
+
+
+def test_page_and_markdown_show_the_same_figures(report: dict[str, Any]) -> None:
+    html, markdown = page.html(report), page.markdown(report)
+    for figure in ("2.62×", "+1.21 %", "1.18×", "31,200,000 B", "4.127", "83.9", "0.520", "0 mismatches", "94.80 %"):
+        assert figure in html and figure in markdown
+    for sentence in ("only 0.77 times", "The fastest baseline is faster", "no C++ compiler", "norms are small"):
+        assert sentence in html and sentence in markdown
+    assert "python -m compress.run --recipe nf4" in html and "python -m compress.run --recipe nf4" in markdown
+
+
+HOSTILE = "<script>alert('x')</script> | `a` ```\n```` *b*"
+
+
+def test_everything_is_escaped(report: dict[str, Any]) -> None:
+    report["model"] = report["recipe"] = report["quality"]["corpus"]["name"] = HOSTILE
+    report["asked"]["recipe"]["about"] = report["asked"]["command"] = HOSTILE
+    report["sample"] |= {"prompt": HOSTILE, "original": HOSTILE, "compressed": HOSTILE}
+    report["left_alone"] = [{"layer": HOSTILE, "why": HOSTILE}]
+    report["quality"]["layers"][0] |= {"name": HOSTILE, "scheme": HOSTILE}
+    report["speed"]["baselines"][2]["why"] = report["speed"]["advice"]["why"] = HOSTILE
+    report["not_measured"]["speed.baselines.2"] = HOSTILE
+    html = page.html(report)
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;alert(&#39;x&#39;)") >= 10
+    assert Outline(html).open == []
+    outside = without_code_blocks(page.markdown(report))
+    assert "<script" not in outside.replace("\\<script", "")
+    rows = [line for line in outside.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in (row.rstrip() for row in rows))
+
+
+def without_code_blocks(markdown: str) -> str:
+    """What a reader of CommonMark takes for text: fences close only with as many backticks, alone on their line."""
+    kept, fence = [], ""
+    for line in markdown.splitlines():
+        opening = re.match(r"(`{3,})text$", line)
+        if not fence and opening:
+            fence = opening[1]
+        elif fence and re.fullmatch(r"`{3,}\s*", line) and line.count("`") >= len(fence):
+            fence = ""
+        elif not fence:
+            kept.append(line)
+    assert not fence
+    return "\n".join(kept)
+
+
+def test_code_fences_are_longer_than_what_they_hold() -> None:
+    assert page.fenced("a").startswith("```text\n")
+    assert page.fenced("a ````` b").startswith("``````text\n")
+    assert page.cell("a|b\nc <d>") == "a\\|b c \\<d\\>"
+
+
+def test_a_report_without_speed_says_so(without_speed: dict[str, Any]) -> None:
+    html, markdown = page.html(without_speed), page.markdown(without_speed)
+    assert "--no-speed" in html and "--no-speed" in markdown
+    assert set(plots.all_plots(without_speed)) == {"size", "quality", "layers"}
+    assert "Speculation and draft length" not in html
+    assert Outline(html).open == []
+
+
+def test_slowdowns_are_said(report: dict[str, Any]) -> None:
+    report["speed"]["speedup"] |= {"over_compressed": 0.61, "over_original": 0.5}
+    report["speed"]["speculative"]["tokens_per_second"] = 35.7
+    report["speed"]["advice"] |= {"draft_length": 0, "why": "Speculation does not pay here."}
+    text = " ".join(wording.findings(report))
+    assert "slows plain decoding down: 0.61 times" in text
+    assert wording.headlines(report)[2].tone == "bad"
+    assert "do not speculate with this draft" in page.markdown(report)
+
+
+def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) -> None:
+    report["draft"], report["speed"]["drafter"] = None, "lookup"
+    text = page.markdown(report)
+    assert "the drafter is prompt lookup" in text
+    assert "the drafter lookup (no draft model)" in text
+
+
+def test_each_lossless_class_has_its_sentence(report: dict[str, Any]) -> None:
+    sentences = set()
+    for name in ("exact", "measured", "distribution", "lossy"):
+        report["lossless"] |= {"class": name, "mismatches": 1}
+        sentences.add(wording.lossless(report).replace(name, ""))
+        assert "1 mismatch." in wording.lossless(report)
+    assert len(sentences) == 4
+
+
+def test_plots_are_the_same_bytes_for_the_same_figures(report: dict[str, Any]) -> None:
+    first, second = plots.all_plots(report), plots.all_plots(report)
+    assert first == second
+    svg = base64.b64decode(first["speed"].split(",", 1)[1]).decode()
+    assert svg.count("<svg") == 1 and "<image" not in svg and "<script" not in svg
+
+
+def test_plots_without_interval_and_with_one_layer(report: dict[str, Any]) -> None:
+    report["quality"]["perplexity"]["ci95"] = None
+    report["quality"]["layers"] = report["quality"]["layers"][:1]
+    report["size"]["draft_bytes"] = None
+    report["speed"]["accepted_by_position"] = [0.5 * 0.9**i for i in range(24)]
+    assert set(plots.all_plots(report)) == {"size", "quality", "speed", "acceptance", "layers"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.3.mlp.up_proj", (3, "up_proj")),
+        ("transformer.h.11.attn.c_attn", (11, "c_attn")),
+        ("model.layers.2.mlp.experts.5.w1", (2, "w1")),
+        ("lm_head", (7, "lm_head")),
+    ],
+)
+def test_layer_names(name: str, expected: tuple[int, str]) -> None:
+    assert plots.split_layer_name(name, 7) == expected

@@ -1,0 +1,89 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from compress.report import speed
+from compress.report.schema import covers, null_paths, reason_for, unexplained, validate
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("report_example.json").read_text(encoding="utf-8"))
+    return found
+
+
+# design.md's list, section by section.
+KEYS = {
+    "": "schema recipe model draft machine versions seed size quality speed lossless calibration left_alone",
+    "machine": "cpu cores instruction_path",
+    "size": "original_bytes compressed_bytes ratio bits_per_weight kv_bytes_per_token draft_bytes peak_memory_bytes",
+    "quality": "corpus protocol perplexity bits_per_byte kl_divergence top1_agreement kv_perplexity layers",
+    "speed": "prompts new_tokens repeats threads repeated_4gram_share original compressed speculative baselines "
+    "acceptance_rate acceptance_rate_t1 teacher_forced_agreement accepted_by_position tokens_per_round draft_length "
+    "draft_cost_ratio width_cost_ratio predicted_speedup iid_speedup speedup groups advice",
+    "lossless": "class verify tokens_compared mismatches",
+    "calibration": "source samples_requested samples_used tokens experts training",
+}
+
+
+def test_a_complete_report_is_valid(report: dict[str, Any]) -> None:
+    assert validate(report).speed.advice is not None
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_every_key_must_be_there(report: dict[str, Any], section: str) -> None:
+    for key in KEYS[section].split():
+        holder = report[section] if section else report
+        value = holder.pop(key)
+        with pytest.raises(ValidationError, match=key):
+            validate(report)
+        holder[key] = value
+    validate(report)
+
+
+def test_unknown_keys_are_refused(report: dict[str, Any]) -> None:
+    report["speed"]["tokens_per_minute"] = 7.0
+    with pytest.raises(ValidationError, match="tokens_per_minute"):
+        validate(report)
+
+
+def test_a_null_needs_a_reason(report: dict[str, Any]) -> None:
+    report["size"]["peak_memory_bytes"] = None
+    assert unexplained(report) == ["size.peak_memory_bytes"]
+    with pytest.raises(ValidationError, match=r"size\.peak_memory_bytes"):
+        validate(report)
+    report["not_measured"]["size.peak_memory_bytes"] = "this system does not tell"
+    validate(report)
+
+
+def test_numbers_are_finite(report: dict[str, Any]) -> None:
+    report["speed"]["tokens_per_round"] = float("nan")
+    with pytest.raises(ValidationError, match="tokens_per_round"):
+        validate(report)
+
+
+def test_paths_cover_what_is_below_them() -> None:
+    assert covers("speed", "speed.original.ttft_ms")
+    assert covers("speed.*.energy_j", "speed.original.energy_j")
+    assert not covers("speed.*.energy_j", "speed.original.ttft_ms")
+    assert not covers("speed.original.ttft_ms", "speed.original")
+    assert not covers("speed.base", "speed.baselines")
+    assert list(null_paths({"a": None, "b": [{"c": None}, {"c": 1}], "not_measured": {"a": None}})) == ["a", "b.0.c"]
+
+
+def test_the_most_specific_reason_counts(report: dict[str, Any]) -> None:
+    report["not_measured"] = {"speed": "general", "speed.original.energy_j": "specific"}
+    assert reason_for(report, "speed.original.energy_j") == "specific"
+    assert reason_for(report, "speed.advice") == "general"
+    assert reason_for(report, "size.ratio") is None
+
+
+def test_no_speed_is_valid_with_its_reason(report: dict[str, Any]) -> None:
+    nothing = speed.not_measured()
+    report |= {"speed": nothing.speed, "lossless": nothing.lossless}
+    report["not_measured"] |= nothing.not_measured
+    assert validate(report).speed.original is None
+    assert "--no-speed" in str(reason_for(report, "speed.speedup"))

@@ -1,0 +1,116 @@
+"""The command: what it prints where, which drafter it takes, and how it ends."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from runtime import Speculator, load
+from runtime.generate import app
+
+Tiny = Callable[..., Path]
+PROMPT = "def f(x):"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder: `model/` and a smaller `draft/`."""
+    root = tmp_path_factory.mktemp("run")
+    shutil.copytree(tiny("llama"), root / "model")
+    shutil.copytree(tiny("llama", num_hidden_layers=1), root / "draft")
+    return root
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_quiet_prints_the_text_and_nothing_else(run_folder: Path) -> None:
+    expected = Speculator(load(run_folder / "model")).generate([PROMPT], max_new_tokens=20)[0].text
+    for drafter in ("none", "model", "lookup"):
+        result = command(
+            "--target",
+            run_folder / "model",
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            20,
+            "--drafter",
+            drafter,
+            "--quiet",
+        )
+        assert result.exit_code == 0
+        assert result.stdout == expected
+        for word in ("α", "τ", "tokens/s", "exact", drafter):
+            assert word in result.stderr
+
+
+def test_a_run_folder_brings_its_draft(run_folder: Path) -> None:
+    result = command("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(PROMPT) and "model (draft)" in result.stdout and result.stderr == ""
+
+
+def test_without_a_draft_lookup_is_taken_and_said(tiny: Tiny) -> None:
+    result = command("--target", tiny("llama"), "--prompt", PROMPT, "--max-new-tokens", 5)
+    assert result.exit_code == 0 and "lookup (no draft was given" in result.stdout
+    result = command("--target", tiny("llama"), "--prompt", PROMPT, "--max-new-tokens", 5, "--drafter", "lookup")
+    assert "lookup" in result.stdout and "no draft was given" not in result.stdout
+
+
+def test_a_seed_s_text(run_folder: Path) -> None:
+    def text(*more: object) -> str:
+        options = ("--temperature", 0.9, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1)
+        result = command("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 16, "--quiet", *options, *more)
+        assert result.exit_code == 0
+        return str(result.stdout)
+
+    assert text("--seed", 1) == text("--seed", 1, "--drafter", "none") == text("--seed", 1, "--draft-length", 9)
+    assert text("--seed", 1) != text("--seed", 2)
+    drawn = [text("--seed", seed, "--temperature", 2, "--verify", "rejection") for seed in (1, 2, 3, 1)]
+    assert drawn[0] == drawn[3] and len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--temperature", -1), "temperature must be"),
+        (("--draft-length", 99), "draft_length must be from 0 to 64"),
+        (("--max-new-tokens", 0), "max_new_tokens must be"),
+        (("--prompt", ""), "prompt must hold"),
+        (("--drafter", "model"), "--drafter model needs a draft"),
+        (("--drafter", "lookup", "--draft", "anywhere"), "leave out one of the two"),
+        (("--device", "tpu"), "device"),
+    ],
+)
+def test_a_user_s_mistake_is_one_sentence(tiny: Tiny, arguments: tuple[object, ...], message: str) -> None:
+    result = command("--target", tiny("llama"), "--prompt", PROMPT, "--max-new-tokens", 3, *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert command("--target", tiny("llama"), "--prompt", PROMPT, "--max-new-tokens", 3).exit_code == 0
+
+
+def test_a_target_that_is_not_there(tmp_path: Path) -> None:
+    result = command("--target", tmp_path / "nothing", "--prompt", PROMPT)
+    assert result.exit_code == 2 and "nothing" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ctrl_c(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("runtime.drafters.lookup.LookupDrafter.propose", interrupt)
+    result = command("--target", run_folder, "--prompt", PROMPT, "--drafter", "lookup", "--max-new-tokens", 20)
+    assert result.exit_code == 130 and "Traceback" not in result.output
+
+
+def test_help_loads_no_model_library() -> None:
+    code = "import sys, runtime.generate; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-m", "runtime.generate", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--draft-length" in done.stdout
