@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes `folder`/manifest.json: `about`, and size and SHA-256 of recipe.yaml and all files of model/ and draft/."""
+    """Writes manifest.json: `about`, and size and SHA-256 of recipe.yaml and all files of model/ and draft/."""
     content = {"schema": SCHEMA, **about, "files": _files(folder)}
     write_json(folder / NAME, content)
     return content

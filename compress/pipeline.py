@@ -4,7 +4,7 @@ Peak memory is the largest tensor outside the blocks plus one block and its quan
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from compress.recipe import Recipe
 from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.sources import Source, open_sources
 from compress.survey import survey
-from compress.workspace import Workspace
 from runtime.checkpoint import Checkpoint, check_finite
 from runtime.formats import dequantize
 
@@ -114,36 +113,35 @@ def run(
     place = workspace.check(Path(out if out is not None else f"runs/{recipe.name}"), options.resume, options.force)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if report is None:
+        from compress.report.assemble import make_report
+
+        report = make_report
     progress("check", 0, 1)
     target, draft = open_sources(model, options.draft)
     plan = make_plan(target.shapes(), survey(target.path), recipe.quantize)
     settings = _settings(recipe, options)
-    settings = replace(settings, seq_len=_check_text(target, settings, options.seed))
+    _check_text(target, settings, options.seed)
     progress("check", 1, 1)
-    calibration = {"samples_requested": settings.samples, "samples_used": 0}
     versions = manifest.versions()
     with workspace.opened(place, _fingerprint(recipe, target, draft, versions, options)) as journal:
         records = _weights(target.checkpoint, plan, journal, progress)
-        folder = _assemble(place, target, draft, recipe, plan, journal, options, progress)
-        manifest.write(
-            folder,
-            {
-                "recipe": recipe.name,
-                "model": target.name,
-                "draft": None if draft is None else draft.name,
-                "seed": options.seed,
-                "versions": versions,
-                "calibration": {**calibration, "why": "round to nearest looks at no text"},
-            },
-        )
+        progress("write", 0, 1)
+        _assemble(place.folder, target, draft, recipe, plan, journal, options.shard_bytes)
+        names = {"model": target.name, "draft": None if draft is None else draft.name}
+        # Round to nearest looks at no text, whatever was asked for.
+        samples = {"samples_requested": settings.samples, "samples_used": 0}
+        about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
+        manifest.write(place.folder, about)
+        progress("write", 1, 1)
         facts = RunFacts(
             recipe=recipe.to_dict(),
             model_name=target.name,
-            draft_name=None if draft is None else draft.name,
+            draft_name=names["draft"],
             original=target.path,
-            folder=folder,
-            model=folder / "model",
-            draft=None if draft is None else folder / "draft",
+            folder=place.folder,
+            model=place.folder / "model",
+            draft=None if draft is None else place.folder / "draft",
             layers=tuple(records),
             left_alone=plan.left_alone,
             calibration={},
@@ -151,10 +149,6 @@ def run(
             seed=options.seed,
             versions=versions,
         )
-        if report is None:
-            from compress.report.assemble import make_report
-
-            report = make_report
         report(facts, settings, progress)
         place.finish()
     return Artifact(place.out)
@@ -187,32 +181,27 @@ def _settings(recipe: Recipe, options: Options) -> ReportOptions:
     )
 
 
-def _check_text(target: Source, settings: ReportOptions, seed: int) -> int:
-    """Draws the windows that the report will, so that text that is too short stops the run before it works.
-
-    Returns the window length that fits the model.
-    """
+def _check_text(target: Source, settings: ReportOptions, seed: int) -> None:
+    """Draws the windows that the report will, so that text that is too short stops the run before it works."""
     from calib import corpora
     from calib.windows import make_windows
 
-    length = min(settings.seq_len, target.max_positions)
     make_windows(
         corpora.load(settings.text),
         target.tokenizer,
-        length=length,
+        length=min(settings.seq_len, target.max_positions),
         calibration=settings.samples,
         evaluation_tokens=settings.eval_tokens,
         seed=seed,
     )
-    return length
 
 
 def _fingerprint(
     recipe: Recipe, target: Source, draft: Source | None, versions: dict[str, str], options: Options
 ) -> dict[str, Any]:
-    """Everything that the bytes of the artifact depend on."""
+    """Everything that the journalled bytes depend on."""
     return {
-        "recipe": recipe.to_dict(),
+        "recipe": {key: value for key, value in recipe.to_dict().items() if key != "about"},
         "model": target.fingerprint(),
         "draft": None if draft is None else draft.fingerprint(),
         "versions": versions,
@@ -256,7 +245,7 @@ def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRe
     if layer.transposed:
         weight = weight.T.contiguous()
     packed = rtn.quantize(weight, layer.scheme, layer.group_size)
-    stored = rtn.to_tensors(packed, layer.scheme, layer.prefix, weight.dtype)
+    stored = rtn.to_tensors(packed, layer.prefix, weight.dtype)
     record = LayerRecord(
         name=layer.prefix,
         scheme=layer.scheme,
@@ -269,27 +258,20 @@ def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRe
 
 
 def _assemble(
-    place: Workspace,
+    folder: Path,
     target: Source,
     draft: Source | None,
     recipe: Recipe,
     plan: Plan,
     journal: Journal,
-    options: Options,
-    progress: Progress,
-) -> Path:
-    """Puts model/, draft/ and recipe.yaml together in the partial folder and returns it."""
-    progress("write", 0, 1)
-    folder = place.folder
+    shard_bytes: int,
+) -> None:
+    """Puts model/, draft/ and recipe.yaml together in the partial folder."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
-    parts = [folder / journal.parts[part]["file"] for part, _ in plan.parts]
-    shards.join(parts, model, options.shard_bytes)
-    quantization = huggingface.quantization_config(plan, target.checkpoint.config)
-    huggingface.write_config(target.path, model, quantization)
+    shards.join([folder / journal.parts[part]["file"] for part, _ in plan.parts], model, shard_bytes)
+    huggingface.write_config(target.path, model, huggingface.quantization_config(plan, target.checkpoint.config))
     huggingface.copy_companions(target.path, model)
     if draft is not None:
         huggingface.copy_model(draft.path, folder / "draft", draft.weight_files)
     write_atomic(folder / "recipe.yaml", recipe.to_yaml().encode())
-    progress("write", 1, 1)
-    return folder

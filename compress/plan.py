@@ -51,14 +51,6 @@ class Plan:
     parts: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-@dataclass
-class _Draft:
-    layers: dict[str, Layer] = field(default_factory=dict)
-    left: list[tuple[str, str]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-
-
 def make_plan(shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quantize) -> Plan:
     """Decides for every tensor of the checkpoint (`shapes`, by name).
 
@@ -73,92 +65,127 @@ def make_plan(shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quant
             "stages.0.quantize.head: int8 needs an output head of its own, but this model's is tied to its embedding: "
             "set head: keep"
         )
-    draft = _Draft()
-    expert_group = _expert_group(shapes, stage)
-    matched: set[str] = set()
+    planner = _Planner(model, stage, _expert_group(shapes, stage))
     for name in sorted(shapes):
-        parameter = model.find(name)
-        if parameter is not None and parameter.kind != "experts" and parameter.shape != tuple(shapes[name]):
+        planner.decide(name, tuple(shapes[name]))
+    planner.check()
+    planner.left += [
+        (name, f"tied to {other}: stored once") for name, other in model.tied.items() if name not in shapes
+    ]
+    packed = {layer.module for layer in planner.layers.values()}
+    skipped = [p.module for p in model.parameters.values() if p.is_linear and p.module not in packed]
+    return Plan(planner.layers, _grouped(planner.left), tuple(skipped), _parts(planner.kept, model))
+
+
+@dataclass
+class _Planner:
+    """Goes through the tensors and sorts them; `expert_group` is the experts' group size, or why they stay."""
+
+    model: Survey
+    stage: Quantize
+    expert_group: int | str
+    layers: dict[str, Layer] = field(default_factory=dict)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    matched: set[str] = field(default_factory=set)
+
+    def decide(self, name: str, shape: tuple[int, ...]) -> None:
+        """Takes one tensor of the checkpoint."""
+        parameter = self.model.find(name)
+        if parameter is not None and parameter.kind != "experts" and parameter.shape != shape:
             raise UserError(
-                f"tensor {name}: expected shape {parameter.shape} as config.json says, found {tuple(shapes[name])}: "
-                "the two do not belong together"
+                f"tensor {name}: expected shape {list(parameter.shape)} as config.json says, found {list(shape)}: the "
+                "two do not belong together"
             )
-        _decide(name, shapes[name], parameter, model, stage, expert_group, matched, draft)
-    for pattern in (*stage.targets, *stage.ignore):
-        if pattern not in matched:
-            example = next((layer.module for layer in draft.layers.values()), "none")
+        if self.model.is_tied(name):
+            self.left.append((name, "tied to the embedding: stored once, the file's copy is dropped"))
+            return
+        self.kept.append(name)
+        if parameter is None:
+            is_expert = _EXPERT.search(name) is not None and len(shape) == 2
+            found: Layer | str = self._expert(name) if is_expert else _reason(None)
+        elif parameter.kind == "head":
+            found = self._head(name, parameter.module)
+        elif parameter.kind in ("linear", "conv1d"):
+            found = self._linear(name, parameter, shape)
+        else:
+            found = _reason(parameter)
+        if isinstance(found, Layer):
+            self.layers[name] = found
+            return
+        self.left.append((name, found))
+
+    def check(self) -> None:
+        """Raises UserError for a pattern that matches nothing, and where nothing was found to quantise."""
+        for pattern in (*self.stage.targets, *self.stage.ignore):
+            if pattern not in self.matched and not (pattern == ".*" and not self.layers):
+                example = next((layer.module for layer in self.layers.values()), "none")
+                raise UserError(
+                    f"recipe pattern {pattern!r} matches no linear layer of the model (one of them is {example}): "
+                    "correct it"
+                )
+        if not self.layers:
+            kinds = sorted({why for name, why in self.left if name.endswith(".weight") and self._in_block(name)})
+            why = "; ".join(kinds[:3]) or "it has none"
             raise UserError(
-                f"recipe pattern {pattern!r} matches no linear layer of the model (one of them is {example}): correct it"
+                f"no layer of this model can be quantised as {self.stage.scheme} ({why}): change the recipe"
             )
-    if not draft.layers:
-        why = "; ".join(sorted({why for _, why in draft.left})[:3])
-        raise UserError(f"no layer of this model can be quantised as {stage.scheme} ({why}): choose another recipe")
-    _check_tied_to_layers(model, draft)
-    return Plan(draft.layers, _grouped(draft.left), tuple(draft.skipped), _parts(draft.kept, model))
+        self._check_experts()
+        shared = set(self.model.tied.values())
+        for layer in self.layers.values():
+            if f"{layer.module}.weight" in shared:
+                raise UserError(f"tensor {layer.tensor} is shared by several layers: add it to the recipe's ignore")
 
+    def _check_experts(self) -> None:
+        """compressed-tensors' loader cannot fuse plain experts: such a model would be written and never load."""
+        if self.stage.scheme == "nf4":
+            return
+        for name, why in self.left:
+            if self.model.find(name) is None and _EXPERT.search(name):
+                raise UserError(
+                    f"tensor {name} would stay as it is ({why}), but beside {self.stage.scheme} layers transformers "
+                    "loads no such experts: use int4 on all of them, or nf4"
+                )
 
-def _decide(
-    name: str,
-    shape: tuple[int, ...],
-    parameter: Parameter | None,
-    model: Survey,
-    stage: Quantize,
-    expert_group: int | str,
-    matched: set[str],
-    draft: _Draft,
-) -> None:
-    if model.is_tied(name):
-        draft.left.append((name, "tied to the embedding: stored once"))
-        return
-    draft.kept.append(name)
-    is_expert = parameter is None and _EXPERT.search(name) is not None and len(shape) == 2
-    is_layer = parameter is not None and parameter.kind in ("linear", "conv1d", "head")
-    if not (is_layer or is_expert):
-        draft.left.append((name, _reason(parameter)))
-        return
-    module = (parameter.name if parameter else name).removesuffix(".weight")
-    transposed = parameter is not None and parameter.kind == "conv1d"
-    found = _layer(name, module, shape, transposed, parameter, model, stage, expert_group, matched)
-    if isinstance(found, Layer):
-        draft.layers[name] = found
-        return
-    draft.left.append((name, found))
-    if parameter is not None:
-        draft.skipped.append(module)
+    def _in_block(self, name: str) -> bool:
+        parameter = self.model.find(name)
+        return self.model.block(name) is not None and (parameter is None or parameter.is_linear)
 
+    def _head(self, name: str, module: str) -> Layer | str:
+        if self.stage.head == "keep":
+            return "the output head: the recipe says head: keep"
+        return Layer(name, module, self.stage.scheme, 0)
 
-def _layer(
-    name: str,
-    module: str,
-    shape: tuple[int, ...],
-    transposed: bool,
-    parameter: Parameter | None,
-    model: Survey,
-    stage: Quantize,
-    expert_group: int | str,
-    matched: set[str],
-) -> Layer | str:
-    """The layer to make of a linear weight, or why it stays."""
-    inputs = shape[0] if transposed else shape[1]
-    if parameter is not None and parameter.kind == "head":
-        if stage.head == "keep":
-            return "output head: the recipe says head: keep"
-        return Layer(name, module, stage.scheme, 0)
-    if model.block(name) is None:
-        return "a linear layer outside the blocks"
-    ignoring = {p for p in stage.ignore if re.search(p, module)}
-    targeting = {p for p in stage.targets if re.search(p, module)}
-    matched |= ignoring | targeting
-    if ignoring:
-        return f"the recipe ignores {min(ignoring)!r}"
-    if not targeting:
-        return "not among the recipe's targets"
-    if parameter is None:
-        return Layer(name, module, stage.scheme, expert_group) if isinstance(expert_group, int) else expert_group
-    if transposed and stage.scheme != "nf4":
-        return "a Conv1D, which compressed-tensors cannot hold: nf4 can"
-    group = _group(inputs, stage)
-    return Layer(name, module, stage.scheme, group, transposed) if isinstance(group, int) else group
+    def _expert(self, name: str) -> Layer | str:
+        refused = self._chosen(name.removesuffix(".weight"))
+        if refused is not None:
+            return refused
+        if isinstance(self.expert_group, str):
+            return self.expert_group
+        return Layer(name, name.removesuffix(".weight"), self.stage.scheme, self.expert_group)
+
+    def _linear(self, name: str, parameter: Parameter, shape: tuple[int, ...]) -> Layer | str:
+        if self.model.block(name) is None:
+            return "a linear layer outside the blocks"
+        refused = self._chosen(parameter.module)
+        if refused is not None:
+            return refused
+        transposed = parameter.kind == "conv1d"
+        if transposed and self.stage.scheme != "nf4":
+            return "a Conv1D, which compressed-tensors cannot hold: nf4 can"
+        group = _group(shape[0] if transposed else shape[1], self.stage)
+        if isinstance(group, str):
+            return group
+        return Layer(name, parameter.module, self.stage.scheme, group, transposed)
+
+    def _chosen(self, module: str) -> str | None:
+        """Why the recipe leaves a layer alone, or None where it wants it."""
+        ignoring = {p for p in self.stage.ignore if re.search(p, module)}
+        targeting = {p for p in self.stage.targets if re.search(p, module)}
+        self.matched |= ignoring | targeting
+        if ignoring:
+            return f"the recipe ignores {min(ignoring)!r}"
+        return None if targeting else "not among the recipe's targets"
 
 
 def _group(inputs: int, stage: Quantize) -> int | str:
@@ -177,12 +204,12 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
     """The one group size of all experts, or why they stay.
 
     transformers fuses experts on loading. It dequantises symmetric `weight_packed` on the way there, with one scheme
-    for all experts; bitsandbytes' and int8 tensors it does not.
+    for all experts; int8 tensors it does not, and bitsandbytes' experts stay plain.
     """
     if stage.scheme == "nf4":
         return "an expert: bitsandbytes leaves fused experts alone"
     if stage.scheme == "int8-dynamic":
-        return "an expert: compressed-tensors takes fused experts only as 4-bit weight_packed"
+        return "an expert: transformers fuses compressed-tensors' experts only from 4-bit weight_packed"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}
     groups = {row: _group(row, stage) for row in inputs}
     sizes = {group for group in groups.values() if isinstance(group, int)}
@@ -201,14 +228,6 @@ def _reason(parameter: Parameter | None) -> str:
         "bias": "a bias",
         "experts": "experts fused in three dimensions, which neither loader's format holds",
     }.get(parameter.kind, "no linear layer")
-
-
-def _check_tied_to_layers(model: Survey, draft: _Draft) -> None:
-    shared = {layer.tensor for layer in draft.layers.values()} & {
-        name for name in draft.layers if (p := model.find(name)) and p.name in model.tied.values()
-    }
-    if shared:
-        raise UserError(f"tensor {min(shared)} is shared by several layers: add it to ignore")
 
 
 def _grouped(left: Iterable[tuple[str, str]]) -> tuple[LeftAlone, ...]:

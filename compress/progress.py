@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 _TITLES = {
     "check": "Checking",
@@ -67,7 +67,7 @@ class Bars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.progress import TimeRemainingColumn as Remaining
 
-        self._bars: Progress = Progress(
+        self._bars = Progress(
             TextColumn("{task.description:<20}"),
             BarColumn(),
             MofNCompleteColumn(),

@@ -24,11 +24,26 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as transformers names it. `shape` is transformers' (a Conv1D is (inputs, outputs))."""
+    """One parameter as transformers names it.
+
+    shape          transformers' (a Conv1D is (inputs, outputs)).
+    linear_router  whether it is the weight of a router that is an ordinary nn.Linear.
+    """
 
     name: str
     kind: Kind
     shape: tuple[int, ...]
+    linear_router: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module that the parameter belongs to."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the weight of a module that quantised loaders replace unless they are told not to."""
+        return self.kind in ("linear", "conv1d", "head") or self.linear_router
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,6 @@ class Survey:
 
     parameters: dict[str, Parameter]
     blocks_at: str
-    blocks: int
     base_prefix: str
     tied: dict[str, str]
 
@@ -100,8 +114,8 @@ def survey(folder: Path) -> Survey:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+    except Exception as error:  # somebody else's file in a library that raises whatever its layers do
+        reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"{folder.name}/config.json: expected an architecture that transformers knows as a causal language model, "
             f"found one it cannot build ({reason}): use another model"
@@ -110,6 +124,8 @@ def survey(folder: Path) -> Survey:
 
 
 def _survey(model: Any, config: Any, folder: Path) -> Survey:
+    from torch import nn
+
     parameters = dict(model.named_parameters(remove_duplicate=False))
     count = getattr(config, "num_hidden_layers", None)
     blocks_at = _blocks(model, count)
@@ -125,8 +141,9 @@ def _survey(model: Any, config: Any, folder: Path) -> Survey:
     for name, parameter in parameters.items():
         module = modules[name.rpartition(".")[0]]
         kind: Kind = "head" if module is head and name.endswith(".weight") else _kind(name, parameter, module)
-        described[name] = Parameter(name, kind, tuple(parameter.shape))
-    return Survey(described, blocks_at, int(count), str(model.base_model_prefix), tied)
+        linear_router = kind == "router" and isinstance(module, nn.Linear) and name.endswith(".weight")
+        described[name] = Parameter(name, kind, tuple(parameter.shape), linear_router)
+    return Survey(described, blocks_at, str(model.base_model_prefix), tied)
 
 
 def _blocks(model: "nn.Module", count: Any) -> str | None:

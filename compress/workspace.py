@@ -18,6 +18,9 @@ from compress.errors import USER_ERRORS, UserError
 from compress.files import sync_folder
 from compress.journal import Journal
 
+# What ends a run for the user's sake. Anything else is our fault, and keeps the work.
+_CLEANED: tuple[type[BaseException], ...] = (*USER_ERRORS, OSError, KeyboardInterrupt)
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -96,7 +99,7 @@ def opened(workspace: Workspace, fingerprint: dict[str, Any]) -> Iterator[Journa
             folder.mkdir(parents=True)
             journal = journals.begin(folder, fingerprint)
         yield journal
-    except (*USER_ERRORS, OSError, KeyboardInterrupt) as error:
+    except _CLEANED as error:
         if not workspace.resumed:
             shutil.rmtree(folder, ignore_errors=True)
             _remove_empty(folder.parent, made)

@@ -6,7 +6,7 @@ The formats' own files hold the arithmetic; this one knows which format a recipe
 import torch
 from torch import Tensor
 
-from runtime.formats import int4, int8, nf4
+from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
@@ -29,13 +29,10 @@ def quantize(weight: Tensor, scheme: str, group_size: int) -> PackedWeight:
     raise ValueError(f"scheme {scheme!r} has no rounding")
 
 
-def to_tensors(packed: PackedWeight, scheme: str, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The layer's tensors as its format stores them; `dtype` is the original weight's."""
-    if scheme == "int8-dynamic":
-        return int8.to_tensors(packed, prefix, stored_scale_dtype(dtype))
-    if scheme == "int4":
-        return int4.to_tensors(packed, prefix, stored_scale_dtype(dtype))
-    return nf4.to_tensors(packed, prefix, dtype)
+    stored: dict[str, Tensor] = FORMATS[packed.scheme.kind].to_tensors(packed, prefix, dtype)
+    return stored
 
 
 def relative_error(weight: Tensor, other: Tensor) -> float:

@@ -14,7 +14,7 @@ LONG, SHORT, NONE = "7 to 10", "3 to 5", "another draft or none"
 
 @dataclass(frozen=True)
 class Advice:
-    """`band`: what the acceptance rate alone suggests. `draft_length`: the best by the measured costs; 0: do not speculate."""
+    """`band`: what α alone suggests. `draft_length`: the best by the measured costs; 0: do not speculate."""
 
     band: str
     draft_length: int
@@ -26,7 +26,7 @@ class Advice:
 
 
 def band(acceptance_rate: float) -> str:
-    """The draft lengths that are usual at this α: 7 to 10 from 0.7 on, 3 to 5 from 0.5 on, else another draft or none."""
+    """The usual draft lengths at this α: 7 to 10 from 0.7 on, 3 to 5 from 0.5 on, else another draft or none."""
     return LONG if acceptance_rate >= 0.7 else SHORT if acceptance_rate >= 0.5 else NONE
 
 
@@ -105,8 +105,8 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
         return Advice(usual, 0, why)
     why = (
         f"{opening} With a draft step at {c:.2f} of a target step and {length + 1} tokens verified at "
-        f"{width_cost(widths, length + 1):.2f} of one, {length} drafted {'token gives' if length == 1 else 'tokens give'} "
-        f"the most: {speeds[length]:.2f} times the plain speed is expected."
+        f"{width_cost(widths, length + 1):.2f} of one, {length} drafted "
+        f"{'token gives' if length == 1 else 'tokens give'} the most: {speeds[length]:.2f} times the plain speed is expected."
     )
     if length > len(survival):
         why += f" Acceptance beyond position {len(survival)} is extrapolated."

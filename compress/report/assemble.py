@@ -16,6 +16,7 @@ from calib import corpora
 from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows, make_windows
+from compress.files import write_atomic
 from compress.report import baselines, page, quality, size, speed
 from compress.report.facts import ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
@@ -147,22 +148,14 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Writes the three files, each beside its place, synced and renamed."""
+    """Writes the three files, each of them whole or not at all."""
     texts = {
         "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "report.md": page.markdown(report),
         "report.html": page.html(report),
     }
     for name, text in texts.items():
-        beside = folder / f".{name}.partial"
-        try:
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, folder / name)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_atomic(folder / name, text.encode())
 
 
 def make_prompts(
@@ -189,7 +182,9 @@ def make_prompts(
 
 def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
     """The same prompt continued greedily by both, as text."""
-    texts = [Speculator(model).generate([prompt], max_new_tokens=new_tokens)[0].text for model in (original, compressed)]
+    texts = [
+        Speculator(model).generate([prompt], max_new_tokens=new_tokens)[0].text for model in (original, compressed)
+    ]
     shown = compressed.tokenizer.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return {"prompt": shown, "original": texts[0], "compressed": texts[1], "new_tokens": new_tokens}
 

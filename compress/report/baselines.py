@@ -19,8 +19,8 @@ from typing import Any
 
 LIMIT_SECONDS = 75.0
 NOTE = (
-    "transformers' generate on the original in float32, timed after the other figures and not interleaved with them; on "
-    "a model of a few million parameters such rows measure overhead per call more than arithmetic"
+    "transformers' generate on the original in float32, timed after the other figures and not interleaved with them; "
+    "on a model of a few million parameters such rows measure overhead per call more than arithmetic"
 )
 _PROMPTS, _NEW_TOKENS, _ROW_SECONDS = 4, 32, 12.0
 _COMPILERS = ("g++", "clang++", "c++")
@@ -72,12 +72,22 @@ def run(
     )
     output, errors, finished = _child(job, limit)
     rows = {row["name"]: row for row in _parse(output)}
-    ending = f"did not finish within {limit:.0f} seconds" if not finished else f"the process ended: {_last_line(errors)}"
+    ending = (
+        f"did not finish within {limit:.0f} seconds" if not finished else f"the process ended: {_last_line(errors)}"
+    )
     return [rows.get(name, _row(name, why=ending)) for name in labels]
 
 
 def _row(name: str, rate: float | None = None, why: str | None = None, **rest: Any) -> dict[str, Any]:
-    return {"name": name, "tokens_per_second": rate, "prompts": None, "new_tokens": None, **rest, "note": NOTE, "why": why}
+    return {
+        "name": name,
+        "tokens_per_second": rate,
+        "prompts": None,
+        "new_tokens": None,
+        **rest,
+        "note": NOTE,
+        "why": why,
+    }
 
 
 def _too_large(original: Path) -> str | None:
@@ -170,7 +180,12 @@ def _measure(job: Job) -> None:
     else:
         _print(_guarded(assisted, model, job, {"prompt_lookup_num_tokens": max(1, job.draft_length)}))
     if job.device == "cpu" and not any(shutil.which(compiler) for compiler in _COMPILERS):
-        _print(_row(compiled, why=f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here"))
+        _print(
+            _row(
+                compiled,
+                why=f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here",
+            )
+        )
         return
     from transformers import CompileConfig
 

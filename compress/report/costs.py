@@ -25,7 +25,7 @@ class HasDecoder(Protocol):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median milliseconds of one forward: of the target by width, of the draft at width 1 (None without a draft model)."""
+    """Median milliseconds of one forward: the target's by width, the draft's at width 1 (None: no draft model)."""
 
     context: int
     target_ms: dict[int, float]

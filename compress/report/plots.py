@@ -85,7 +85,6 @@ def perplexity_interval(report: dict[str, Any]) -> "Figure":
     found = report["quality"]["perplexity"]
     interval = found["ci95"]
     figure, axes = _figure(1.85, columns=2)
-    figure.get_layout_engine().set(wspace=0.06)
     left, right = axes
     for y, (name, colour) in enumerate((("compressed", COMPRESSED), ("original", ORIGINAL))):
         _whisker(left, y, found[name], interval[name] if interval else None, colour, f"{found[name]:.2f}")
@@ -140,7 +139,9 @@ def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
     p = report["speed"]["per_token_acceptance"]
     if p is not None:
         fitted = [100 * p**i for i in places]
-        axes.plot(places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=f"independent tokens, p = {p:.2f}")
+        axes.plot(
+            places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=f"independent tokens, p = {p:.2f}"
+        )
         axes.legend(loc="upper right")
     if len(places) <= 16:
         for place, share in zip(places, survival, strict=True):
@@ -192,8 +193,9 @@ def split_layer_name(name: str, index: int) -> tuple[int, str]:
 
 def _figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
     axes = figure.subplots(1, columns)
     return figure, axes
 
@@ -211,9 +213,7 @@ def _horizontal(axes: "Axes", bars: Sequence[tuple[str, float, str]], labels: Se
     axes.grid(axis="x")
 
 
-def _whisker(
-    axes: "Axes", y: float, value: float, interval: Sequence[float] | None, colour: str, label: str
-) -> None:
+def _whisker(axes: "Axes", y: float, value: float, interval: Sequence[float] | None, colour: str, label: str) -> None:
     if interval is not None:
         axes.plot(list(interval), [y, y], color=colour, linewidth=2.5, solid_capstyle="butt", alpha=0.45)
         axes.plot([*interval], [y, y], "|", color=colour, markersize=9, markeredgewidth=1.5)

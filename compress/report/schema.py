@@ -71,7 +71,7 @@ class CorpusInfo(_Strict):
 
 
 class Protocol(_Strict):
-    """How perplexity was measured: tokens of a window and between window starts, tokens predicted, the head's storage."""
+    """Tokens of a window and between the starts of two, tokens predicted, how the head is stored."""
 
     window: int
     stride: int
@@ -281,7 +281,7 @@ class Report(_Strict):
     @model_validator(mode="after")
     def _every_null_has_a_reason(self) -> "Report":
         data = self.model_dump(by_alias=True)
-        bare = [path for path in unexplained(data)]
+        bare = unexplained(data)
         if bare:
             raise ValueError(f"null without a reason in not_measured: {', '.join(bare)}")
         return self
@@ -329,5 +329,5 @@ def null_paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def validate(report: dict[str, Any]) -> Report:
-    """The report as an object. Raises pydantic's ValidationError (a programming error) where a key or a reason is missing."""
+    """The report as an object. Raises ValidationError (a programming error) where a key or a reason is missing."""
     return Report.model_validate(report)

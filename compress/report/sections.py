@@ -63,7 +63,8 @@ def describe_recipe(recipe: dict[str, Any]) -> str:
 def _calibration(found: dict[str, Any]) -> str:
     if found["samples_used"] is None:
         return "none needed by this recipe"
-    return f"{found['samples_used']} of {found['samples_requested']} windows asked for, {number(found['tokens'], 0)} tokens"
+    windows = f"{found['samples_used']} of {found['samples_requested']} windows asked for"
+    return f"{windows}, {number(found['tokens'], 0)} tokens of {found['source']}"
 
 
 def measured(report: dict[str, Any]) -> list[Section]:
@@ -115,8 +116,8 @@ def _quality(report: dict[str, Any]) -> Section:
         ("same most probable token", percent(quality["top1_agreement"], 2)),
     ]
     text = [
-        "Measured through the runtime's own kernels on the artifact read back from disk. The left plot's intervals are wide "
-        "because texts differ in difficulty; the right one compares both models on the same windows."
+        "Measured through the runtime's own kernels on the artifact read back from disk. The left plot's intervals are "
+        "wide because texts differ in difficulty; the right one compares both models on the same windows."
     ]
     tables = [Table(("", "original", "compressed"), rows), Table(("", ""), others)]
     return Section("Quality", "quality", "Perplexities with intervals, and the change in percent", text, tables)
@@ -129,8 +130,8 @@ def _speed(report: dict[str, Any]) -> Section:
         return Section("Speed", "speed", plot, ["Not measured: see the reasons below."], [])
     text = [
         f"{speed['prompts']} held-out prompts, {speed['new_tokens']} new tokens each, greedy, {speed['threads']} "
-        f"{'thread' if speed['threads'] == 1 else 'threads'}, all three in the same runtime and interleaved; medians of "
-        f"{speed['repeats']} {'repeat' if speed['repeats'] == 1 else 'repeats'}."
+        f"{'thread' if speed['threads'] == 1 else 'threads'}, all three in the same runtime and interleaved; medians "
+        f"of {speed['repeats']} {'repeat' if speed['repeats'] == 1 else 'repeats'}."
     ]
     rows: list[Row] = []
     for name in ("original", "compressed", "speculative"):
@@ -158,7 +159,9 @@ def _speed(report: dict[str, Any]) -> Section:
             for row in speed["baselines"]
         ]
         note = speed["baselines"][0]["note"]
-        tables.append(Table(("baseline", "tokens/s", "the best of ours is"), lines, f"{note[0].upper()}{note[1:]}.", wide=True))
+        tables.append(
+            Table(("baseline", "tokens/s", "the best of ours is"), lines, f"{note[0].upper()}{note[1:]}.", wide=True)
+        )
     return Section("Speed", "speed", plot, text, tables)
 
 
@@ -177,7 +180,10 @@ def _acceptance(report: dict[str, Any]) -> Section:
         ("tokens gained a round τ", number(speed["tokens_per_round"], 2)),
         ("drafted a round γ", str(speed["draft_length"])),
         ("cost of a draft step c, in target steps", number(speed["draft_cost_ratio"], 3)),
-        (f"cost of verifying {speed['draft_length'] + 1} tokens v, in target steps", number(speed["width_cost_ratio"], 3)),
+        (
+            f"cost of verifying {speed['draft_length'] + 1} tokens v, in target steps",
+            number(speed["width_cost_ratio"], 3),
+        ),
         ("repeated 4-grams in the output", percent(speed["repeated_4gram_share"])),
     ]
     predictions: list[Row] = [
@@ -203,7 +209,8 @@ def _acceptance(report: dict[str, Any]) -> Section:
         tables.append(Table(("", "prompts", "repeated 4-grams", "α", "τ", "speed-up"), lines))
     if speed["width_costs"]:
         costs: list[Row] = [
-            (str(entry["width"]), number(entry["ms"], 2, " ms"), number(entry["ratio"], 2)) for entry in speed["width_costs"]
+            (str(entry["width"]), number(entry["ms"], 2, " ms"), number(entry["ratio"], 2))
+            for entry in speed["width_costs"]
         ]
         tables.append(Table(("tokens in one forward", "median", "over one token"), costs))
     advice = speed["advice"]

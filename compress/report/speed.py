@@ -1,4 +1,4 @@
-"""Tokens per second of original, compressed and speculative decoding in one runtime, interleaved; acceptance; advice."""
+"""Speed of original, compressed and speculative decoding in one runtime, interleaved; acceptance; advice."""
 
 import statistics
 import time
@@ -11,7 +11,6 @@ import torch
 from compress.report.advice import advise, fit_acceptance, iid_speedup, predicted_speedup
 from compress.report.costs import StepCosts, measure_costs
 from compress.report.schema import covers, null_paths
-from runtime.drafters import Drafter
 from runtime.drafters.lookup import LookupDrafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics, total
@@ -178,18 +177,13 @@ def measure(
 
     prompts  token lists, short enough for `new_tokens` more. windows (E, L) held-out tokens for teacher forcing.
     Without `draft` the drafter is prompt lookup. Where the target cannot be rolled back, or γ = 0, the speculative
-    figures are null with that reason.
+    figures are null with that reason. Raises UserError for a draft with another vocabulary.
     """
     missing: dict[str, str] = {"speed.*.energy_j": _NO_ENERGY}
     ways = {"original": Speculator(original), "compressed": Speculator(compressed)}
-    reason = "the draft length is 0" if draft_length == 0 else None
+    reason = "the draft length is 0" if draft_length == 0 else _cannot_roll_back(compressed, prompts[0])
     if reason is None:
-        way = Speculator(compressed, _drafter(draft), draft_length)
-        try:
-            way.generate([prompts[0]], max_new_tokens=_WARM_UP_TOKENS, stop=())
-            ways["speculative"] = way
-        except UserError as error:
-            reason = str(error)
+        ways["speculative"] = Speculator(compressed, draft if draft is not None else LookupDrafter(), draft_length)
     timed = time_interleaved(ways, prompts, new_tokens, progress)
     speed: dict[str, Any] = empty_speed()
     speed |= {
@@ -229,14 +223,23 @@ def measure(
 
 
 def _too_short(speed: dict[str, Any], missing: dict[str, str]) -> dict[str, str]:
-    """Reasons for figures that so few tokens, or a drafter that proposed none, cannot give. The baselines come later."""
+    """Reasons for figures that so few tokens, or a drafter that proposed none, cannot give; baselines come later."""
     bare = [f"speed.{path}" for path in null_paths(speed) if path != "baselines"]
     unexplained = [path for path in bare if not any(covers(reason, path) for reason in missing)]
     return dict.fromkeys(unexplained, "too few tokens were decoded or drafted to tell")
 
 
-def _drafter(draft: "Model | None") -> "Model | Drafter":
-    return draft if draft is not None else LookupDrafter()
+def _cannot_roll_back(target: "Model", prompt: Sequence[int]) -> str | None:
+    """Why what follows a token cannot be taken out of the target's cache again (a recurrent state, say), or None."""
+    cache = target.decoder.new_cache()
+    tokens = torch.tensor([prompt[0], prompt[-1]])
+    handle = cache.open(len(tokens))
+    target.decoder.forward(tokens, Rows.chains([(handle, 0, len(tokens))]), cache)
+    try:
+        cache.truncate(handle, 1)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _context(

@@ -119,9 +119,10 @@ def findings(report: dict[str, Any]) -> list[str]:
     )
     best = max(entry["tokens_per_second"] for entry in (speed["compressed"], speed["speculative"]) if entry)
     if fastest is not None and fastest["tokens_per_second"] > best:
+        factor = times(fastest["tokens_per_second"] / best)
         out.append(
             f"The fastest baseline is faster than anything here: {fastest['name']} on the original gives "
-            f"{fastest['tokens_per_second']:,.1f} tokens/s, {times(fastest['tokens_per_second'] / best)} the best of ours."
+            f"{fastest['tokens_per_second']:,.1f} tokens/s, {factor} the best of ours."
         )
     return out
 
@@ -144,7 +145,9 @@ def _speculation_findings(report: dict[str, Any]) -> list[str]:
     gain = speed["speedup"]["over_compressed"]
     drafter = report["draft"] if speed["drafter"] == "model" else f"the drafter {speed['drafter']} (no draft model)"
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
-    sentence = f"Speculation with {drafter}, {speed['draft_length']} tokens a round, {verb}: {gain:.2f} times its speed."
+    sentence = (
+        f"Speculation with {drafter}, {speed['draft_length']} tokens a round, {verb}: {gain:.2f} times its speed."
+    )
     if speed["acceptance_rate"] is not None:
         sentence += (
             f" {percent(speed['acceptance_rate'])} of the drafted tokens were accepted, "
@@ -158,8 +161,8 @@ def _speculation_findings(report: dict[str, Any]) -> list[str]:
         )
     if speed["repeated_4gram_share"] is not None:
         out.append(
-            f"{percent(speed['repeated_4gram_share'])} of the output's 4-grams are repetitions, which are easy to draft: "
-            "the more there are, the less the acceptance rate says about other text."
+            f"{percent(speed['repeated_4gram_share'])} of the output's 4-grams are repetitions, which are easy to "
+            "draft: the more there are, the less the acceptance rate says about other text."
         )
     return out
 

@@ -9,32 +9,41 @@ from runtime.errors import UserError
 from runtime.formats import int4, int8
 from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors
+from runtime.formats.words import stored_bits
 
 _WHERE = "config.json: quantization_config"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERTS = r"re:.*\.experts\..*"
+# A format of compressed-tensors and what it holds.
+Kind = tuple[str, Scheme]
 
 
 def hf_config(layers: Mapping[str, Scheme], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration of a model whose linear modules `layers` are packed with these int8 and int4 schemes.
 
-    With one scheme its group targets "Linear", and `ignore` names the linear modules that stay. With several, each
-    group lists its modules by regular expression over the layer numbers, or one by one where layers of one name differ.
-    Raises ValueError for other schemes or no layers.
+    A group whose modules are all that are packed targets "Linear"; `ignore` names the linear modules that stay. Of
+    several groups each lists its modules, by regular expression over the layer numbers where all layers of one name
+    agree. Experts form one group, because transformers fuses them with a single scheme.
+    Raises ValueError for other schemes, no layers, or experts that differ.
     """
     if not layers:
         raise ValueError("no layer is packed, so there is nothing to configure")
-    schemes = sorted(Counter(layers.values()).items(), key=lambda item: (-item[1], repr(item[0])))
-    formats = {_format(scheme) for scheme, _ in schemes}
+    kinds = {name: (_format(name, scheme), scheme) for name, scheme in layers.items()}
+    experts = {kind for name, kind in kinds.items() if int8.is_expert(name)}
+    if len(experts) > 1:
+        raise ValueError("all experts need one scheme and group size, because transformers fuses them as one")
+    counted = sorted(Counter(kinds.values()).items(), key=lambda item: (-item[1], repr(item[0])))
+    mixed = len({form for (form, _), _ in counted}) > 1
     groups: dict[str, Any] = {}
-    for number, (scheme, _) in enumerate(schemes):
-        group = _group(scheme)
-        group["targets"] = ["Linear"] if len(schemes) == 1 else _targets(layers, scheme, ignore)
-        if len(formats) > 1:
-            group["format"] = _format(scheme)
+    for number, (kind, _) in enumerate(counted):
+        group = _group(kind[1])
+        group["targets"] = ["Linear"] if len(counted) == 1 else _targets(kinds, kind, ignore)
+        if mixed:
+            group["format"] = kind[0]
         groups[f"group_{number}"] = group
     return {
         "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": "mixed-precision" if mixed else counted[0][0][0],
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
@@ -43,9 +52,9 @@ def hf_config(layers: Mapping[str, Scheme], ignore: Sequence[str] = ()) -> dict[
     }
 
 
-def _format(scheme: Scheme) -> str:
+def _format(name: str, scheme: Scheme) -> str:
     if scheme.symmetric and scheme.kind == "int8" and scheme.group_size == 0:
-        return "int-quantized"
+        return "pack-quantized" if int8.is_expert(name) else "int-quantized"
     if scheme.symmetric and scheme.kind == "int4":
         return "pack-quantized"
     raise ValueError(f"compressed-tensors is written for symmetric int8 rows and int4 groups, found {scheme}")
@@ -66,16 +75,19 @@ def _group(scheme: Scheme) -> dict[str, Any]:
     return {"weights": weights, "input_activations": inputs, "output_activations": None}
 
 
-def _targets(layers: Mapping[str, Scheme], scheme: Scheme, ignore: Sequence[str]) -> list[str]:
-    """Names of one scheme's modules; a name that has this scheme at every layer number becomes one expression."""
-    mine = [name for name, found in layers.items() if found == scheme]
-    others = {_NUMBER.sub("#", name) for name, found in layers.items() if found != scheme}
+def _targets(kinds: Mapping[str, Kind], kind: Kind, ignore: Sequence[str]) -> list[str]:
+    """Names of one kind's modules; a name that is of this kind at every layer number becomes one expression."""
+    others = {_NUMBER.sub("#", name) for name, found in kinds.items() if found != kind}
     others |= {_NUMBER.sub("#", name) for name in ignore}
     targets: dict[str, None] = {}
-    for name in mine:
+    for name, found in kinds.items():
+        if found != kind:
+            continue
         shape = _NUMBER.sub("#", name)
         expression = r"\d+".join(re.escape(part) for part in shape.split("#"))
-        targets[name if shape in others or "#" not in shape else f"re:^{expression}$"] = None
+        target = name if shape in others or "#" not in shape else f"re:^{expression}$"
+        # On disk experts have numbers and in the model they have none: this names both.
+        targets[_EXPERTS if int8.is_expert(name) else target] = None
     return list(targets)
 
 
@@ -95,12 +107,12 @@ def check(config: Mapping[str, Any]) -> None:
         form = group.get("format") or config.get("format")
         if form not in ("int-quantized", "pack-quantized"):
             raise UserError(f"{where}: format {form!r} is not read yet; int-quantized and pack-quantized are")
-        bits = {"int-quantized": 8, "pack-quantized": 4}[form]
+        bits = (8,) if form == "int-quantized" else (4, 8)
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
-        if found != ("int", bits, True):
+        if found[0] != "int" or found[1] not in bits or found[2] is not True:
             raise UserError(
-                f"{where}.weights: {form} is read with symmetric {bits}-bit integers, found type {found[0]!r},"
-                f" num_bits {found[1]!r}, symmetric {found[2]!r}"
+                f"{where}.weights: {form} is read with symmetric integers of {' or '.join(map(str, bits))} bits, found"
+                f" type {found[0]!r}, num_bits {found[1]!r}, symmetric {found[2]!r}"
             )
         _activation(group, where)
     if config.get("kv_cache_scheme"):
@@ -134,22 +146,25 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeig
     passed `check`. Raises UserError for damaged tensors, or where no group or several different ones fit.
     """
     if f"{prefix}.weight_packed" in tensors:
-        return int4.from_tensors(tensors, prefix)
-    if f"{prefix}.weight_scale" not in tensors:
+        form = "pack-quantized"
+        allowed = {int(group["weights"]["num_bits"]) for group in _groups(config, form)}
+        if (bits := stored_bits(tensors, prefix, sorted(allowed))) == 4:
+            return int4.from_tensors(tensors, prefix)
+    elif f"{prefix}.weight_scale" in tensors:
+        form, bits = "int-quantized", 8
+    else:
         return None
-    name = f"{prefix}.weight"
-    form = config.get("format")
-    kinds = {
-        _activation(group, key)
-        for key, group in config["config_groups"].items()
-        if (group.get("format") or form) == "int-quantized"
-    }
+    kinds = {_activation(g, form) for g in _groups(config, form) if g["weights"]["num_bits"] == bits}
     static = f"{prefix}.input_scale" in tensors
     fitting: set[Activation] = {kind for kind in kinds if (kind == "int8-tensor") == static}
     if len(fitting) != 1:
-        found = ", ".join(sorted(kinds)) or "none"
         raise UserError(
-            f"tensor {name}: one kind of int8 input must fit it ({'static' if static else 'no'} input_scale), but the"
-            f" groups of config.json have: {found}"
+            f"tensor {prefix}.weight_scale: one kind of int8 input must fit it ({'with' if static else 'without'} an"
+            f" input_scale), but the groups of config.json have: {', '.join(sorted(kinds)) or 'none'}"
         )
     return int8.from_tensors(tensors, prefix, fitting.pop())
+
+
+def _groups(config: Mapping[str, Any], form: str) -> list[dict[str, Any]]:
+    found = config["config_groups"].values()
+    return [group for group in found if (group.get("format") or config.get("format")) == form]

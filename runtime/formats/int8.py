@@ -2,7 +2,10 @@
 
     weight        int8 [N, K]
     weight_scale  [N, 1], 16 or 32 bit
-    input_scale   [1], only with static activations
+    input_scale   float32 [1], only with static activations
+
+Experts are written as `pack-quantized` (words.py, 8 bits) instead: transformers 5 fuses them when it loads, and takes
+nothing but `weight_packed` for that.
 
 scale = absmax / 127.5, compressed-tensors' own rule ((2^8 − 1) / 2), and codes round(w / scale). Ours stay within ±127:
 −128 would need a tenth of a step more of range at one end, and costs AVX2 its sign trick. A reader meets −128 in other
@@ -17,7 +20,6 @@ from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
-    check_codes,
     check_finite,
     expect_dtype,
     expect_shape,
@@ -28,6 +30,7 @@ from runtime.formats.tensors import (
     stored_scale_dtype,
     take,
 )
+from runtime.formats.words import read_words, write_words
 
 # Half of the 255 steps that 8 bits span.
 STEPS = 127.5
@@ -62,44 +65,44 @@ def dequantize(packed: PackedWeight) -> Tensor:
     return spread(packed.codes.float(), packed)
 
 
-def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The layer's tensors for a file; `dtype` is that of scale and bias.
+def is_expert(prefix: str) -> bool:
+    """Whether a linear layer is one expert of a mixture, which is stored in words."""
+    return ".experts." in prefix
+
+
+def to_tensors(
+    packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16, scale_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The layer's tensors for a file; `dtype` is the model's, which the bias has; scales have `scale_dtype`.
 
     Raises ValueError where the layout cannot hold the weight exactly: an offset, a permutation, groups, a scale or bias
-    that `dtype` would round.
+    that its dtype would round.
     """
     if packed.scheme.kind != "int8" or packed.scheme.group_size or packed.offset is not None or packed.perm is not None:
         raise ValueError(f"{prefix}: int-quantized holds symmetric int8 rows, found {packed.scheme}")
-    tensors = {
-        f"{prefix}.weight": check_codes(prefix, packed.codes, -128, 127).contiguous(),
-        f"{prefix}.weight_scale": as_stored(f"{prefix}.weight_scale", packed.scale, dtype),
-    }
+    scale = as_stored(f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype))
+    if is_expert(prefix):
+        tensors = write_words(prefix, packed.codes, scale, 8)
+    else:
+        tensors = {f"{prefix}.weight": packed.codes.contiguous(), f"{prefix}.weight_scale": scale}
     if packed.input_scale is not None:
-        tensors[f"{prefix}.input_scale"] = as_stored(f"{prefix}.input_scale", packed.input_scale.reshape(1), dtype)
+        tensors[f"{prefix}.input_scale"] = packed.input_scale.reshape(1).to(torch.float32)
     if packed.bias is not None:
         tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
     return tensors
 
 
 def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-token") -> PackedWeight:
-    """Reads `int-quantized`: scales [N, 1], [N] or [1] (spread over the rows), or [N, G] (groups of K / G inputs).
+    """Reads `int-quantized` and 8-bit `pack-quantized`.
 
-    Raises UserError naming the tensor for a missing, misshapen, non-finite or asymmetric one.
+    Scales are [N, 1], [N] or [1] (spread over the rows), or [N, G] (groups of K / G inputs). Raises
+    UserError naming the tensor for a missing, misshapen, non-finite or asymmetric one.
     """
-    codes = expect_dtype(f"{prefix}.weight", take(tensors, f"{prefix}.weight"), torch.int8)
-    if codes.ndim != 2:
-        raise UserError(f"tensor {prefix}.weight must have 2 dimensions, found shape {list(codes.shape)}")
-    n, k = codes.shape
-    if f"{prefix}.weight_zero_point" in tensors:
-        raise UserError(f"tensor {prefix}.weight_zero_point: asymmetric int8 weights are not read yet")
-    name = f"{prefix}.weight_scale"
-    scale = check_finite(name, take(tensors, name)).float()
-    if scale.numel() in (1, n):
-        scale = scale.reshape(-1, 1).expand(n, 1).contiguous()
-    groups = scale.shape[-1]
-    expect_shape(name, scale, (n, groups))
-    if k % groups:
-        raise UserError(f"tensor {name} has {groups} groups a row, which do not divide {k} inputs")
+    if f"{prefix}.weight_packed" in tensors:
+        codes, scale = read_words(tensors, prefix, 8)
+    else:
+        codes, scale = _read_rows(tensors, prefix)
+    (n, k), groups = codes.shape, scale.shape[1]
     input_scale = None
     if activation == "int8-tensor":
         name = f"{prefix}.input_scale"
@@ -111,6 +114,24 @@ def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-t
         bias=read_bias(tensors, prefix, n),
         input_scale=input_scale,
     )
+
+
+def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor]:
+    """Codes (N, K) and scale (N, G) float32 of `int-quantized`."""
+    codes = expect_dtype(f"{prefix}.weight", take(tensors, f"{prefix}.weight"), torch.int8)
+    if codes.ndim != 2:
+        raise UserError(f"tensor {prefix}.weight must have 2 dimensions, found shape {list(codes.shape)}")
+    n, k = codes.shape
+    if f"{prefix}.weight_zero_point" in tensors:
+        raise UserError(f"tensor {prefix}.weight_zero_point: asymmetric int8 weights are not read yet")
+    name = f"{prefix}.weight_scale"
+    scale = check_finite(name, take(tensors, name)).float()
+    if scale.numel() in (1, n):
+        return codes, scale.reshape(-1, 1).expand(n, 1).contiguous()
+    expect_shape(name, scale, (n, scale.shape[-1]))
+    if k % scale.shape[1]:
+        raise UserError(f"tensor {name} has {scale.shape[1]} groups a row, which do not divide {k} inputs")
+    return codes, scale.contiguous()
 
 
 def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -49,8 +49,8 @@ LEVELS = torch.tensor(
 INT8_LEVELS = torch.round(127 * LEVELS).to(torch.int8)
 """The levels in 127ths, for integer products: w ≈ INT8_LEVELS[code] · absmax / 127.
 
-The root mean square of the rounding is 0.0023 of a block's absmax (0.0038 at most); nf4's own rounding of a normal
-weight is about 0.04 of it. Reports state this.
+Over normal weights the rounding has a root mean square of 0.0023 of a block's absmax (0.0037 at most); nf4's own is
+about 0.04 of it. Reports state this.
 """
 
 _MIDDLES = (LEVELS[:-1] + LEVELS[1:]) / 2
@@ -99,7 +99,7 @@ def pack(
     step = max(1, _CHUNK // k)
     for first in range(0, n, step):
         rows = slice(first, first + step)
-        blocks = weight[rows].float().reshape(-1, k // group_size, group_size)
+        blocks = weight[rows].float().contiguous().view(-1, k // group_size, group_size)
         absmax[rows] = blocks.abs().amax(dim=-1)
         unit = (blocks * (1.0 / absmax[rows].clamp(min=_SMALLEST)).unsqueeze(-1)).clamp(-1, 1)
         codes[rows] = torch.bucketize(unit, middles, out_int32=True).to(torch.int8).view(-1, k)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime import formats
 from runtime.errors import UserError
-from runtime.formats import int4, int8
+from runtime.formats import int4, int8, words
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 
@@ -42,7 +42,7 @@ def test_int4_codes_scales_and_bytes_are_those_of_the_library(group: int) -> Non
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
     theirs = _compressor("pack-quantized").compress({"weight": weight, "weight_scale": scale}, scheme)
     packed = int4.pack(weight, group, scale_dtype=torch.float32)
-    ours = int4.to_tensors(packed, "layer", torch.float32)
+    ours = int4.to_tensors(packed, "layer", scale_dtype=torch.float32)
     assert set(ours) == {f"layer.{name}" for name in theirs}
     for name, tensor in theirs.items():
         assert torch.equal(ours[f"layer.{name}"], tensor), name
@@ -56,7 +56,7 @@ def test_int8_codes_and_scales_are_those_of_the_library_within_127() -> None:
     scheme = _scheme(8, None)
     scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
     theirs = _compressor("int-quantized").compress({"weight": weight, "weight_scale": scale}, scheme)
-    ours = int8.to_tensors(int8.pack(weight, scale_dtype=torch.float32), "layer", torch.float32)
+    ours = int8.to_tensors(int8.pack(weight, scale_dtype=torch.float32), "layer", scale_dtype=torch.float32)
     assert torch.equal(ours["layer.weight_scale"], theirs["weight_scale"])
     assert torch.equal(ours["layer.weight"], theirs["weight"].clamp(min=-127))
     assert (theirs["weight"] == -128).any(), "the library's own codes reach −128, so the limit is tested"
@@ -66,11 +66,11 @@ def test_int8_codes_and_scales_are_those_of_the_library_within_127() -> None:
 @pytest.mark.parametrize("group", [0, 64])
 def test_what_was_packed_is_what_is_read_back(dtype: torch.dtype, group: int) -> None:
     weight, bias = _random(40, 192, dtype), _random(1, 40, dtype)[0]
-    stored = torch.bfloat16 if dtype == torch.float32 else dtype
     module = int4 if group else int8
-    packed = module.pack(weight, group, bias=bias.to(stored))
-    tensors = module.to_tensors(packed, "a.b", stored)
-    assert tensors["a.b.weight_scale"].dtype == stored
+    packed = module.pack(weight, group, bias=bias)
+    tensors = module.to_tensors(packed, "a.b", dtype)
+    assert tensors["a.b.weight_scale"].dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+    assert tensors["a.b.bias"].dtype == dtype
     back = module.from_tensors(tensors, "a.b")
     for field in dataclasses.fields(packed):
         ours, theirs = getattr(packed, field.name), getattr(back, field.name)
@@ -126,12 +126,50 @@ def test_offset_and_permutation_are_undone_in_the_dense_weight() -> None:
         int4.to_tensors(dataclasses.replace(packed, perm=perm), "x")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inputs", [32, 96, 37, 1])
+def test_words_are_those_of_the_library(bits: int, inputs: int) -> None:
+    from compressed_tensors.compressors.pack_quantized import pack_to_int32
+
+    half = 1 << bits - 1
+    codes = torch.randint(-half, half, (5, inputs), dtype=torch.int8, generator=torch.Generator().manual_seed(bits))
+    packed = words.pack_words(codes, bits)
+    assert torch.equal(packed, pack_to_int32(codes, bits))
+    assert torch.equal(words.unpack_words(packed, inputs, bits), codes)
+
+
+def test_int8_experts_are_stored_in_words_and_agree_with_each_other() -> None:
+    packed = int8.pack(_random(6, 64))
+    name = "model.layers.0.mlp.experts.3.up_proj"
+    tensors = int8.to_tensors(packed, name)
+    assert set(tensors) == {f"{name}.weight_packed", f"{name}.weight_scale", f"{name}.weight_shape"}
+    back = int8.from_tensors(tensors, name)
+    assert back.scheme == packed.scheme and torch.equal(back.codes, packed.codes)
+    assert set(int8.to_tensors(packed, "model.layers.0.mlp.up_proj")) == {
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.up_proj.weight_scale",
+    }
+    layers = {name: int4.scheme(64), name.replace("3", "4"): int4.scheme(64)}
+    assert formats.hf_config(layers)["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    with pytest.raises(ValueError, match="all experts need one scheme"):
+        formats.hf_config(layers | {name: int4.scheme(32)})
+
+
+def test_other_peoples_int8_scales_per_tensor_and_per_group_are_read() -> None:
+    codes = torch.randint(-128, 128, (6, 64), dtype=torch.int8)
+    for scale, size in ((torch.rand(1), 0), (torch.rand(6), 0), (torch.rand(6, 1), 0), (torch.rand(6, 4), 16)):
+        packed = int8.from_tensors({"x.weight": codes, "x.weight_scale": scale}, "x")
+        assert packed.scheme.group_size == size
+        spread = scale.reshape(-1, 1) if scale.ndim == 1 else scale.repeat_interleave(64 // scale.shape[1], dim=1)
+        assert torch.equal(int8.dequantize(packed), codes.float() * spread)
+
+
 def test_ragged_groups_and_scales_that_would_be_rounded_are_refused() -> None:
     assert int4.pack(_random(4, 96), 32).scale.shape == (4, 3)
     with pytest.raises(ValueError, match="64 do not divide rows of 96"):
         int4.pack(_random(4, 96), 64)
     exact = int8.pack(_random(4, 96, torch.float32), scale_dtype=torch.float32)
-    assert int8.to_tensors(exact, "x", torch.float32)["x.weight_scale"].dtype == torch.float32
+    assert int8.to_tensors(exact, "x", scale_dtype=torch.float32)["x.weight_scale"].dtype == torch.float32
     with pytest.raises(ValueError, match="cannot hold these values exactly"):
         int8.to_tensors(exact, "x", torch.bfloat16)
 

@@ -1,0 +1,167 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.report import advice, speed
+from compress.report.costs import measure_costs
+from compress.report.schema import Speed, covers, null_paths
+from runtime import load
+from runtime.cache import ContiguousCache
+from runtime.errors import UserError
+from runtime.loading import Model
+
+PROMPTS = [[5, 80, 41, 7], [101, 33, 200], [9, 9, 10, 11, 60], [250, 3]]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Callable[..., Path]) -> tuple[Model, Model]:
+    return load(tiny("llama")), load(tiny("llama", seed=1))
+
+
+@pytest.fixture(scope="module")
+def windows() -> torch.Tensor:
+    return torch.randint(1, 320, (3, 40), generator=torch.Generator().manual_seed(0))
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    assert stage == "speed" and 0 <= done <= total
+
+
+@pytest.fixture(scope="module")
+def self_drafted(models: tuple[Model, Model], windows: torch.Tensor) -> speed.SpeedResult:
+    """The draft is the target itself: everything is accepted, so every figure is known but the times."""
+    other, target = models
+    return speed.measure(other, target, target, PROMPTS, windows, NEW, 3, quiet)
+
+
+def explained(result: speed.SpeedResult) -> bool:
+    paths = [f"speed.{path}" for path in null_paths(result.speed) if path != "baselines"]
+    paths += [f"lossless.{path}" for path in null_paths(result.lossless)]
+    return all(any(covers(reason, path) for reason in result.not_measured) for path in paths)
+
+
+def test_a_perfect_draft(self_drafted: speed.SpeedResult) -> None:
+    found = self_drafted.speed
+    Speed.model_validate(found)
+    assert explained(self_drafted)
+    assert found["acceptance_rate"] == 1.0
+    assert found["acceptance_rate_t1"] == 1.0 and found["acceptance_rate_t1_verify"] == "coupled"
+    assert found["teacher_forced_agreement"] == 1.0
+    assert found["accepted_by_position"] == [1.0, 1.0, 1.0]
+    # The first token comes from the prompt; 11 more in rounds of 4, 4 and 3.
+    assert found["tokens_per_round"] == pytest.approx(11 / 3)
+    assert found["speculative"]["mean_width"] == pytest.approx(11 / 3)
+    assert found["original"]["mean_width"] == found["compressed"]["mean_width"] == 1.0
+    assert found["iid_speedup"] == pytest.approx(4 / (3 * found["draft_cost_ratio"] + found["width_cost_ratio"]))
+    assert (found["prompts"], found["new_tokens"], found["draft_length"], found["drafter"]) == (4, NEW, 3, "model")
+
+
+def test_lossless_counts_every_token(self_drafted: speed.SpeedResult) -> None:
+    expected = {"class": "exact", "verify": "greedy", "tokens_compared": 4 * NEW, "mismatches": 0}
+    assert self_drafted.lossless == expected
+
+
+def test_derived_figures_follow_from_measured_ones(self_drafted: speed.SpeedResult) -> None:
+    found = self_drafted.speed
+    tau, c, v = found["tokens_per_round"], found["draft_cost_ratio"], found["width_cost_ratio"]
+    assert found["predicted_speedup"] == pytest.approx(advice.predicted_speedup(tau, 3, c, v))
+    rates = {name: found[name]["tokens_per_second"] for name in ("original", "compressed", "speculative")}
+    assert found["speedup"]["over_compressed"] == pytest.approx(rates["speculative"] / rates["compressed"])
+    assert found["speedup"]["over_original"] == pytest.approx(rates["speculative"] / rates["original"])
+    costs = {entry["width"]: entry["ratio"] for entry in found["width_costs"]}
+    assert costs[1] == 1.0 and costs[4] == v and set(costs) == {1, 2, 3, 4, 5, 9, 17}
+    assert found["advice"] == advice.advise(1.0, [1.0] * 3, c, costs).as_dict()
+
+
+def test_a_bad_draft_is_accepted_less(models: tuple[Model, Model], windows: torch.Tensor) -> None:
+    other, target = models
+    result = speed.measure(other, target, other, PROMPTS, windows, NEW, 3, quiet)
+    found = result.speed
+    assert found["acceptance_rate"] < 0.5 and found["teacher_forced_agreement"] < 0.5
+    assert found["acceptance_rate"] == pytest.approx(sum(found["accepted_by_position"]) / 3, abs=0.2)
+    assert result.lossless["mismatches"] == 0
+    assert [group["prompts"] for group in found["groups"]] == [2, 2]
+    assert found["groups"][0]["repeated_4gram_share"] <= found["groups"][1]["repeated_4gram_share"]
+
+
+def test_without_a_draft_the_drafter_is_lookup(models: tuple[Model, Model], windows: torch.Tensor) -> None:
+    original, target = models
+    result = speed.measure(original, target, None, PROMPTS, windows, NEW, 3, quiet)
+    assert result.speed["drafter"] == "lookup"
+    assert result.speed["teacher_forced_agreement"] is None
+    assert "prediction" in result.not_measured["speed.teacher_forced_agreement"]
+    assert result.speed["draft_cost_ratio"] is None or result.speed["draft_cost_ratio"] < 1
+    assert explained(result)
+
+
+def test_a_text_of_one_token_leaves_nulls_with_reasons(models: tuple[Model, Model], windows: torch.Tensor) -> None:
+    original, target = models
+    result = speed.measure(original, target, target, PROMPTS[:1], windows, 1, 3, quiet)
+    assert result.speed["acceptance_rate"] is None and result.speed["original"]["itl_ms"]["p50"] is None
+    assert explained(result)
+    Speed.model_validate(result.speed)
+
+
+def test_a_target_that_cannot_roll_back_is_not_speculated_with(
+    models: tuple[Model, Model], windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, target = models
+
+    def refuse(self: ContiguousCache, request: int, length: int) -> None:
+        if length < self.length(request):
+            raise UserError("the cache of Recurrent cannot be rolled back")
+
+    monkeypatch.setattr(ContiguousCache, "truncate", refuse)
+    result = speed.measure(original, target, target, PROMPTS, windows, NEW, 3, quiet)
+    assert result.speed["speculative"] is None and result.lossless["class"] is None
+    assert result.speed["compressed"]["tokens_per_second"] > 0
+    assert result.not_measured["speed.speculative"] == "the cache of Recurrent cannot be rolled back"
+    assert explained(result)
+
+
+def test_a_draft_with_another_vocabulary_is_the_users_mistake(
+    models: tuple[Model, Model], windows: torch.Tensor, tiny: Callable[..., Path]
+) -> None:
+    original, target = models
+    foreign = load(tiny("llama", seed=2))
+    foreign.tokenizer.add_tokens(["<extra>"])
+    with pytest.raises(UserError, match="<extra>"):
+        speed.measure(original, target, foreign, PROMPTS, windows, NEW, 3, quiet)
+
+
+def test_costs_grow_with_nothing_but_the_text(models: tuple[Model, Model]) -> None:
+    """Forwards are rolled back: the same text is in the cache for every width, so its length never shows."""
+    original, target = models
+    costs = measure_costs(target, original, [7, 8, 9], 6, seconds=0.0)
+    assert costs.repeats == 3 and costs.context == 3
+    assert set(costs.target_ms) == {1, 2, 3, 5, 7, 9, 17}
+    assert costs.draft_ratio is not None and costs.draft_ratio > 0
+    crowded = measure_costs(target, None, [7] * 250, 4, seconds=0.0)
+    assert set(crowded.target_ms) == {1, 2, 3, 5} and crowded.draft_ratio is None
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [([[1, 2, 3]], (3, 0)), ([[1, 9, 3]], (3, 1)), ([[1, 2]], (3, 1)), ([[4, 5, 6, 7]], (4, 4))],
+)
+def test_compare(other: list[list[int]], expected: tuple[int, int]) -> None:
+    assert speed.compare([[1, 2, 3]], other) == expected
+
+
+def test_repeated_share() -> None:
+    assert speed.repeated_share([[1, 2, 3, 4, 5]]) == 0.0
+    assert speed.repeated_share([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    # Texts are counted for themselves: what two of them share is no repetition.
+    assert speed.repeated_share([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0.0
+    assert speed.repeated_share([[1, 2, 3]]) is None
+
+
+def test_no_speed_has_every_key(self_drafted: speed.SpeedResult) -> None:
+    nothing: Any = speed.not_measured()
+    assert nothing.speed.keys() == self_drafted.speed.keys()
+    assert nothing.lossless.keys() == self_drafted.lossless.keys()
+    assert set(nothing.speed.values()) == {None}

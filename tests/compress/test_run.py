@@ -1,0 +1,204 @@
+"""The command: what it prints, what it exits with, what it leaves."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from compress.pipeline import Options
+from compress.run import app, command_line, summary_rows
+
+Tiny = Callable[..., Path]
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "code.txt"
+    path.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
+    return path
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the command in this process, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+
+
+def small(model: Path, text: Path) -> list[str]:
+    return [
+        *("--model", str(model), "--calib", str(text), "--seq-len", "32", "--eval-tokens", "64"),
+        *("--samples", "2", "--new-tokens", "4", "--no-speed"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_whole_command(tiny: Tiny, command: Any, text: Path, kind: str) -> None:
+    result = command("--recipe", "nf4", *small(tiny(kind), text))
+    assert result.exit_code == 0, result.output
+    run = Path("runs/nf4")
+    names = {path.name for path in run.iterdir()}
+    assert names == {"model", "recipe.yaml", "manifest.json", "report.json", "report.md", "report.html"}
+    report = json.loads((run / "report.json").read_text())
+    on_disk = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
+    assert report["size"]["compressed_bytes"] == on_disk
+    assert report["model"] == kind and report["draft"] is None
+    assert report["left_alone"]
+    assert "bits per quantised weight" in result.stdout
+    assert "Report: runs/nf4/report.html" in result.stdout
+    assert "Quantising: done" in result.stderr and "Measuring quality: done" in result.stderr
+    for name in ("report.json", "report.md", "report.html", "manifest.json", "recipe.yaml"):
+        assert str(text.parent) not in (run / name).read_text()
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4-rtn"])
+def test_the_other_recipes_with_a_draft(tiny: Tiny, command: Any, text: Path, scheme: str) -> None:
+    words = [word for word in small(tiny("mistral"), text) if word != "--no-speed"]
+    result = command("--recipe", scheme, "--draft", tiny("llama"), "--out", "deep/out", *words)
+    assert result.exit_code == 0, result.output
+    report = json.loads(Path("deep/out/report.json").read_text())
+    assert report["draft"] == "llama" and Path("deep/out/draft/model.safetensors").is_file()
+    assert report["speed"]["speculative"]["tokens_per_second"] > 0
+    assert report["lossless"]["mismatches"] == 0
+
+
+def test_list_has_a_line_for_each_recipe(command: Any) -> None:
+    result = command("--list")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert [line.split()[0] for line in lines] == ["int4-rtn", "int8-dynamic", "nf4"]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from compress.run import app; "
+        "assert 'Usage' in CliRunner().invoke(app, ['--help']).output; "
+        "print(sorted({'torch', 'transformers', 'pydantic', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "--recipe: expected a recipe (int4-rtn, int8-dynamic, nf4), found none"),
+        (["--recipe", "nf5"], "did you mean 'nf4'"),
+        (["--recipe", "no/such.yaml"], "expected a YAML file, found none"),
+        (["--recipe", "nf4", "--samples", "0"], "--samples: expected a whole number from 1"),
+        (["--recipe", "nf4", "--draft-length", "1000"], "--draft-length: expected a whole number from 1 to 64"),
+        (["--recipe", "nf4", "--device", "tpu"], "--device: expected cpu, cuda or auto"),
+        (["--recipe", "nf4", "--model", "/no/such/folder"], "no such directory"),
+        (["--recipe", "nf4", "--model", ""], "empty"),
+    ],
+)
+def test_mistakes_are_one_sentence(command: Any, words: list[str], sentence: str) -> None:
+    result = command(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and sentence in errors[0]
+    assert "Traceback" not in result.output
+    assert list(Path().iterdir()) == []
+
+
+def test_no_place_to_write(tiny: Tiny, command: Any, text: Path) -> None:
+    """/proc takes no folders, not even from root."""
+    if not Path("/proc/self").exists():
+        pytest.skip("needs Linux")
+    result = command("--recipe", "nf4", "--out", "/proc/specpress", *small(tiny("llama"), text))
+    assert result.exit_code == 2
+    assert "error: /proc/specpress" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_disk_that_is_full(tiny: Tiny, text: Path, tmp_path: Path) -> None:
+    """A limit on file sizes stands for the disk: the system's refusal takes the same way out."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "from compress.run import app; app()"
+    )
+    words = ["--recipe", "nf4", "--out", str(tmp_path / "out"), *small(tiny("llama"), text)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt"]
+
+
+def test_ctrl_c_ends_with_130(tiny: Tiny, text: Path, tmp_path: Path) -> None:
+    words = ["--recipe", "nf4", "--out", str(tmp_path / "out"), *small(tiny("llama"), text)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "compress.run", *words],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_take_interrupts,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Reading it back"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "error: stopped by Ctrl-C" in errors and "Traceback" not in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt"]
+
+
+def _take_interrupts() -> None:
+    """A background job of a shell ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_killed_run_goes_on(tiny: Tiny, text: Path, tmp_path: Path) -> None:
+    """SIGKILL leaves the partial folder; --resume finishes it."""
+    words = ["--recipe", "nf4", "--out", str(tmp_path / "out"), *small(tiny("llama"), text)]
+    start = [sys.executable, "-m", "compress.run", *words]
+    process = subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Reading it back"):
+            break
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "out.partial" / "journal.json").is_file()
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "--resume" in result.stderr
+    result = CliRunner().invoke(app, [*words, "--resume"])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt", "out"]
+
+
+def test_the_command_line_is_reproducible_and_has_no_foreign_paths(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = Options(draft="/home/me/models/small draft", samples=8, speed=False, force=True)
+    line = command_line(str(tmp_path / "own.yaml"), "org/name", None, options)
+    assert line == (
+        "python -m compress.run --recipe own.yaml --model org/name --draft 'small draft' --samples 8 --no-speed"
+    )
+    assert command_line("nf4", None, None, Options()) == "python -m compress.run --recipe nf4"
+
+
+def test_the_summary_says_what_was_not_measured() -> None:
+    report = {
+        "size": {"original_bytes": 4_000_000, "compressed_bytes": 1_000_000, "ratio": 4.0, "bits_per_weight": 4.127},
+        "quality": {"perplexity": {"original": 20.0, "compressed": 20.5}},
+        "speed": {"original": {"tokens_per_second": 10.0}, "compressed": None, "acceptance_rate": None},
+    }
+    rows = dict(summary_rows(report))
+    assert rows["size"] == "4.0 MB -> 1.0 MB (4.00 x smaller)"
+    assert rows["perplexity"] == "20.000 -> 20.500"
+    assert rows["tokens/s: original / compressed / speculative"] == "10.0 / not measured / not measured"
+    assert rows["acceptance rate α"] == "not measured"

@@ -1,0 +1,114 @@
+"""The promise on the embedded pair: speculation changes no token, for original and compressed targets.
+
+50 held-out prompts in one batch, 128 new tokens each: batching is exact too, which makes this affordable.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from calib import corpora
+from calib.prompts import prompts
+from compress import Recipe, compress
+from compress.pair import default_pair
+from runtime import Model, Speculator, load
+from runtime.drafters.lookup import LookupDrafter
+from runtime.metrics import total
+from runtime.sampling import Sampling
+from runtime.speculate import Result, lossless_class
+
+RECIPES = ("nf4", "int8-dynamic", "int4-rtn")
+TARGETS = ("original", *RECIPES)
+NEW_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return prompts(corpora.load(), 50, seed=0)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Model:
+    return load(default_pair()[1])
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    source: Path = default_pair()[0]
+    if request.param == "original":
+        return load(source)
+    out = tmp_path_factory.mktemp("lossless") / request.param
+    return load(compress(str(source), Recipe.load(request.param), out=out, speed=False, eval_tokens=0).model)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Model, texts: list[str]) -> list[Result]:
+    results = Speculator(target).generate(texts, max_new_tokens=NEW_TOKENS)
+    assert total([r.metrics for r in results]).mean_width == 1
+    return results
+
+
+def check(target: Model, drafter: object, gamma: int, texts: list[str], plain: list[Result]) -> float:
+    """Asserts that no token differs; returns the mean width of the target's forwards."""
+    assert lossless_class(target, "coupled", Sampling()) == "exact"
+    results = Speculator(target, drafter, draft_length=gamma).generate(texts, max_new_tokens=NEW_TOKENS)  # type: ignore[arg-type]
+    mismatches = sum(a.tokens != b.tokens for a, b in zip(results, plain, strict=True))
+    assert mismatches == 0, f"{mismatches} of {len(texts)} texts differ"
+    measured = total([r.metrics for r in results])
+    assert measured.accepted > 0 and measured.mean_width is not None
+    return measured.mean_width
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 12])
+def test_greedy_with_the_model_drafter(
+    target: Model, draft: Model, gamma: int, texts: list[str], plain: list[Result]
+) -> None:
+    # The last token of a text needs no draft, so the mean stays a little under γ + 1.
+    assert check(target, draft, gamma, texts, plain) > 1 + 0.9 * gamma
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 12])
+def test_greedy_with_prompt_lookup(target: Model, gamma: int, texts: list[str], plain: list[Result]) -> None:
+    assert check(target, LookupDrafter(), gamma, texts, plain) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gamma", [2, 3, 5, 6, 7, 8, 9, 10, 11])
+def test_greedy_at_every_other_length(
+    target: Model, draft: Model, gamma: int, texts: list[str], plain: list[Result]
+) -> None:
+    check(target, draft, gamma, texts, plain)
+    check(target, LookupDrafter(), gamma, texts, plain)
+
+
+def test_a_wrong_rule_would_be_noticed(target: Model, draft: Model, texts: list[str], plain: list[Result]) -> None:
+    """The positive of the tests above: one flipped logit bit pattern in the verification shows as a mismatch."""
+
+    class Tilted:
+        def __init__(self, model: Model):
+            self.__dict__.update(vars(model.decoder))
+            self._decoder = model.decoder
+            self.new_cache = model.decoder.new_cache
+
+        def forward(self, tokens, rows, cache, logits_at=None):  # type: ignore[no-untyped-def]
+            out = self._decoder.forward(tokens, rows, cache, logits_at)
+            if len(rows) > len(rows.request.unique()):
+                out.logits.add_(torch.randn(out.logits.shape, generator=torch.Generator().manual_seed(1)) * 0.5)
+            return out
+
+    tilted = Model(Tilted(target), target.path, target.config)  # type: ignore[arg-type]
+    results = Speculator(tilted, draft, draft_length=4).generate(texts[:10], max_new_tokens=32)
+    assert any(a.tokens != b.tokens[:32] for a, b in zip(results, plain, strict=False))
+
+
+def test_coupled_sampling_gives_a_seeds_text_whoever_drafts(target: Model, draft: Model, texts: list[str]) -> None:
+    settings = [Sampling(temperature=0.9, top_p=0.95, seed=seed) for seed in range(50)]
+    plain = Speculator(target).generate(texts, max_new_tokens=40, sampling=settings)
+    for drafter in (draft, LookupDrafter()):
+        drafted = Speculator(target, drafter, draft_length=4).generate(texts, max_new_tokens=40, sampling=settings)
+        assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+    alone = Speculator(target, draft, draft_length=3).generate(texts[7:8], max_new_tokens=40, sampling=settings[7])
+    assert alone[0].tokens == plain[7].tokens
+    other = Speculator(target).generate(texts[:5], max_new_tokens=40, sampling=[Sampling(0.9, seed=99)] * 5)
+    assert any(a.tokens != b.tokens for a, b in zip(other, plain, strict=False))
