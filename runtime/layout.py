@@ -123,7 +123,7 @@ def _paths(parents: list[int], first: int, length: int, start: int) -> list[Tens
 
 
 def keys_and_values(layout: Layout, cache: ContiguousCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
-    """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, padded to equal blocks."""
+    """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, equally many blocks."""
     keys, values = [], []
     blocks = 1
     read: dict[int, tuple[Tensor, Tensor]] = {}

@@ -107,8 +107,8 @@ def _config(checkpoint: Checkpoint) -> Any:
     kind = checkpoint.config.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
-            f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers knows;"
-            " use one of its decoder-only architectures"
+            f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers"
+            " knows; use one of its decoder-only architectures"
         )
     try:
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
@@ -182,8 +182,9 @@ def _to(weight: Weight, device: torch.device) -> Weight:
     """Moves a weight, and drops what only its file format needs."""
     if isinstance(weight, Tensor):
         return weight.to(device)
-    parts = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
-    return PackedWeight(**{key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()})
+    parts: dict[str, Any] = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
+    moved: dict[str, Any] = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()}
+    return PackedWeight(**moved)
 
 
 def _block(reader: _Reader, a: Architecture, number: int) -> Block:

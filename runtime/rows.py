@@ -31,13 +31,16 @@ class Rows:
     @staticmethod
     def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
         """Rows of consecutive tokens: one (request, first position, count) per request."""
-        request, position, parent = [], [], []
+        request: list[int] = []
+        position: list[int] = []
+        parent: list[int] = []
         for handle, start, count in spans:
             base = len(request)
             request += [handle] * count
             position += range(start, start + count)
             parent += [-1, *range(base, base + count - 1)][:count]
-        return Rows(torch.tensor(request), torch.tensor(position), torch.tensor(parent))
+        columns = (torch.tensor(column, dtype=torch.long) for column in (request, position, parent))
+        return Rows(*columns)
 
 
 @dataclass(frozen=True)

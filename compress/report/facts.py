@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One quantised linear layer: `error` is ‖W − Ŵ‖ / ‖W‖ (Frobenius), `stored_bytes` all of its tensors but the bias."""
+    """One quantised layer: `error` is ‖W − Ŵ‖ / ‖W‖ (Frobenius), `stored_bytes` all of its tensors but the bias."""
 
     name: str
     scheme: str

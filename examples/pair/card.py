@@ -100,6 +100,6 @@ def _training(work: Path, source: str) -> str:
         }[stage]
         lines.append(
             f"* {kind}: {facts['tokens']:,} tokens in {facts['steps']:,} steps, {facts['minutes']} minutes on 2 CPU cores"
-            " (bfloat16 autocast; Muon for the matrices, AdamW for the embedding; warm-up, flat, then linear to zero)"
+            " (bfloat16 autocast; Muon for matrices, AdamW for the embedding; warm-up, flat, linear to zero)"
         )
     return "\n".join(lines)

@@ -14,7 +14,6 @@ schedule follows the share of the time that has passed, so that it ends well on 
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -190,7 +189,7 @@ def save(path: Path, state: dict) -> None:
     """A training checkpoint of our own making (weights_only on the way back), replaced atomically."""
     beside = path.with_suffix(".partial")
     torch.save(state, beside)
-    os.replace(beside, path)
+    beside.replace(path)
 
 
 def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | None, teacher: Path | None) -> None:
@@ -309,7 +308,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where token files, checkpoints and logs go")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time of the stage, earlier runs included")
     parser.add_argument("--model", default="target", help="what `evaluate` reads: target, draft or distill")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where `export` writes target/ and draft/")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="where `export` writes target/ and draft/"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.stage == "prepare":

@@ -6,7 +6,7 @@ transcendental is built from operations that IEEE 754 rounds exactly, every sum 
 has one shape. It is slow, and it is the meaning of the fast kernels.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return (out[0] if len(out) == 1 else torch.cat(out))[:rows]
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiles_are_fair(outputs: int, inputs: int, device: torch.device) -> bool:
     """Whether a row gives the same bits at each place of a tile and beside any neighbours, for this shape, here.
 
