@@ -163,6 +163,8 @@ def check_ranges(options: Options) -> None:
             raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
     if options.device.split(":")[0] not in ("cpu", "cuda", "auto"):
         raise UserError(f"--device: expected cpu, cuda or auto, found {options.device!r}: correct it")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device: {options.device} was asked for, but torch finds no CUDA device: take cpu or auto")
 
 
 def _settings(recipe: Recipe, options: Options) -> ReportOptions:

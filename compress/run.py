@@ -103,7 +103,9 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
     except USER_ERRORS as error:
         _fail(" ".join(str(error).split()), 2)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): check it and its permissions", 2)
+        _fail(
+            f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): check it and its permissions", 2
+        )
 
 
 def _fail(sentence: str, code: int) -> None:

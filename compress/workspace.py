@@ -71,6 +71,8 @@ def check(out: Path, resume: bool, force: bool) -> Workspace:
     if aside.exists():
         raise UserError(f"{aside.name} is left from a run that was cut short while replacing: move or delete it")
     if not folder.exists():
+        if resume:
+            raise UserError(f"--resume: expected a run that was cut short in {folder.name}, found none: leave it out")
         return Workspace(out, folder, resumed=False)
     if not (folder / journals.NAME).is_file() and not manifest.is_run_folder(folder):
         raise UserError(f"{folder.name} is in the way and no run has written it: move or delete it")

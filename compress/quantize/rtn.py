@@ -8,7 +8,6 @@ from torch import Tensor
 
 from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.tensors import stored_scale_dtype
 
 
 def describe(scheme: str, group_size: int) -> Scheme:
