@@ -144,7 +144,7 @@ class _Planner:
             if self.model.find(name) is None and _EXPERT.search(name):
                 raise UserError(
                     f"tensor {name} would stay as it is ({why}), but beside {self.stage.scheme} layers transformers "
-                    "loads no such experts: use int4 on all of them, or nf4"
+                    "loads no such experts: use int4 or int8 on all of them, or nf4"
                 )
 
     def _in_block(self, name: str) -> bool:
@@ -203,13 +203,11 @@ def _group(inputs: int, stage: Quantize) -> int | str:
 def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int | str:
     """The one group size of all experts, or why they stay.
 
-    transformers fuses experts on loading. It dequantises symmetric `weight_packed` on the way there, with one scheme
-    for all experts; int8 tensors it does not, and bitsandbytes' experts stay plain.
+    transformers fuses experts on loading. It dequantises symmetric `weight_packed` on the way there (the int8 format
+    writes experts so), with one scheme for all experts; bitsandbytes' experts stay plain.
     """
     if stage.scheme == "nf4":
         return "an expert: bitsandbytes leaves fused experts alone"
-    if stage.scheme == "int8-dynamic":
-        return "an expert: transformers fuses compressed-tensors' experts only from 4-bit weight_packed"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}
     groups = {row: _group(row, stage) for row in inputs}
     sizes = {group for group in groups.values() if isinstance(group, int)}

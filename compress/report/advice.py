@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 MAX_DRAFT_LENGTH = 16
@@ -39,13 +40,19 @@ def fit_acceptance(survival: Sequence[float]) -> float:
     """
     if not survival:
         raise ValueError("no drafted position to fit")
-    judged = [1.0, *survival[:-1]]
-    return sum(survival) / sum(judged)
+    known = _falling(survival)
+    return sum(known) / sum([1.0, *known[:-1]])
+
+
+def _falling(survival: Sequence[float]) -> list[float]:
+    """The same shares, none above the one before it: the drafts at a text's end are shorter, so the measured ones,
+    each over the drafts that reached it, can rise by chance."""
+    return list(accumulate(survival, min))
 
 
 def tokens_per_round(survival: Sequence[float], draft_length: int) -> float:
     """τ at another draft length: 1 + Σ survival, continued beyond what was measured by the fitted p."""
-    known = list(survival[:draft_length])
+    known = _falling(survival[:draft_length])
     p = fit_acceptance(survival) if survival else 0.0
     while len(known) < draft_length:
         known.append((known[-1] if known else 1.0) * p)
@@ -106,7 +113,8 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
     why = (
         f"{opening} With a draft step at {c:.2f} of a target step and {length + 1} tokens verified at "
         f"{width_cost(widths, length + 1):.2f} of one, {length} drafted "
-        f"{'token gives' if length == 1 else 'tokens give'} the most: {speeds[length]:.2f} times the plain speed is expected."
+        f"{'token gives' if length == 1 else 'tokens give'} the most: {speeds[length]:.2f} times the plain speed is "
+        "expected."
     )
     if length > len(survival):
         why += f" Acceptance beyond position {len(survival)} is extrapolated."

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ORIGINAL, COMPRESSED, SPECULATIVE, DRAFT, BASELINE = "#64748b", "#2563eb", "#0d9488", "#a78bfa", "#cbd5e1"
 INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
 _KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
+_ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", "down")
 _WIDTH = 8.6  # inches: on the page 9 points come out as the size of its text
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -133,7 +134,7 @@ def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
     survival = report["speed"]["accepted_by_position"]
     if not survival:
         return None
-    figure, axes = _figure(2.3)
+    figure, axes = _figure(2.5)
     places = list(range(1, len(survival) + 1))
     axes.bar(places, [100 * s for s in survival], width=0.62, color=SPECULATIVE, label="measured")
     p = report["speed"]["per_token_acceptance"]
@@ -142,13 +143,13 @@ def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
         axes.plot(
             places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=f"independent tokens, p = {p:.2f}"
         )
-        axes.legend(loc="upper right")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     if len(places) <= 16:
         for place, share in zip(places, survival, strict=True):
             axes.text(place, 100 * share / 2, f"{100 * share:.0f}", ha="center", va="center", color="white")
         axes.set_xticks(places)
     axes.set_xlim(0.4, len(places) + 0.6)
-    axes.set_ylim(0, max(100 * max(survival) * 1.3, 10))
+    axes.set_ylim(0, max(100 * max(survival) * 1.08, 10))
     axes.grid(axis="y")
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted (%)")
@@ -165,6 +166,7 @@ def layer_errors(report: dict[str, Any]) -> "Figure | None":
         block, kind = split_layer_name(layer["name"], index)
         series.setdefault(kind, []).append((block, 100 * layer["error"]))
     figure, axes = _figure(2.7)
+    series = {kind: series[kind] for kind in sorted(series, key=_place)}
     last = max(block for points in series.values() for block, _ in points)
     shift = min(0.09, 0.7 / max(len(series), 1))
     for number, (kind, points) in enumerate(series.items()):
@@ -189,6 +191,12 @@ def split_layer_name(name: str, index: int) -> tuple[int, str]:
         return index, name.rsplit(".", 1)[-1]
     # A mixture's experts are many: they share a kind ("experts.0.w1" and "experts.1.w1").
     return int(found[1]), re.sub(r"\.\d+\.", ".", found[2]).rsplit(".", 1)[-1]
+
+
+def _place(kind: str) -> tuple[int, str]:
+    """Where a kind stands in a block; unknown kinds come last, by name."""
+    stem = kind.removesuffix("_proj")
+    return (_ORDER.index(stem) if stem in _ORDER else len(_ORDER), kind)
 
 
 def _figure(height: float, columns: int = 1) -> tuple["Figure", Any]:

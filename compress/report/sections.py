@@ -85,7 +85,7 @@ def _size(report: dict[str, Any]) -> Section:
     others: list[Row] = [
         ("bits per quantised weight, scales included", number(size["bits_per_weight"], 3)),
         ("draft on disk", "none" if size["draft_bytes"] is None else f"{size['draft_bytes']:,} B"),
-        ("peak memory of the whole command", megabytes(size["peak_memory_bytes"])),
+        ("peak memory of this process", megabytes(size["peak_memory_bytes"])),
     ]
     tables = [Table(("", "original", "compressed", "ratio"), rows), Table(("", ""), others)]
     return Section("Size", "size", "Bars: megabytes on disk of original, compressed and draft", [], tables)

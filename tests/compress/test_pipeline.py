@@ -133,7 +133,14 @@ def test_every_tensor_is_quantised_or_listed(tiny: Tiny, go: Any, kind: str) -> 
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [("llama", "nf4"), ("gpt2", "nf4"), ("phi3", "int8-dynamic"), ("qwen3", "int4-rtn"), ("mixtral", "int4-rtn")],
+    [
+        ("llama", "nf4"),
+        ("gpt2", "nf4"),
+        ("phi3", "int8-dynamic"),
+        ("qwen3", "int4-rtn"),
+        ("mixtral", "int4-rtn"),
+        ("mixtral", "int8-dynamic"),
+    ],
 )
 def test_transformers_loads_the_artifact(tiny: Tiny, go: Any, kind: str, scheme: str) -> None:
     pytest.importorskip("bitsandbytes" if scheme == "nf4" else "compressed_tensors")
@@ -148,7 +155,7 @@ def test_transformers_loads_the_artifact(tiny: Tiny, go: Any, kind: str, scheme:
         found = AutoModelForCausalLM.from_pretrained(artifact.model, dtype=torch.float32)(tokens).logits
     distance = float((found - expected).norm() / expected.norm())
     # Random weights: the error of nf4 is about 9 % in every layer, and a router may choose other experts.
-    assert 1e-4 < distance < (0.05 if scheme == "int8-dynamic" else 0.5)
+    assert 1e-4 < distance < (0.1 if scheme == "int8-dynamic" else 0.5)
 
 
 def test_rows_that_no_group_divides_stay_and_load(tiny: Tiny, go: Any, tmp_path: Path) -> None:
@@ -202,8 +209,6 @@ def test_head_int8_is_for_heads_of_their_own(tiny: Tiny, go: Any, tmp_path: Path
 def test_what_no_loader_reads_is_refused(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     message = refusal(tmp_path, lambda: go(tiny("gpt2"), "int8-dynamic"))
     assert "Conv1D" in message and "nf4" in message
-    message = refusal(tmp_path, lambda: go(tiny("mixtral"), "int8-dynamic"))
-    assert "experts" in message and "int4" in message
     own = recipe(tmp_path, scheme="int4", ignore=["experts"])
     assert "experts" in refusal(tmp_path, lambda: go(tiny("mixtral"), own))
 
