@@ -89,6 +89,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     sample = make_sample(original, compressed, prompts[0], new_tokens)
     machine = describe_machine(compressed.decoder.device)
     threads, device = torch.get_num_threads(), str(compressed.decoder.device)
+    cache_bytes = (original.decoder.new_cache().bytes_per_token(), compressed.decoder.new_cache().bytes_per_token())
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
     if options.speed:
@@ -99,7 +100,9 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
             if row["why"]:
                 missing[f"speed.baselines.{index}"] = _scrubbed(row["why"], facts)
         progress("baselines", 1, 1)
-    measured_size = size.measure(facts.original, facts.model, facts.draft, facts.layers)
+    measured_size = size.measure(
+        facts.original, facts.model, facts.draft, facts.layers, (cache_bytes[0], cache_bytes[1])
+    )
     for section, figures in (("size", measured_size), ("quality", measured_quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
     missing |= measured_speed.not_measured
