@@ -208,6 +208,7 @@ class Speed(_Strict):
     acceptance_rate_t1_verify: str | None
     per_token_acceptance: float | None
     teacher_forced_agreement: float | None
+    teacher_forced_agreement_t1: float | None
     accepted_by_position: list[float] | None
     tokens_per_round: float | None
     draft_length: int | None

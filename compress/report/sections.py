@@ -177,6 +177,7 @@ def _acceptance(report: dict[str, Any]) -> Section:
         ("acceptance rate α, greedy", number(speed["acceptance_rate"], 3)),
         (f"α at temperature 1 ({speed['acceptance_rate_t1_verify']})", number(speed["acceptance_rate_t1"], 3)),
         ("same most probable token as the draft, teacher-forced", number(speed["teacher_forced_agreement"], 3)),
+        ("chance of acceptance at temperature 1, teacher-forced", number(speed["teacher_forced_agreement_t1"], 3)),
         ("tokens gained a round τ", number(speed["tokens_per_round"], 2)),
         ("drafted a round γ", str(speed["draft_length"])),
         ("cost of a draft step c, in target steps", number(speed["draft_cost_ratio"], 3)),

@@ -29,6 +29,7 @@ TIMING_SECONDS, COST_SECONDS = 45.0, 5.0
 _CONTEXT = 128  # tokens before the timed forwards
 _AGREEMENT_TOKENS = 2048
 _WARM_UP_TOKENS = 6
+_TEACHER_FORCED = ("speed.teacher_forced_agreement", "speed.teacher_forced_agreement_t1")
 _NO_ENERGY = "no energy counter was read"
 NO_SPEED = "speed was not measured (--no-speed)"
 
@@ -121,22 +122,29 @@ def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float | None:
     return 1 - distinct / every if every else None
 
 
-def teacher_forced_agreement(target: "Model", draft: "Model", windows: torch.Tensor) -> float:
-    """Share of the positions of (E, L) windows at which draft and target have the same most probable token."""
-    agreed = seen = 0
-    # A draft may have fewer positions than the target that the windows were cut for.
+def teacher_forced_agreement(target: "Model", draft: "Model", windows: torch.Tensor) -> tuple[float, float]:
+    """How well the draft predicts the target after each token of (E, L) windows of held-out text.
+
+    Returns the share of positions at which both have the same most probable token, and the mean of Σ min(p, q): the
+    chance that Leviathan's rule (2211.17192) accepts a token drawn at temperature 1.
+    """
+    agreed = overlap = 0.0
+    seen = 0
+    # A draft may have fewer positions than the target that the windows were cut for, and fewer logits.
     windows = windows[:, : min(target.decoder.max_positions, draft.decoder.max_positions)]
     for window in windows[: max(1, _AGREEMENT_TOKENS // windows.shape[1])]:
-        choices = []
+        rows = []
         for model in (target, draft):
             cache = model.decoder.new_cache()
             handle = cache.open(len(window))
-            out = model.decoder.forward(window, Rows.chains([(handle, 0, len(window))]), cache)
-            choices.append(out.logits.argmax(dim=-1).cpu())
+            rows.append(model.decoder.forward(window, Rows.chains([(handle, 0, len(window))]), cache).logits.cpu())
             cache.close(handle)
-        agreed += int((choices[0] == choices[1]).sum())
+        agreed += float((rows[0].argmax(dim=-1) == rows[1].argmax(dim=-1)).sum())
+        width = min(row.shape[1] for row in rows)
+        p, q = (torch.softmax(row, dim=-1)[:, :width] for row in rows)
+        overlap += float(torch.minimum(p, q).sum())
         seen += len(window)
-    return agreed / seen
+    return agreed / seen, overlap / seen
 
 
 def groups(plain: Timed, speculative: Timed) -> list[dict[str, Any]]:
@@ -211,9 +219,11 @@ def measure(
     speed["acceptance_rate_t1"] = total([result.metrics for result in hot]).acceptance_rate
     speed["acceptance_rate_t1_verify"] = ways["speculative"].verify
     if draft is None:
-        missing["speed.teacher_forced_agreement"] = "prompt lookup has no prediction at every position"
+        no_prediction = "prompt lookup has no prediction at every position"
+        missing |= dict.fromkeys(_TEACHER_FORCED, no_prediction)
     else:
-        speed["teacher_forced_agreement"] = teacher_forced_agreement(compressed, draft, windows)
+        agreement = teacher_forced_agreement(compressed, draft, windows)
+        speed["teacher_forced_agreement"], speed["teacher_forced_agreement_t1"] = agreement
     compared, mismatches = compare(timed["compressed"].tokens[0], spoken.tokens[0])
     lossless = {
         "class": lossless_class(compressed, ways["speculative"].verify, Sampling()),
@@ -300,6 +310,7 @@ _SPECULATIVE_KEYS = (
     "acceptance_rate_t1_verify",
     "per_token_acceptance",
     "teacher_forced_agreement",
+    "teacher_forced_agreement_t1",
     "accepted_by_position",
     "tokens_per_round",
     "draft_cost_ratio",

@@ -51,6 +51,7 @@ def test_a_perfect_draft(self_drafted: speed.SpeedResult) -> None:
     assert found["acceptance_rate"] == 1.0
     assert found["acceptance_rate_t1"] == 1.0 and found["acceptance_rate_t1_verify"] == "coupled"
     assert found["teacher_forced_agreement"] == 1.0
+    assert found["teacher_forced_agreement_t1"] == pytest.approx(1.0, abs=1e-5)
     assert found["accepted_by_position"] == [1.0, 1.0, 1.0]
     # The first token comes from the prompt; 11 more in rounds of 4, 4 and 3.
     assert found["tokens_per_round"] == pytest.approx(11 / 3)
