@@ -195,6 +195,7 @@ def _check_text(target: Source, settings: ReportOptions, seed: int) -> None:
         calibration=settings.samples,
         evaluation_tokens=settings.eval_tokens,
         seed=seed,
+        separator=target.tokenizer.eos_token_id,
     )
 
 

@@ -58,6 +58,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         calibration=options.samples,
         evaluation_tokens=options.eval_tokens,
         seed=facts.seed,
+        separator=compressed.tokenizer.eos_token_id,
     )
     progress("load", 1, 1)
     missing: dict[str, str] = {}
