@@ -65,41 +65,44 @@ def ordered_sum(x: Tensor) -> Tensor:
     return total
 
 
-def pad_inputs(weight: Tensor) -> Tensor:
-    """(N, K) float32 with K padded by zeros to a multiple of 16, so that every tile starts on a cache line."""
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % 16)).contiguous()
+def lay_out(weight: Tensor) -> Tensor:
+    """(N, K) float32 as (K', N): the layout in which narrow products are twice as fast as in the file's.
+
+    K is padded by zeros to a multiple of 16, so that every tile starts on a cache line.
+    """
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % 16)).t().contiguous()
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (T, K) · weightᵀ for weight (N, K') from `pad_inputs`, float32, T of any size: (T, N).
+    """x (T, K) times weight (K', N) from `lay_out`, float32, T of any size: (T, N).
 
     Always products of exactly `TILE` rows (the last filled up with zeros), or of one row where this machine's library
     lets a row's place in the tile change its bits.
     """
-    rows, wide = x.shape[0], weight.shape[1]
+    rows, (inputs, outputs) = x.shape[0], weight.shape
     if rows == 0:
-        return x.new_empty((0, weight.shape[0]))
-    tile = TILE if tiles_are_fair(weight.shape[0], wide, weight.device) else 1
-    padded = torch.nn.functional.pad(x, (0, wide - x.shape[1], 0, -rows % tile)).contiguous()
-    out = [torch.mm(part, weight.t()) for part in padded.split(tile)]
+        return x.new_empty((0, outputs))
+    tile = TILE if tiles_are_fair(inputs, outputs, weight.device) else 1
+    padded = torch.nn.functional.pad(x, (0, inputs - x.shape[1], 0, -rows % tile)).contiguous()
+    out = [torch.mm(part, weight) for part in padded.split(tile)]
     return (out[0] if len(out) == 1 else torch.cat(out))[:rows]
 
 
 @cache
-def tiles_are_fair(outputs: int, inputs: int, device: torch.device) -> bool:
+def tiles_are_fair(inputs: int, outputs: int, device: torch.device) -> bool:
     """Whether a row gives the same bits at each place of a tile and beside any neighbours, for this shape, here.
 
     Tried once per shape on random rows: an accumulation order that depended on the place would show at once in some of
     the products.
     """
     generator = torch.Generator().manual_seed(outputs * 65_537 + inputs)
-    weight = torch.randn(outputs, inputs, generator=generator).to(device)
+    weight = torch.randn(inputs, outputs, generator=generator).to(device)
     rows = torch.randn(TILE, inputs, generator=generator).to(device)
-    first = torch.mm(rows, weight.t())
+    first = torch.mm(rows, weight)
     for shift in range(1, TILE):
-        turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight.t())
+        turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight)
         if not torch.equal(turned, first.roll(shift, dims=0)):
             return False
     alone = torch.zeros_like(rows)
     alone[0] = rows[0]
-    return torch.equal(torch.mm(alone, weight.t())[0], first[0])
+    return torch.equal(torch.mm(alone, weight)[0], first[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.exact import TILE, exp, ordered_sum, pad_inputs, product, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
 
 # Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
 KEY_BLOCK = 64
@@ -56,10 +56,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class FloatLinear:
-    """y = x Wᵀ + b. `weight` is (N, K) with padded inputs."""
+    """y = x Wᵀ + b. `weight` is (K, N), its inputs padded."""
 
     weight: Tensor
-    inputs: int
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ Linear = FloatLinear | Int8Linear | GroupLinear
 
 def float_linear(weight: Tensor, bias: Tensor | None = None) -> FloatLinear:
     """A float layer from (N, K) of any float dtype."""
-    return FloatLinear(pad_inputs(weight.float()), weight.shape[1], None if bias is None else bias.float())
+    return FloatLinear(lay_out(weight.float()), None if bias is None else bias.float())
 
 
 def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:

@@ -40,7 +40,7 @@ def test_tree_sum(size: int) -> None:
 def test_product_rows_have_the_same_bits_at_every_width(outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(outputs)
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(33, inputs, generator=generator)
-    padded = exact.pad_inputs(weight)
+    padded = exact.lay_out(weight)
     whole = exact.product(x, padded)
     assert torch.allclose(whole.double(), x.double() @ weight.double().t(), atol=1e-3)
     for width in (1, 2, 3, 4, 5, 7, 8, 9, 16):
