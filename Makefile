@@ -10,7 +10,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 
 demo: .venv/installed
 	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
-	$(BIN)/python -m runtime.generate --target runs/nf4/model --prompt "def " --max-new-tokens 64
+	$(BIN)/python -m runtime.generate --target runs/nf4/model --prompt "class Counter:" --max-new-tokens 64 \
+		--temperature 0.7 --seed 1
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -116,6 +116,8 @@ def survey(folder: Path) -> Survey:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # somebody else's file in a library that raises whatever its layers do
         reason = " ".join(str(error).split())[:160]
+        if "Unrecognized configuration class" in reason:
+            reason = f"model_type {config.model_type!r} is another kind of model"
         raise UserError(
             f"{folder.name}/config.json: expected an architecture that transformers knows as a causal language model, "
             f"found one it cannot build ({reason}): use another model"
