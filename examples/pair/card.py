@@ -97,8 +97,7 @@ def _training(work: Path, source: str) -> str:
         kind = {
             "target": "next-token prediction",
             "settle": "next-token prediction under Gaussian noise on the blocks' matrices"
-            f" ({facts['plan'].get('noise')} of each row's RMS), which flattens the minimum: before it, 4-bit rounding"
-            " of the weights cost 1.7 % (nf4) and 2.7 % (int4) of perplexity, after it 0.4 % and 0.7 %",
+            f" ({facts['plan'].get('noise')} of each row's RMS), meant to make it less sensitive to 4-bit rounding",
             "draft": "next-token prediction, before distillation",
             "distill": "distillation from the target: forward KL on its logits, on the corpus and on its own samples",
         }[stage]
