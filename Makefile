@@ -29,7 +29,8 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 
 # torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
-.venv/installed: pyproject.toml constraints.txt
+NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
+.venv/installed: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable ".[hf,bnb,data,dev]"

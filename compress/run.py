@@ -41,7 +41,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = 64,
     draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = 4,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,

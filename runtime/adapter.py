@@ -80,6 +80,7 @@ class Adapter:
     """A Decoder over a transformers model."""
 
     exact = False
+    kernels = "transformers"
 
     def __init__(self, model: Any):
         self.model = model
@@ -88,6 +89,11 @@ class Adapter:
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = getattr(config, "max_position_embeddings", 2048)
         self.device: torch.device = model.device
+
+    @property
+    def threads(self) -> int:
+        """torch's, which transformers uses."""
+        return torch.get_num_threads()
 
     def new_cache(self) -> AdapterCache:
         """An empty cache."""

@@ -1,24 +1,70 @@
 """The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
+from runtime.kv import CacheKind, Quantizer
+
+# Head dimensions are stored in whole vectors of this many floats.
+VECTOR = 16
+
+
+@dataclass(frozen=True)
+class Store:
+    """One request's memory, for all layers; `wide` is head_dim rounded up to 16.
+
+    float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
+    int8     the same, int8.
+    int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
+             values (…, 64, wide / 2) with dimension i beside i + wide / 2.
+    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for float32.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int, int]:
+        """Addresses of the four, and the number of blocks."""
+        return (
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            self.key_scale.data_ptr(),
+            self.value_scale.data_ptr(),
+            self.keys.shape[1],
+        )
 
 
 class ContiguousCache:
-    """Float32 keys and values of any number of requests; one buffer per request, for all layers.
+    """Keys and values of any number of requests; one `Store` per request.
 
-    Layout per request: (layers, 2, blocks, kv_heads, KEY_BLOCK, head_dim). Truncation only moves the length: what lies
-    behind it is never read, because a row sees keys by position alone.
+    Truncation only moves the length: what lies behind it is never read, because a row sees keys by position alone. A
+    quantised cache has no full-precision part: every row reads rounded keys and values, its own included, so rolling
+    back is exact.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device):
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        kind: CacheKind = "float32",
+        key_factor: Tensor | None = None,
+    ):
+        """`key_factor` (layers, kv_heads, head_dim) float32: keys are divided by it before they are rounded."""
         self.layers, self.kv_heads, self.head_dim, self.device = layers, kv_heads, head_dim, device
-        self._store: dict[int, Tensor] = {}
+        self.quantizer = Quantizer(kind, key_factor)
+        self.kind = kind
+        self._store: dict[int, Store] = {}
         self._length: dict[int, int] = {}
 
     def open(self, capacity: int) -> int:
@@ -27,9 +73,21 @@ class ContiguousCache:
             raise UserError(f"a cache needs room for at least 1 token, {capacity} were asked for")
         handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
         blocks = -(-capacity // KEY_BLOCK)
-        shape = (self.layers, 2, blocks, self.kv_heads, KEY_BLOCK, self.head_dim)
+        lead = (self.layers, blocks, self.kv_heads)
+        wide = -(-self.head_dim // VECTOR) * VECTOR
+        dtype, keys, values = {
+            "float32": (torch.float32, (self.head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+            "int8": (torch.int8, (self.head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+            "int4": (torch.uint8, (self.head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
+        }[self.kind]
+        scales = (0,) if self.kind == "float32" else (*lead, KEY_BLOCK)
         try:
-            self._store[handle] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self._store[handle] = Store(
+                torch.zeros((*lead, *keys), dtype=dtype, device=self.device),
+                torch.zeros((*lead, *values), dtype=dtype, device=self.device),
+                torch.zeros(scales, device=self.device),
+                torch.zeros(scales, device=self.device),
+            )
         except (RuntimeError, MemoryError) as error:
             size = capacity * self.bytes_per_token() / 1e9
             raise UserError(f"a cache of {capacity} tokens needs {size:.1f} GB, which this machine refused") from error
@@ -40,13 +98,17 @@ class ContiguousCache:
         """Frees the request's memory."""
         del self._store[request], self._length[request]
 
+    def store(self, request: int) -> Store:
+        """The request's memory, for kernels."""
+        return self._store[request]
+
     def length(self, request: int) -> int:
         """Tokens stored."""
         return self._length[request]
 
     def capacity(self, request: int) -> int:
         """Tokens that fit, whole blocks."""
-        return self._store[request].shape[2] * KEY_BLOCK
+        return self._store[request].keys.shape[1] * KEY_BLOCK
 
     def truncate(self, request: int, length: int) -> None:
         """Drops all but the first `length` tokens."""
@@ -61,10 +123,7 @@ class ContiguousCache:
             raise ValueError(f"slots {list(path)} after {length} are not all among the {held} stored")
         source = torch.tensor([length + step for step in path], dtype=torch.long)
         target = torch.arange(length, length + len(path))
-        store = self._store[request]
-        # Indexing copies before it assigns, so overlapping moves are safe.
-        moved = store[:, :, source // KEY_BLOCK, :, source % KEY_BLOCK]
-        store[:, :, target // KEY_BLOCK, :, target % KEY_BLOCK] = moved
+        self.quantizer.move(self._store[request], source, target)
         self._length[request] = length + len(path)
 
     def reserve(self, request: int, count: int) -> int:
@@ -78,26 +137,29 @@ class ContiguousCache:
     def write(self, layer: int, request: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, kv_heads, head_dim) of consecutive slots from `start`."""
         slots = torch.arange(start, start + keys.shape[0], device=self.device)
-        block, inside = slots // KEY_BLOCK, slots % KEY_BLOCK
-        self._store[request][layer, 0, block, :, inside] = keys
-        self._store[request][layer, 1, block, :, inside] = values
+        self.quantizer.write(self._store[request], layer, slots, keys, values)
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """The blocks that hold the first `tokens` slots: keys and values (blocks, kv_heads, KEY_BLOCK, head_dim)."""
+        """The blocks that hold the first `tokens` slots: float32 keys and values (blocks, kv_heads, 64, head_dim)."""
         blocks = -(-tokens // KEY_BLOCK)
-        return self._store[request][layer, 0, :blocks], self._store[request][layer, 1, :blocks]
+        keys, values = self.quantizer.read(self._store[request], layer, slice(0, blocks))
+        return keys.transpose(-1, -2), values[..., : self.head_dim]
 
     def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the given slots in the given order, as `read` lays them out (the rest of a block zero)."""
         count = len(slots)
         blocks = -(-count // KEY_BLOCK)
         out = []
-        for part in (0, 1):
-            rows = self._store[request][layer, part, slots // KEY_BLOCK, :, slots % KEY_BLOCK]
+        for part in self.read(layer, request, int(slots.max()) + 1):
+            rows = part[slots // KEY_BLOCK, :, slots % KEY_BLOCK]
             padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, blocks * KEY_BLOCK - count))
             out.append(padded.view(blocks, KEY_BLOCK, self.kv_heads, self.head_dim).transpose(1, 2))
         return out[0], out[1]
 
     def bytes_per_token(self) -> int:
-        """Float32 keys and values over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+        """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
+        per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
+        return self.layers * 2 * self.kv_heads * per_head[self.kind]
+
+
+__all__ = ["VECTOR", "CacheKind", "ContiguousCache", "Store"]

@@ -4,17 +4,16 @@ Every intermediate value of a row is a function of that row and of the keys befo
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.blocks import Attention, Block, Linear, Mixture, Mlp
+from runtime.cache import CacheKind, ContiguousCache
 from runtime.family import Architecture
 from runtime.kernels import reference
-from runtime.kernels.dispatch import Joined
+from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.rotary import RotaryTable
@@ -22,44 +21,6 @@ from runtime.rows import Cache, Out, Rows
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
-Linear = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """qkv is one layer (fused on disk or joined at load); q_norm and k_norm are Qwen3's per-head norms."""
-
-    qkv: Joined
-    out: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int | None
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """down(act(gate(x)) · up(x))."""
-
-    gate_up: Joined
-    down: Linear
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Top-k experts by a router."""
-
-    router: Linear
-    experts: tuple[Mlp, ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """One decoder layer."""
-
-    input_norm: Tensor
-    attention: Attention
-    mlp_norm: Tensor
-    mlp: Mlp | Mixture
 
 
 class LlamaDecoder:
@@ -73,7 +34,7 @@ class LlamaDecoder:
         blocks: tuple[Block, ...],
         norm: Tensor,
         head: Linear,
-        exact: bool,
+        kernel: Kernel,
     ):
         self.architecture, self.embedding, self.blocks, self.norm, self.head = (
             architecture,
@@ -83,13 +44,19 @@ class LlamaDecoder:
             head,
         )
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, exact, embedding.device
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
+        self.kernels = kernel.name
         self._rotary = RotaryTable(config, self.device)
 
-    def new_cache(self) -> ContiguousCache:
-        """An empty contiguous cache."""
+    @property
+    def threads(self) -> int:
+        """torch's, which these kernels use."""
+        return torch.get_num_threads()
+
+    def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
+        """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
         a = self.architecture
-        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device)
+        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -158,13 +125,11 @@ class LlamaDecoder:
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
         """Softmax over the router, top k, each row's experts added in order of their number."""
-        experts = self.architecture.experts
-        assert experts is not None
         scores = weights.router(x)
         odds = exp(scores - scores.amax(dim=-1, keepdim=True))
         odds = odds / tree_sum(odds).unsqueeze(-1)
-        share, chosen = odds.topk(experts.per_token, dim=-1)
-        if experts.renormalize:
+        share, chosen = odds.topk(weights.per_token, dim=-1)
+        if weights.renormalize:
             share = share / tree_sum(share).unsqueeze(-1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(weights.experts):

@@ -54,7 +54,7 @@ def main(
         typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most."),
     ] = RuleName.COUPLED,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""

@@ -26,6 +26,20 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """Rows first..first+count of one request, which got the slots from `start`, its length before.
+
+    parents  per row its parent's index among them, −1 for none; None where they are a chain.
+    """
+
+    request: int
+    first: int
+    count: int
+    start: int
+    parents: list[int] | None
+
+
+@dataclass(frozen=True)
 class Layout:
     """Spans, and the tiles that attention runs on.
 
@@ -76,10 +90,13 @@ def plan(rows: Rows, cache: ContiguousCache) -> Layout:
     )
 
 
-def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
-    """Checks all rows before it reserves the first slot: a refused forward leaves the cache as it was."""
+def reserve(rows: Rows, cache: ContiguousCache) -> list[Reserved]:
+    """Takes slots for the rows of each request, having checked all rows first: a refusal leaves the cache as it was.
+
+    Raises ValueError as `plan` says.
+    """
     request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
-    checked: list[tuple[int, int, int, bool]] = []
+    out: list[Reserved] = []
     first = 0
     seen: set[int] = set()
     while first < len(request):
@@ -102,22 +119,26 @@ def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
             chain = chain and above == (row - 1 if row > first else -1)
         if length + end - first > cache.capacity(handle):
             raise ValueError(f"{length} + {end - first} tokens do not fit a cache of {cache.capacity(handle)}")
-        checked.append((handle, first, end, chain))
+        parents = None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
+        out.append(Reserved(handle, first, end - first, length, parents))
         first = end
-    spans = []
-    for handle, first, end, chain in checked:
-        length = cache.length(handle)
-        start = cache.reserve(handle, end - first)
-        paths = None if chain else tuple(_paths(parent[first:end], first, length, start))
-        spans.append(Span(handle, first, end - first, start, paths))
-    return tuple(spans)
+    for part in out:
+        cache.reserve(part.request, part.count)
+    return out
 
 
-def _paths(parents: list[int], first: int, length: int, start: int) -> list[Tensor]:
+def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
+    return tuple(
+        Span(r.request, r.first, r.count, r.start, None if r.parents is None else tuple(_paths(r.parents, r.start)))
+        for r in reserve(rows, cache)
+    )
+
+
+def _paths(parents: list[int], start: int) -> list[Tensor]:
     """Per row: the slots of what came before the forward, then of its ancestors, then its own."""
     out: list[Tensor] = []
     for index, parent in enumerate(parents):
-        before = torch.arange(length) if parent == -1 else out[parent - first]
+        before = torch.arange(start) if parent == -1 else out[parent]
         out.append(torch.cat((before, torch.tensor([start + index]))))
     return out
 

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from runtime.blocks import Attention, Block, Mixture, Mlp
 from runtime.checkpoint import Checkpoint, open_checkpoint
-from runtime.decoder import Attention, Block, LlamaDecoder, Mixture, Mlp
+from runtime.decoder import LlamaDecoder
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.dispatch import Joined, Kernel, Kernels, choose, join, linear
+from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
+from runtime.kernels.native.layers import NativeLinear
+from runtime.native import NativeDecoder
 from runtime.rotary import STATIC_TYPES, rope_type
 from runtime.rows import Decoder
 
@@ -62,14 +65,14 @@ class Model:
 
 
 def load(
-    path: str | Path, device: str = "cpu", threads: int | None = None, kernels: Kernels = "auto", adapter: bool = False
+    path: str | Path, device: str = "cpu", threads: int | None = None, kernels: str = "auto", adapter: bool = False
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
 
     path     a model directory, a run folder, or a hub name.
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
-    threads  torch's threads for the whole process; None leaves them as they are.
-    kernels  "auto", or the name of one set of kernels (kernels.dispatch.available says which run here).
+    threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
+    kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
     adapter  run through transformers even where the decoder knows the architecture.
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
@@ -86,7 +89,7 @@ def load(
         from runtime.adapter import adapt
 
         return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
-    kernel = choose(kernels, device if device != "auto" else where.type)
+    kernel = choose(kernels, device if device != "auto" else where.type, threads)
     return Model(build(checkpoint, architecture, config, kernel, where), checkpoint.path, config)
 
 
@@ -120,7 +123,7 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 def build(
     checkpoint: Checkpoint, architecture: Architecture, config: Any, kernel: Kernel, device: torch.device
-) -> LlamaDecoder:
+) -> Decoder:
     """The decoder of a checkpoint. Raises UserError naming a missing or misshapen tensor."""
     a = architecture
     reader = _Reader(checkpoint, kernel, device)
@@ -129,7 +132,11 @@ def build(
     norm = reader.vector("model.norm.weight", a.hidden)
     head_weight: Weight = embedding if a.tied else reader.weight("lm_head", (a.vocab, a.hidden))
     head = linear(head_weight, reader.bias("lm_head"), kernel)
-    return LlamaDecoder(a, config, embedding, blocks, norm, head, exact=kernel.exact)
+    if isinstance(head, NativeLinear):
+        # The table of a tied model lies in the head's blocks; another is copied, so that no file stays mapped.
+        table = None if a.tied else embedding.clone()
+        return NativeDecoder(a, config, table, blocks, norm, head, kernel)
+    return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel)
 
 
 class _Reader:
@@ -235,6 +242,8 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
                     Mlp(join([g], [None], [size, size], reader.kernel), linear(d, None, reader.kernel))
                     for g, d in zip(gate_up, down, strict=True)
                 ),
+                experts.per_token,
+                experts.renormalize,
             )
         old = f"{base}.experts.0.w1.weight" in reader.names or f"{base}.experts.0.w1.weight_packed" in reader.names
         gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
@@ -248,6 +257,8 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
                 )
                 for p in parts
             ),
+            experts.per_token,
+            experts.renormalize,
         )
     raise UserError(
         f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete"

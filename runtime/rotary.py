@@ -43,10 +43,9 @@ class RotaryTable:
         self._blocks: list[tuple[Tensor, Tensor]] = []
         self._joined: tuple[Tensor, Tensor] | None = None
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of each position, (T, r/2)."""
-        needed = int(positions.max()) // _BLOCK + 1 if len(positions) else 0
-        while len(self._blocks) < needed:
+    def upto(self, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""
+        while len(self._blocks) * _BLOCK <= position:
             start = len(self._blocks) * _BLOCK
             angle = torch.arange(start, start + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
             self._blocks.append(
@@ -55,6 +54,10 @@ class RotaryTable:
             self._joined = None
         if self._joined is None:
             self._joined = torch.cat([c for c, _ in self._blocks]), torch.cat([s for _, s in self._blocks])
-        cos, sin = self._joined
+        return self._joined
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each position, (T, r/2)."""
+        cos, sin = self.upto(int(positions.max()) if len(positions) else 0)
         index = positions.to(self._device)
         return cos[index], sin[index]

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """(n,) int64 on the CPU. For the few numbers of one forward numpy is several times quicker than `torch.tensor`."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,7 @@ class Rows:
             request += [handle] * count
             position += range(start, start + count)
             parent += [-1, *range(base, base + count - 1)][:count]
-        columns = (torch.tensor(column, dtype=torch.long) for column in (request, position, parent))
-        return Rows(*columns)
+        return Rows(integers(request), integers(position), integers(parent))
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,13 @@ class Decoder(Protocol):
     vocab_size: int
     hidden_size: int
     max_positions: int
+    kernels: str  # a name of kernels.available(), or "transformers"
     exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
     device: torch.device
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that a forward uses."""
 
     def new_cache(self) -> Cache:
         """An empty cache that `forward` takes."""

@@ -25,6 +25,7 @@ from runtime.speculate import Speculator
 
 if TYPE_CHECKING:
     from runtime.loading import Model
+    from runtime.rows import Decoder
 
 Progress = Callable[[str, int, int], None]
 PROMPTS = 8
@@ -88,7 +89,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         else speed.not_measured()
     )
     sample = make_sample(original, compressed, prompts[0], new_tokens)
-    machine = describe_machine(compressed.decoder.device)
+    machine = describe_machine(compressed.decoder)
     threads, device = torch.get_num_threads(), str(compressed.decoder.device)
     cache_bytes = (original.decoder.new_cache().bytes_per_token(), compressed.decoder.new_cache().bytes_per_token())
     # The child process holds a copy of the original: ours go first.
@@ -193,13 +194,14 @@ def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], n
     return {"prompt": shown, "original": texts[0], "compressed": texts[1], "new_tokens": new_tokens}
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """CPU model, cores that this process may use, torch's instruction path, device. No host name."""
+def describe_machine(decoder: "Decoder") -> dict[str, Any]:
+    """CPU model, cores that this process may use, the kernels that decode, device. No host name."""
+    device = decoder.device
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _cpu_name(),
         "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
-        "instruction_path": torch.backends.cpu.get_cpu_capability(),
+        "instruction_path": decoder.kernels,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 

@@ -12,7 +12,7 @@ from runtime.rows import Decoder, Rows
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
-_REPEATS, _LEAST_REPEATS = 15, 3
+_REPEATS, _LEAST_REPEATS = 41, 3
 
 
 class HasDecoder(Protocol):
@@ -66,7 +66,7 @@ def measure_costs(
 ) -> StepCosts:
     """Times the target at several widths (γ + 1 among them) and the draft at width 1 after the same `text`.
 
-    Every repeat times each of them once, so that a machine that changes its pace changes all alike. At most 15 repeats;
+    Every repeat times each of them once, so that a machine that changes its pace changes all alike. At most 41 repeats;
     fewer, but at least 3, once `seconds` are spent. Widths that the target has no positions for are left out.
     """
     room = target.decoder.max_positions - len(text)

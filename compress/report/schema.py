@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Machine(_Strict):
-    """Where it ran. `instruction_path` is what torch's CPU kernels use (AVX512, AVX2, DEFAULT, …)."""
+    """Where it ran. `instruction_path` is the compressed model's kernels: a name of runtime.kernels.available()."""
 
     cpu: str
     cores: int

@@ -200,7 +200,7 @@ def measure(
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "repeats": len(timed["original"].metrics),
-        "threads": torch.get_num_threads(),
+        "threads": compressed.decoder.threads,
         "repeated_4gram_share": repeated_share(timed["compressed"].tokens[0]),
         "draft_length": draft_length,
         "drafter": None if reason else ways["speculative"].drafter.name,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats import compressed, int4, int8, nf4
+from runtime.formats import compressed, int4, int8, nf4, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors, take
 
-FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4}
+FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4, "ternary": ternary}
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WHERE = "config.json: quantization_config"
 
@@ -37,14 +37,17 @@ def hf_config(
     ignore        linear modules that were left as they are (the head among them).
     double_quant  and `compute`, the dtype of products: nf4 only.
 
-    Raises ValueError for mixtures that no library reads (nf4 beside int8 or int4).
+    Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
     kinds = {scheme.kind for scheme in layers.values()}
     if kinds == {"nf4"}:
         return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
-    if "nf4" in kinds:
+    if kinds == {"ternary"}:
+        return ternary.hf_config(ignore)
+    if kinds & {"nf4", "ternary"}:
         raise ValueError(
-            "nf4 is bitsandbytes' and int8 and int4 are compressed-tensors': one checkpoint has one library"
+            "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
+            " one library"
         )
     return compressed.hf_config(layers, ignore)
 
@@ -64,10 +67,12 @@ def check_supported(quantization: Any) -> None:
             raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 is read, found {found}")
     elif method == "compressed-tensors":
         compressed.check(quantization)
+    elif method == "bitnet":
+        ternary.check(quantization)
     else:
         raise UserError(
-            f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4, or"
-            " compressed-tensors int8 or int4"
+            f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4,"
+            " compressed-tensors int8 or int4, or bitnet"
         )
 
 
@@ -82,6 +87,8 @@ def read(quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str) 
         packed = nf4.from_tensors(tensors, prefix).plain()
     elif method == "compressed-tensors" and quantization is not None:
         packed = compressed.read(quantization, tensors, prefix)
+    elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):
+        packed = ternary.from_tensors(tensors, prefix, ternary.scale_direction(quantization))
     if packed is not None:
         return packed
     plain = take(tensors, f"{prefix}.weight")

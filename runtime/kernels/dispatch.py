@@ -1,51 +1,69 @@
-"""Which kernel runs a layer, and why. On a CPU: reference.py. On CUDA: torch, and bitsandbytes for nf4 and int8."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: torch, and
+bitsandbytes for nf4 and int8."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
+from runtime.kernels import native
 from runtime.kernels.reference import float_linear, packed_linear
 
-Kernels = Literal["auto", "reference", "bitsandbytes"]
 Weight = PackedWeight | Tensor
-NAMES: tuple[Kernels, ...] = ("auto", "reference", "bitsandbytes")
+NAMES: tuple[str, ...] = ("auto", *native.PATHS, "reference", "bitsandbytes")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One set of kernels: whether it can run here, why or why not, and whether its bits are the same at every width."""
+    """One set of kernels: whether it can run here, why or why not, and whether its bits are the same at every width.
 
-    name: Kernels
+    threads  those of the native kernels; 0 for kernels that use torch's.
+    """
+
+    name: str
     usable: bool
     why: str
     exact: bool
+    threads: int = 0
+
+    @property
+    def native(self) -> bool:
+        """Whether this is one of the C++ paths."""
+        return self.name in native.PATHS
 
 
-def available(device: str = "cpu") -> list[Kernel]:
-    """What could run on a device, the one `auto` takes first."""
+def available(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
+    """What could run on a device; `auto` takes the first that is usable.
+
+    `threads` of the native kernels; None: one per physical core.
+    """
     has_bnb = find_spec("bitsandbytes") is not None
     bnb_why = "installed" if has_bnb else "not installed (pip install 'specpress[bnb]')"
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
-    plain = Kernel("reference", True, "plain torch, width-independent", exact=True)
-    return [bnb, plain] if device.startswith("cuda") and has_bnb else [plain, bnb]
+    plain = Kernel("reference", True, "plain torch, width-independent, slow", exact=True)
+    if device.startswith("cuda"):
+        return [bnb, plain] if has_bnb else [plain, bnb]
+    count = native.default_threads() if threads is None else threads
+    paths = [Kernel(path, *native.usable(path), exact=True, threads=count) for path in native.PATHS]
+    return [*paths, plain, bnb]
 
 
-def choose(kernels: Kernels, device: str) -> Kernel:
+def choose(kernels: str, device: str, threads: int | None = None) -> Kernel:
     """The kernels to use. Raises UserError for unknown or unusable ones."""
-    options = available(device)
+    options = available(device, threads)
     if kernels == "auto":
-        return options[0]
+        return next(option for option in options if option.usable)
     for option in options:
         if option.name == kernels:
             if not option.usable:
                 raise UserError(f"kernels={kernels!r} cannot run here: {option.why}")
             return option
+    if kernels in NAMES:
+        raise UserError(f"kernels={kernels!r} run on a CPU, and the device is {device}")
     raise UserError(f"kernels={kernels!r} is unknown; use one of {', '.join(NAMES)}")
 
 
@@ -64,6 +82,13 @@ class Joined:
 
 def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Tensor], Tensor]:
     """The layer y = x Wᵀ + b on the chosen kernels; `bias` is for float weights (packed ones carry theirs)."""
+    if kernel.native:
+        from runtime.kernels.native.binding import pool
+        from runtime.kernels.native.layers import NativeLinear
+        from runtime.kernels.native.weights import native_weight
+
+        threads = pool(kernel.threads)
+        return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
     if isinstance(weight, Tensor):
         return float_linear(weight, bias)
     if kernel.name == "bitsandbytes" and weight.scheme.kind in ("nf4", "int8"):
@@ -79,6 +104,9 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
     `sizes` are the outputs to split into; a layer fused on disk is one weight with several sizes.
     """
     first = weights[0]
+    if kernel.native:
+        # The native decoder multiplies by all parts in one call, so nothing is copied together here.
+        return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))
     if len(weights) == 1:
         return Joined((linear(first, biases[0], kernel),), tuple(sizes))
     if all(isinstance(w, Tensor) for w in weights):

@@ -42,16 +42,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 over the last dimension by absmax: codes (…, K) int8 in ±127 and scale (…,) with x ≈ codes·scale.
+def quantize_rows(x: Tensor, limit: float = 127.0) -> tuple[Tensor, Tensor]:
+    """Symmetric codes over the last dimension by absmax: codes (…, K) int8 in ±limit, scale (…,), x ≈ codes·scale.
 
     A row of zeros has scale 0.
     """
-    scale = x.abs().amax(dim=-1) / 127.0
+    scale = x.abs().amax(dim=-1) / limit
     inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
     # A subnormal scale has an infinite inverse: such a row is zero for every purpose.
     inverse = torch.where(torch.isinf(inverse), torch.zeros_like(inverse), inverse)
-    return torch.round(x * inverse.unsqueeze(-1)).clamp(-127, 127).to(torch.int8), scale
+    return torch.round(x * inverse.unsqueeze(-1)).clamp(-limit, limit).to(torch.int8), scale
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,13 @@ def float_linear(weight: Tensor, bias: Tensor | None = None) -> FloatLinear:
 
 
 def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
-    """The layer of a packed weight. Codes are unpacked once: simple, at 1 (int8) or 4 (grouped) bytes a weight."""
+    """The layer of a packed weight. Codes are unpacked once: at 1 (int8, ternary) or 4 (grouped) bytes a weight."""
     n, k = weight.shape
     kind, size = weight.scheme.kind, weight.scheme.group_size
-    if kind == "int8" and size == 0 and weight.offset is None and weight.perm is None:
-        return Int8Linear(weight.codes.t().contiguous(), weight.scale[:, 0], weight.bias, weight.input_scale)
+    if kind in ("int8", "ternary") and size == 0 and weight.offset is None and weight.perm is None:
+        # Not `contiguous`: it leaves a single input its old strides, by which the product would read wrong codes.
+        codes = weight.codes.t().flatten().view(k, n)
+        return Int8Linear(codes, weight.scale[:, 0], weight.bias, weight.input_scale)
     size = size or k
     codes = INT8_LEVELS.to(weight.codes.device)[weight.codes.long()] if kind == "nf4" else weight.codes
     scale = weight.scale / 127.0 if kind == "nf4" else weight.scale

@@ -386,7 +386,7 @@ def _compressed(**changes: Any) -> dict[str, Any]:
         (_link_out, "model.safetensors is a link that leaves the directory"),
         (_quantized({"quant_method": "gptq", "bits": 4}), "quant_method 'gptq' is not read yet"),
         (_quantized({"quant_method": "awq"}), "'awq' is not read yet"),
-        (_quantized({"quant_method": "bitnet"}), "'bitnet' is not read yet"),
+        (_quantized({"quant_method": "quanto"}), "'quanto' is not read yet"),
         (_quantized({"load_in_8bit": True}), "8-bit weights"),
         (_quantized({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}), "'fp4'"),
         (_quantized(_compressed(format="float-quantized")), "'float-quantized' is not read yet"),

@@ -1,0 +1,49 @@
+"""The parts of a decoder as data: what both compositions of them (decoder.py, native.py) are made from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.kernels.dispatch import Joined
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """qkv is one layer (fused on disk or joined at load); q_norm and k_norm are Qwen3's per-head norms."""
+
+    qkv: Joined
+    out: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(act(gate(x)) · up(x))."""
+
+    gate_up: Joined
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Top-k experts by a router."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+    per_token: int
+    renormalize: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer."""
+
+    input_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp | Mixture

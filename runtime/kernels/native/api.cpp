@@ -1,0 +1,145 @@
+// What Python calls, by ctypes. Shapes and dtypes were checked there; nothing here owns what it is given.
+#include <chrono>
+#include <cstring>
+#include <memory>
+
+#include "decoder.h"
+#include "pack.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace portable { extern const specpress::Path path; }
+#ifdef SPECPRESS_AVX2
+namespace avx2 { extern const specpress::Path path; }
+#endif
+#ifdef SPECPRESS_AVXVNNI
+namespace avxvnni { extern const specpress::Path path; }
+#endif
+#ifdef SPECPRESS_AVX512
+namespace avx512 { extern const specpress::Path path; }
+#endif
+
+using namespace specpress;
+
+#if defined(_WIN32)
+#define SPECPRESS_API extern "C" __declspec(dllexport)
+#else
+#define SPECPRESS_API extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace {
+
+// Fastest first; binding.py has the same order.
+enum PathNumber { AVX512 = 0, AVXVNNI = 1, AVX2 = 2, PORTABLE = 3 };
+
+const Path* path_of(int64_t number) {
+    switch (number) {
+#ifdef SPECPRESS_AVX512
+        case AVX512: return &avx512::path;
+#endif
+#ifdef SPECPRESS_AVXVNNI
+        case AVXVNNI: return &avxvnni::path;
+#endif
+#ifdef SPECPRESS_AVX2
+        case AVX2: return &avx2::path;
+#endif
+        case PORTABLE: return &portable::path;
+        default: return nullptr;
+    }
+}
+
+bool machine_has(int64_t number) {
+#if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
+    __builtin_cpu_init();
+    const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    switch (number) {
+        case AVX512:
+            return two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+        case AVXVNNI: return two && __builtin_cpu_supports("avxvnni");
+        case AVX2: return two;
+        default: return number == PORTABLE;
+    }
+#else
+    return number == PORTABLE;
+#endif
+}
+
+}  // namespace
+
+// Bit 0: compiled in; bit 1: this machine has the instructions.
+SPECPRESS_API int64_t specpress_path(int64_t number) { return (path_of(number) ? 1 : 0) | (machine_has(number) ? 2 : 0); }
+
+// Sizes of the structs that Python mirrors, so that a stale library is noticed and not run.
+SPECPRESS_API void specpress_sizes(int64_t* sizes) {
+    sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
+    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads);
+}
+
+SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
+SPECPRESS_API void specpress_pool_free(Pool* pool) { delete pool; }
+
+SPECPRESS_API int64_t specpress_packed_bytes(const Weights* w) { return packed_bytes(*w); }
+SPECPRESS_API void specpress_pack(Pool* pool, const Weights* w, const void* rows, uint8_t* codes, int32_t* sums) {
+    pack(*pool, *w, rows, codes, sums);
+}
+
+SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, Pool* pool) { return new Decoder(*model, *path_of(path), *pool); }
+SPECPRESS_API void specpress_decoder_free(Decoder* decoder) { delete decoder; }
+SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const float* cos, const float* sin, const int64_t* at,
+                                     int64_t count, float* hidden, float* logits) {
+    decoder->forward(*batch, cos, sin, at, count, hidden, logits);
+}
+SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {
+    decoder->project(*p, x, rows, y);
+}
+
+// Single operations, for whoever composes them in another order, and for the tests.
+SPECPRESS_API void specpress_norm(int64_t path, const float* x, const float* weight, int64_t rows, int64_t size, float eps, float offset, float* out) {
+    std::vector<float> scratch(static_cast<size_t>(2 * size + 1));
+    for (int64_t i = 0; i < rows; i++) path_of(path)->norm(x + i * size, weight, size, eps, offset, out + i * size, scratch.data());
+}
+SPECPRESS_API void specpress_gated(int64_t path, const float* gate, const float* up, int64_t count, int64_t gelu, float* out) {
+    path_of(path)->gated(gate, up, count, gelu != 0, out);
+}
+SPECPRESS_API void specpress_rotate(int64_t path, float* x, int64_t rows, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
+    for (int64_t i = 0; i < rows; i++) path_of(path)->rotate(x + i * heads * dim, heads, dim, half, cos + i * half, sin + i * half);
+}
+SPECPRESS_API void specpress_remember(int64_t path, const Heads* heads, int64_t layer, const Store* store, int64_t rows, const int64_t* slots,
+                                      const float* keys, const float* values) {
+    const int64_t size = heads->kv_heads * heads->dim;
+    for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * size);
+}
+SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads, int64_t layer, int64_t window, float scaling, const Batch* batch,
+                                    const float* queries, float* out) {
+    const Path& p = *path_of(path);
+    const int64_t size = p.attention_scratch(*heads);
+    std::vector<float> scratch(static_cast<size_t>(size * pool->threads()));
+    std::vector<AttentionUnit> units;
+    units_of(*heads, p, *batch, units);
+    const AttentionCall call = {*heads, layer, window, scaling, batch, queries, heads->heads * heads->dim, out};
+    attend_all(p, *pool, call, units, [&](int thread) { return scratch.data() + thread * size; });
+}
+
+// Bytes per second at which the pool's threads read `size` bytes, once over. The sum keeps the reads from being dropped.
+SPECPRESS_API double specpress_read(Pool* pool, const uint8_t* data, int64_t size, uint64_t* sum) {
+    std::atomic<uint64_t> total{0};
+    const auto since = std::chrono::steady_clock::now();
+    pool->run(size / 4096, size / 4096 / (pool->threads() * 16) + 1, [&](int, int64_t begin, int64_t end) {
+        uint64_t lanes[8] = {};
+        for (const uint8_t* p = data + begin * 4096; p < data + end * 4096; p += 64) {
+            __builtin_prefetch(p + 4096);
+            uint64_t v[8];
+            std::memcpy(v, p, 64);
+            for (int i = 0; i < 8; i++) lanes[i] += v[i];
+        }
+        uint64_t own = 0;
+        for (uint64_t lane : lanes) own += lane;
+        total += own;
+    });
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
+    *sum = total;
+    return static_cast<double>(size / 4096 * 4096) / seconds;
+}

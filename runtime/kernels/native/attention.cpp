@@ -1,0 +1,376 @@
+// Softmax attention of a few query rows over one key head, straight from the cache.
+//
+// Keys lie in blocks of 64 by slot, dimension by dimension, so that sixteen scores are sums over the dimensions, first to
+// last. Everything that adds over keys goes in the order of their logical position: within a fixed split of 512 positions
+// one key after the other under the split's own maximum, then split after split (Milakov and Gimelshein's online softmax,
+// 1805.02867; the fixed split is FlashDecoding's). So a row's bits depend neither on its neighbours nor on its slots.
+// Prefill, decoding, verification and trees are this one function.
+#include "kernels.h"
+#include "vec.h"
+
+namespace SPECPRESS_PATH {
+
+using namespace specpress;
+
+constexpr int64_t QUERIES = 8;  // query rows of a unit
+constexpr int64_t BLOCKS = SPLIT / KEYS;
+
+static int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
+
+// Floats of scratch: scaled queries, weights of a split, a split's sums, all sums, and a split's keys and values.
+int64_t attention_scratch(const Heads& h) {
+    return QUERIES * (padded(h.dim) * 3 + SPLIT) + SPLIT * (h.dim + padded(h.dim)) + 4 * LANES;
+}
+
+int64_t tile_rows() { return QUERIES; }
+
+// ------------------------------------------------------------------------------------------------------ the cache
+struct Place {
+    int64_t block, inside;
+};
+static Place place(const Heads& h, int64_t blocks, int64_t layer, int64_t head, int64_t slot) {
+    return {((layer * blocks + slot / KEYS) * h.kv_heads + head), slot % KEYS};
+}
+
+static int8_t nibble(const uint8_t* p, bool high) { return static_cast<int8_t>((high ? *p >> 4 : *p & 15) - 8); }
+static void set_nibble(uint8_t* p, bool high, int32_t code) {
+    const uint8_t raw = static_cast<uint8_t>(code + 8);
+    *p = high ? static_cast<uint8_t>((*p & 0x0f) | raw << 4) : static_cast<uint8_t>((*p & 0xf0) | raw);
+}
+
+// Symmetric codes of one row within ±limit; the scale is absmax / limit (0 for zeros).
+static float round_row(const float* x, int64_t dim, float limit, int32_t* codes) {
+    float most = 0.0f;
+    for (int64_t i = 0; i < dim; i++) most = std::fabs(x[i]) > most || x[i] != x[i] ? std::fabs(x[i]) : most;
+    const float scale = most / limit;
+    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    if (std::isinf(inverse)) inverse = 0.0f;
+    for (int64_t i = 0; i < dim; i++) {
+        const float v = std::nearbyint(x[i] * inverse);
+        codes[i] = v != v ? 0 : static_cast<int32_t>(v < -limit ? -limit : v > limit ? limit : v);
+    }
+    return scale;
+}
+
+// Stores one row's keys and values, all heads, at a slot.
+void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
+    const int64_t dim = h.dim, wide = padded(dim);
+    for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += dim) {
+        const Place at = place(h, s.blocks, layer, head, slot);
+        if (h.cache_kind == CACHE_F32) {
+            float* k = static_cast<float*>(s.keys) + at.block * dim * KEYS + at.inside;
+            for (int64_t d = 0; d < dim; d++) k[d * KEYS] = key[d];
+            std::memcpy(static_cast<float*>(s.values) + (at.block * KEYS + at.inside) * wide, value, static_cast<size_t>(dim) * 4);
+            continue;
+        }
+        const bool four_bits = h.cache_kind == CACHE_INT4;
+        const float limit = four_bits ? 7.0f : 127.0f;
+        float scaled[1024];
+        int32_t codes[1024];
+        const float* factor = h.key_factor ? h.key_factor + (layer * h.kv_heads + head) * dim : nullptr;
+        for (int64_t d = 0; d < dim; d++) scaled[d] = factor ? key[d] / factor[d] : key[d];
+        s.key_scale[at.block * KEYS + at.inside] = round_row(scaled, dim, limit, codes);
+        uint8_t* k = static_cast<uint8_t*>(s.keys);
+        if (four_bits) {
+            k += at.block * dim * (KEYS / 2) + at.inside % (KEYS / 2);
+            for (int64_t d = 0; d < dim; d++) set_nibble(k + d * (KEYS / 2), at.inside >= KEYS / 2, codes[d]);
+        } else {
+            k += at.block * dim * KEYS + at.inside;
+            for (int64_t d = 0; d < dim; d++) k[d * KEYS] = static_cast<uint8_t>(codes[d]);
+        }
+        s.value_scale[at.block * KEYS + at.inside] = round_row(value, dim, limit, codes);
+        uint8_t* v = static_cast<uint8_t*>(s.values);
+        if (four_bits) {
+            v += (at.block * KEYS + at.inside) * (wide / 2);
+            for (int64_t d = 0; d < dim; d++) set_nibble(v + d % (wide / 2), d >= wide / 2, codes[d]);
+        } else {
+            v += (at.block * KEYS + at.inside) * wide;
+            for (int64_t d = 0; d < dim; d++) v[d] = static_cast<uint8_t>(codes[d]);
+        }
+    }
+}
+
+// One key and value of the cache as floats: out keys with a stride of KEYS, out values adjacent.
+static void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, float* key, float* value) {
+    const Heads& h = c.heads;
+    const int64_t dim = h.dim, wide = padded(dim);
+    const Place at = place(h, s.blocks, c.layer, head, slot);
+    for (int64_t d = dim; d < wide; d++) value[d] = 0.0f;
+    if (h.cache_kind == CACHE_F32) {
+        const float* k = static_cast<const float*>(s.keys) + at.block * dim * KEYS + at.inside;
+        for (int64_t d = 0; d < dim; d++) key[d * KEYS] = k[d * KEYS];
+        std::memcpy(value, static_cast<const float*>(s.values) + (at.block * KEYS + at.inside) * wide, static_cast<size_t>(dim) * 4);
+        return;
+    }
+    const float ks = s.key_scale[at.block * KEYS + at.inside], vs = s.value_scale[at.block * KEYS + at.inside];
+    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
+    const auto* k = static_cast<const uint8_t*>(s.keys);
+    const auto* v = static_cast<const uint8_t*>(s.values);
+    for (int64_t d = 0; d < dim; d++) {
+        int8_t code, other;
+        if (h.cache_kind == CACHE_INT4) {
+            code = nibble(k + (at.block * dim + d) * (KEYS / 2) + at.inside % (KEYS / 2), at.inside >= KEYS / 2);
+            other = nibble(v + (at.block * KEYS + at.inside) * (wide / 2) + d % (wide / 2), d >= wide / 2);
+        } else {
+            code = static_cast<int8_t>(k[(at.block * dim + d) * KEYS + at.inside]);
+            other = static_cast<int8_t>(v[(at.block * KEYS + at.inside) * wide + d]);
+        }
+        const float x = static_cast<float>(code) * ks;
+        key[d * KEYS] = factor ? x * factor[d] : x;
+        value[d] = static_cast<float>(other) * vs;
+    }
+}
+
+static inline F16 low_nibbles(const uint8_t* p) {
+    int8_t codes[LANES];
+    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] & 15) - 8);
+    return load_bytes(codes);
+}
+static inline F16 high_nibbles(const uint8_t* p) {
+    int8_t codes[LANES];
+    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] >> 4) - 8);
+    return load_bytes(codes);
+}
+
+// A whole quantised block as floats: the operations of `recall`, sixteen at a time.
+static void widen(const AttentionCall& c, const Store& s, int64_t head, int64_t block, float* keys, float* values) {
+    const Heads& h = c.heads;
+    const int64_t dim = h.dim, wide = padded(dim);
+    const int64_t at = place(h, s.blocks, c.layer, head, block * KEYS).block;
+    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
+    const bool four_bits = h.cache_kind == CACHE_INT4;
+    const auto* k = static_cast<const uint8_t*>(s.keys) + at * dim * (four_bits ? KEYS / 2 : KEYS);
+    const auto* v = static_cast<const uint8_t*>(s.values) + at * KEYS * (four_bits ? wide / 2 : wide);
+    F16 scale[KEYS / LANES];
+    for (int64_t j = 0; j < KEYS / LANES; j++) scale[j] = load(s.key_scale + at * KEYS + j * LANES);
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t j = 0; j < KEYS / LANES; j++) {
+            F16 code = !four_bits            ? load_bytes(reinterpret_cast<const int8_t*>(k) + d * KEYS + j * LANES)
+                       : j < KEYS / LANES / 2 ? low_nibbles(k + d * (KEYS / 2) + j * LANES)
+                                              : high_nibbles(k + d * (KEYS / 2) + (j - KEYS / LANES / 2) * LANES);
+            F16 x = mul(code, scale[j]);
+            store(keys + d * KEYS + j * LANES, factor ? mul(x, set(factor[d])) : x);
+        }
+    for (int64_t j = 0; j < KEYS; j++) {
+        const F16 by = set(s.value_scale[at * KEYS + j]);
+        float* out = values + j * wide;
+        if (!four_bits) {
+            for (int64_t d = 0; d < wide; d += LANES)
+                store(out + d, mul(load_bytes(reinterpret_cast<const int8_t*>(v) + j * wide + d), by));
+        } else {
+            for (int64_t d = 0; d < wide; d++) {
+                const uint8_t raw = v[j * (wide / 2) + d % (wide / 2)];
+                out[d] = static_cast<float>((d >= wide / 2 ? raw >> 4 : raw & 15) - 8) * s.value_scale[at * KEYS + j];
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- the products
+// Scores of M queries against V · 16 keys.
+template <int M, int V>
+static inline void score(const float* q, int64_t dim, int64_t wide, const float* keys, float* scores) {
+    F16 acc[M][V];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[m][v] = zero();
+    for (int64_t d = 0; d < dim; d++) {
+        F16 k[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) k[v] = load(keys + d * KEYS + v * LANES);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const F16 x = set(q[m * wide + d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) acc[m][v] = fma(x, k[v], acc[m][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store(scores + m * SPLIT + v * LANES, acc[m][v]);
+}
+
+// Σ_j weight_j · value_j over `count` keys, V · 16 dimensions from `from`.
+template <int M, int V>
+static inline void mix(const float* weights, const float* const* values, int64_t count, int64_t wide, int64_t from, float* out) {
+    F16 acc[M][V];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[m][v] = zero();
+    for (int64_t begin = 0; begin < count; begin += KEYS) {
+        const float* p = values[begin / KEYS] + from;
+        const int64_t end = count - begin < KEYS ? count - begin : KEYS;
+        for (int64_t j = 0; j < end; j++) {
+            F16 x[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) x[v] = load(p + j * wide + v * LANES);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                const F16 w = set(weights[m * SPLIT + begin + j]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) acc[m][v] = fma(w, x[v], acc[m][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store(out + m * wide + from + v * LANES, acc[m][v]);
+}
+
+template <int M>
+static void score_rows(const float* q, int64_t dim, int64_t wide, const float* const* keys, int64_t count, float* scores) {
+    constexpr int V = M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
+    for (int64_t begin = 0; begin < count; begin += KEYS)
+        for (int64_t j = 0; j < KEYS; j += V * LANES) score<M, V>(q, dim, wide, keys[begin / KEYS] + j, scores + begin + j);
+}
+
+template <int M>
+static void mix_rows(const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
+    constexpr int V = M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
+    int64_t from = 0;
+    for (; from + V * LANES <= wide; from += V * LANES) mix<M, V>(weights, values, count, wide, from, out);
+    for (; from < wide; from += LANES) mix<M, 1>(weights, values, count, wide, from, out);
+}
+
+template <int M = MAX_ROWS>
+static void score_any(int64_t rows, const float* q, int64_t dim, int64_t wide, const float* const* keys, int64_t count, float* scores) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            score_rows<M>(q, dim, wide, keys, count, scores);
+        else
+            score_any<M - 1>(rows, q, dim, wide, keys, count, scores);
+    }
+}
+template <int M = MAX_ROWS>
+static void mix_any(int64_t rows, const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            mix_rows<M>(weights, values, count, wide, out);
+        else
+            mix_any<M - 1>(rows, weights, values, count, wide, out);
+    }
+}
+
+// Scores of one row to weights e^(s − max) in place, keys outside first..last to 0. Returns the maximum and the sum.
+static float soften(float* scores, int64_t count, int64_t first, int64_t last, float* sum) {
+    for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
+    for (int64_t j = last + 1; j < count; j++) scores[j] = -INFINITY;
+    F16 most = set(-INFINITY);
+    for (int64_t j = 0; j < count; j += LANES) most = max(most, load(scores + j));
+    const float highest = lane_max(most);
+    const F16 by = set(highest);
+    F16 total = zero();
+    for (int64_t j = 0; j < count; j += LANES) {
+        const F16 e = exp(sub(load(scores + j), by));
+        store(scores + j, e);
+        total = add(total, e);
+    }
+    *sum = lane_sum(total);
+    return highest;
+}
+
+static float exp_one(float x) {
+    float lanes[LANES];
+    store(lanes, exp(set(x)));
+    return lanes[0];
+}
+
+void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
+    const Heads& h = c.heads;
+    const Batch& b = *c.batch;
+    const int64_t dim = h.dim, wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
+    const Store& s = b.stores[b.request[u.row]];
+    float* q = scratch;                              // [QUERIES][wide]
+    float* part = q + QUERIES * wide;                // [QUERIES][wide]
+    float* whole = part + QUERIES * wide;            // [QUERIES][wide]
+    float* weights = whole + QUERIES * wide;         // [QUERIES][SPLIT]
+    float* own_keys = weights + QUERIES * SPLIT;     // [BLOCKS][dim][KEYS]
+    float* own_values = own_keys + SPLIT * dim;      // [SPLIT][wide]
+    float highest[QUERIES], sum[QUERIES];
+    int64_t lowest_first = INT64_MAX, highest_last = -1;
+    for (int64_t m = 0; m < count; m++) {
+        const int64_t row = u.row + m / per_row, head = u.head_from + m % per_row;
+        const float* from = c.queries + row * c.stride + head * dim;
+        for (int64_t d = 0; d < dim; d++) q[m * wide + d] = from[d] * c.scaling;
+        for (int64_t d = 0; d < wide; d++) whole[m * wide + d] = 0.0f;
+        highest[m] = -INFINITY, sum[m] = 0.0f;
+        const int64_t last = b.position[row], first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        lowest_first = first < lowest_first ? first : lowest_first;
+        highest_last = last > highest_last ? last : highest_last;
+    }
+    const int64_t tail_at = b.tail_at[u.row], tail_from = b.tail_from[u.row];
+    for (int64_t split = lowest_first / SPLIT; split <= highest_last / SPLIT; split++) {
+        const int64_t base = split * SPLIT;
+        const int64_t keys_here = highest_last - base + 1 < SPLIT ? highest_last - base + 1 : SPLIT;
+        const int64_t used = (keys_here + KEYS - 1) / KEYS;
+        const float *keys[BLOCKS], *values[BLOCKS];
+        const int64_t first_block = lowest_first > base ? (lowest_first - base) / KEYS : 0;
+        for (int64_t block = 0; block < used; block++) {
+            const int64_t from = base + block * KEYS;
+            float* k = own_keys + block * dim * KEYS;
+            float* v = own_values + block * KEYS * wide;
+            keys[block] = k, values[block] = v;
+            if (block < first_block) {
+                // Before every row's window: weights are 0, but the memory must hold numbers.
+                std::memset(k, 0, static_cast<size_t>(dim * KEYS) * 4);
+                std::memset(v, 0, static_cast<size_t>(wide * KEYS) * 4);
+            } else if (tail_at >= 0 && from + KEYS > tail_from) {
+                const int64_t* slots = b.tail + tail_at - tail_from;
+                for (int64_t j = 0; j < KEYS; j++) {
+                    const int64_t position = from + j;
+                    const int64_t slot = position > highest_last ? 0 : position < tail_from ? position : slots[position];
+                    recall(c, s, u.kv_head, slot, k + j, v + j * wide);
+                }
+            } else if (h.cache_kind == CACHE_F32) {
+                const int64_t at = place(h, s.blocks, c.layer, u.kv_head, from).block;
+                keys[block] = static_cast<const float*>(s.keys) + at * dim * KEYS;
+                values[block] = static_cast<const float*>(s.values) + at * KEYS * wide;
+            } else {
+                widen(c, s, u.kv_head, from / KEYS, k, v);
+            }
+        }
+        const int64_t scored = used * KEYS;
+        for (int64_t m = 0; m < count; m += MAX_ROWS) {
+            const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
+            score_any(rows, q + m * wide, dim, wide, keys, scored, weights + m * SPLIT);
+        }
+        float split_highest[QUERIES], split_sum[QUERIES];
+        for (int64_t m = 0; m < count; m++) {
+            const int64_t last = b.position[u.row + m / per_row] - base;
+            const int64_t first = c.window && last + base >= c.window ? last - c.window + 1 : 0;
+            split_highest[m] = soften(weights + m * SPLIT, scored, first < 0 ? 0 : first < scored ? first : scored,
+                                      last < scored ? last : scored - 1, split_sum + m);
+        }
+        for (int64_t m = 0; m < count; m += MAX_ROWS) {
+            const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
+            mix_any(rows, weights + m * SPLIT, values, keys_here, wide, part + m * wide);
+        }
+        for (int64_t m = 0; m < count; m++) {
+            const int64_t last = b.position[u.row + m / per_row];
+            const int64_t first = c.window && last >= c.window ? last - c.window + 1 : 0;
+            if (last < base || first >= base + SPLIT) continue;  // this row sees nothing of the split
+            float* into = whole + m * wide;
+            const float* from = part + m * wide;
+            if (sum[m] == 0.0f && highest[m] == -INFINITY) {
+                std::memcpy(into, from, static_cast<size_t>(wide) * 4);
+                highest[m] = split_highest[m], sum[m] = split_sum[m];
+                continue;
+            }
+            const float top = highest[m] > split_highest[m] ? highest[m] : split_highest[m];
+            const float old = exp_one(highest[m] - top), add_by = exp_one(split_highest[m] - top);
+            for (int64_t d = 0; d < wide; d++) into[d] = into[d] * old + from[d] * add_by;
+            sum[m] = sum[m] * old + split_sum[m] * add_by;
+            highest[m] = top;
+        }
+    }
+    for (int64_t m = 0; m < count; m++) {
+        float* to = c.out + (u.row + m / per_row) * h.heads * dim + (u.head_from + m % per_row) * dim;
+        for (int64_t d = 0; d < dim; d++) to[d] = whole[m * wide + d] / sum[m];
+    }
+}
+
+}  // namespace SPECPRESS_PATH

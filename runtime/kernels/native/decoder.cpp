@@ -1,0 +1,326 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace specpress {
+
+namespace {
+
+bool is_float(const Weights& w) { return w.kind == F32 || w.kind == BF16; }
+
+bool same_want(const Weights& a, const Weights& b) {
+    return is_float(a) == is_float(b) && a.inputs == b.inputs && a.group == b.group && a.group_inputs == b.group_inputs &&
+           a.perm == b.perm && a.input_scale == b.input_scale && (a.kind == INT8) == (b.kind == INT8);
+}
+
+int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
+
+int64_t bytes_per_block(const Weights& w) {
+    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 ? 8 : w.kind == TERNARY ? 2 : 4;
+    return w.groups * w.group * BLOCK * bits / 8;
+}
+
+int64_t power_of_two(int64_t size) {
+    int64_t width = 1;
+    while (width < size) width *= 2;
+    return width;
+}
+
+template <class T>
+void grow(std::vector<T>& v, int64_t size) {
+    if (static_cast<int64_t>(v.size()) < size) v.resize(static_cast<size_t>(size));
+}
+
+int64_t outputs_of(const Projection& p) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < p.parts; i++) n += p.weights[i]->outputs;
+    return n;
+}
+
+float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+    uint32_t raw;
+    if (exponent == 31) {
+        raw = sign | 0x7f800000u | fraction << 13;
+    } else if (exponent) {
+        raw = sign | (exponent + 112) << 23 | fraction << 13;
+    } else {
+        const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2^-24
+        std::memcpy(&raw, &magnitude, 4);
+        raw |= sign;
+    }
+    float out;
+    std::memcpy(&out, &raw, 4);
+    return out;
+}
+
+}  // namespace
+
+void unpack_row(const Weights& w, int64_t n, float* out);
+
+Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(model), path_(path), pool_(pool) {
+    // Per thread: a row twice over (a norm's result, and its order changed) and a norm's halving, or attention's blocks.
+    auto widen = [&](const Projection& p) {
+        for (int64_t i = 0; i < p.parts; i++) widest_ = std::max(widest_, p.weights[i]->inputs);
+    };
+    auto widen_one = [&](const Weights* w) {
+        if (w) widest_ = std::max(widest_, w->inputs);
+    };
+    for (int64_t i = 0; i < model.layers; i++) {
+        const Layer& layer = model.layer[i];
+        widen(layer.qkv), widen_one(layer.out), widen(layer.gate_up), widen_one(layer.down);
+        if (layer.mixture)
+            for (int64_t e = 0; e < layer.mixture->experts; e++) widen(layer.mixture->gate_up[e]), widen_one(layer.mixture->down[e]);
+    }
+    widen_one(model.head);
+    widest_ = std::max(widest_, model.hidden);
+    scratch_size_ = 2 * widest_ + power_of_two(std::max(widest_, model.heads.dim)) + 64;
+    if (model.layers) scratch_size_ = std::max(scratch_size_, path.attention_scratch(model.heads) + 64);
+    scratch_.resize(static_cast<size_t>(scratch_size_ * pool.threads()));
+}
+
+// f(thread, row) for each row; alone where the work (in floats) is not worth waking the others.
+template <class F>
+void Decoder::rows_of(int64_t rows, int64_t work, F&& f) {
+    const int64_t piece = rows * work < 16384 ? rows : std::max<int64_t>(1, std::min<int64_t>(rows / (4 * pool_.threads()), 16));
+    pool_.run(rows, piece, [&](int thread, int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) f(thread, row);
+    });
+}
+
+// Rounds rows to what the parts want. row_of(thread, row) gives a row's values and may use the thread's scratch, of which
+// the first `widest_` floats are for the order of inputs.
+template <class F>
+void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
+    int64_t wants = 0;
+    grow(want_of_, p.parts);
+    if (static_cast<int64_t>(wants_.size()) < p.parts) wants_.resize(static_cast<size_t>(p.parts));
+    for (int64_t i = 0; i < p.parts; i++) {
+        const Weights& w = *p.weights[i];
+        int64_t found = 0;
+        while (found < wants && !same_want(*wants_[found].of, w)) found++;
+        want_of_[i] = found;
+        if (found < wants) continue;
+        Want& want = wants_[wants++];
+        want.of = &w;
+        // A stride that is no power of two: rows of a tile must not fall on the same lines of the cache.
+        want.stride = (w.groups * w.group + 63) / 64 * 64 + 64;
+        if (is_float(w)) {
+            want.stride = (w.group + 15) / 16 * 16 + 16;
+            grow(want.values, rows * want.stride);
+        } else {
+            grow(want.codes, rows * want.stride);
+            grow(want.step, rows * w.groups);
+            grow(want.sums, rows * w.groups);
+        }
+    }
+    rows_of(rows, p.weights[0]->inputs, [&](int thread, int64_t row) {
+        const float* values = row_of(thread, row);
+        for (int64_t i = 0; i < wants; i++) {
+            Want& want = wants_[i];
+            const Weights& w = *want.of;
+            if (is_float(w)) {
+                float* to = want.values.data() + row * want.stride;
+                std::memcpy(to, values, static_cast<size_t>(w.inputs) * 4);
+                for (int64_t k = w.inputs; k < w.group; k++) to[k] = 0.0f;
+            } else {
+                path_.quantize(w, values, want.codes.data() + row * want.stride, want.step.data() + row * w.groups,
+                               want.sums.data() + row * w.groups, scratch(thread));
+            }
+        }
+    });
+}
+
+// The products of the prepared rows, all parts in one go.
+void Decoder::multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add) {
+    int64_t total = 0, widest = 1;
+    for (int64_t i = 0; i < p.parts; i++) {
+        total += blocks_of(*p.weights[i]);
+        widest = std::max(widest, bytes_per_block(*p.weights[i]));
+    }
+    // A few pieces a thread, so that one slow core does not hold up the rest; with many rows few enough blocks that they
+    // stay in a core's cache from one tile of rows to the next.
+    int64_t piece = std::max<int64_t>(1, total / (8 * pool_.threads()));
+    if (rows > path_.tile_rows()) piece = std::max<int64_t>(1, std::min<int64_t>(piece, (256 << 10) / widest));
+    pool_.run(total, piece, [&](int, int64_t begin, int64_t end) {
+        int64_t base = 0, column = 0;
+        for (int64_t i = 0; i < p.parts; i++) {
+            const Weights& w = *p.weights[i];
+            const int64_t blocks = blocks_of(w), first = std::max<int64_t>(begin - base, 0), last = std::min(end - base, blocks);
+            if (first < last) {
+                const Want& want = wants_[want_of_[i]];
+                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.codes.data(), want.step.data(), want.sums.data()};
+                path_.linear[w.kind](w, in, first, last, y + column, stride, add);
+            }
+            base += blocks, column += w.outputs;
+        }
+    });
+}
+
+void Decoder::project(const Projection& p, const float* x, int64_t rows, float* y) {
+    std::lock_guard<std::mutex> lock(one_);
+    const int64_t inputs = p.weights[0]->inputs;
+    prepare(p, rows, [&](int, int64_t row) { return x + row * inputs; });
+    multiply(p, rows, y, outputs_of(p), false);
+}
+
+void Decoder::embed(const Batch& batch) {
+    const int64_t hidden = model_.hidden;
+    rows_of(batch.rows, hidden, [&](int, int64_t row) {
+        float* out = x_.data() + row * hidden;
+        const int64_t token = batch.tokens[row];
+        if (!model_.embedding) {
+            unpack_row(*model_.head, token, out);
+        } else if (model_.embedding_type == SCALE_F32) {
+            std::memcpy(out, static_cast<const float*>(model_.embedding) + token * hidden, static_cast<size_t>(hidden) * 4);
+        } else {
+            const uint16_t* from = static_cast<const uint16_t*>(model_.embedding) + token * hidden;
+            for (int64_t i = 0; i < hidden; i++) {
+                if (model_.embedding_type == SCALE_F16) {
+                    out[i] = half_to_float(from[i]);
+                } else {
+                    const uint32_t raw = static_cast<uint32_t>(from[i]) << 16;
+                    std::memcpy(out + i, &raw, 4);
+                }
+            }
+        }
+        if (model_.embedding_scale != 1.0f)
+            for (int64_t i = 0; i < hidden; i++) out[i] = out[i] * model_.embedding_scale;
+    });
+}
+
+void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<AttentionUnit>& units) {
+    const int64_t per_head = h.heads / h.kv_heads, limit = path.tile_rows();
+    units.clear();
+    for (int64_t row = 0; row < batch.rows;) {
+        int64_t rows = 1;
+        while (batch.tail_at[row] < 0 && row + rows < batch.rows && (rows + 1) * per_head <= limit &&
+               batch.request[row + rows] == batch.request[row] && batch.tail_at[row + rows] < 0)
+            rows++;
+        for (int64_t head = 0; head < h.kv_heads; head++)
+            for (int64_t from = 0; from < per_head; from += limit)
+                units.push_back({row, rows, head, head * per_head + from, head * per_head + std::min(per_head, from + limit)});
+        row += rows;
+    }
+}
+
+void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin) {
+    const Heads& h = model_.heads;
+    const int64_t rows = batch.rows, half = h.rotated / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
+    rows_of(rows, stride, [&](int thread, int64_t row) {
+        float* q = qkv_.data() + row * stride;
+        float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
+        if (layer.query_norm) {
+            for (int64_t i = 0; i < h.heads; i++) path_.norm(q + i * h.dim, layer.query_norm, h.dim, model_.norm_eps, 0.0f, q + i * h.dim, scratch(thread));
+            for (int64_t i = 0; i < h.kv_heads; i++) path_.norm(k + i * h.dim, layer.key_norm, h.dim, model_.norm_eps, 0.0f, k + i * h.dim, scratch(thread));
+        }
+        path_.rotate(q, h.heads + h.kv_heads, h.dim, half, cos + batch.position[row] * half, sin + batch.position[row] * half);
+        path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
+    });
+    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data()};
+    attend_all(path_, pool_, call, units_, [&](int thread) { return scratch(thread); });
+}
+
+void Decoder::mlp(const Layer& layer, int64_t rows) {
+    const int64_t hidden = model_.hidden, wide = layer.down->inputs;
+    prepare(layer.gate_up, rows, [&](int thread, int64_t row) {
+        float* out = scratch(thread) + widest_;
+        path_.norm(x_.data() + row * hidden, layer.mlp_norm, hidden, model_.norm_eps, model_.norm_offset, out, out + widest_);
+        return static_cast<const float*>(out);
+    });
+    multiply(layer.gate_up, rows, gate_up_.data(), 2 * wide, false);
+    const Projection down = {1, &layer.down};
+    prepare(down, rows, [&](int thread, int64_t row) {
+        float* out = scratch(thread) + widest_;
+        const float* gate = gate_up_.data() + row * 2 * wide;
+        path_.gated(gate, gate + wide, wide, model_.gelu, out);
+        return static_cast<const float*>(out);
+    });
+    multiply(down, rows, x_.data(), hidden, true);
+}
+
+// Top-k experts by a softmax over the router; each row's experts are added in the order of their number.
+void Decoder::mix(const Layer& layer, int64_t rows) {
+    const Mixture& m = *layer.mixture;
+    const int64_t hidden = model_.hidden, experts = m.experts;
+    rows_of(rows, hidden, [&](int thread, int64_t row) {
+        path_.norm(x_.data() + row * hidden, layer.mlp_norm, hidden, model_.norm_eps, model_.norm_offset,
+                   normed_.data() + row * hidden, scratch(thread));
+    });
+    const Projection router = {1, &m.router};
+    prepare(router, rows, [&](int, int64_t row) { return static_cast<const float*>(normed_.data() + row * hidden); });
+    grow(share_, rows * experts);
+    multiply(router, rows, share_.data(), experts, false);
+    grow(chosen_, rows * m.chosen);
+    path_.choose(share_.data(), rows, experts, m.chosen, m.renormalize, chosen_.data());
+    std::fill(sum_.begin(), sum_.begin() + rows * hidden, 0.0f);
+    std::vector<int64_t> members;
+    for (int64_t e = 0; e < experts; e++) {
+        members.clear();
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < m.chosen; i++)
+                if (chosen_[row * m.chosen + i] == e) members.push_back(row);
+        if (members.empty()) continue;
+        const int64_t count = static_cast<int64_t>(members.size()), wide = m.down[e]->inputs;
+        prepare(m.gate_up[e], count, [&](int, int64_t i) { return static_cast<const float*>(normed_.data() + members[i] * hidden); });
+        multiply(m.gate_up[e], count, gate_up_.data(), 2 * wide, false);
+        const Projection down = {1, &m.down[e]};
+        prepare(down, count, [&](int thread, int64_t i) {
+            float* out = scratch(thread) + widest_;
+            const float* gate = gate_up_.data() + i * 2 * wide;
+            path_.gated(gate, gate + wide, wide, model_.gelu, out);
+            return static_cast<const float*>(out);
+        });
+        multiply(down, count, expert_.data(), hidden, false);
+        for (int64_t i = 0; i < count; i++) {
+            float* to = sum_.data() + members[i] * hidden;
+            const float share = share_[members[i] * experts + e];
+            for (int64_t d = 0; d < hidden; d++) to[d] = to[d] + expert_[i * hidden + d] * share;
+        }
+    }
+    for (int64_t i = 0; i < rows * hidden; i++) x_[i] = x_[i] + sum_[i];
+}
+
+void Decoder::forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
+    std::lock_guard<std::mutex> lock(one_);
+    const Heads& h = model_.heads;
+    const int64_t rows = batch.rows, hidden = model_.hidden;
+    grow(x_, rows * hidden);
+    grow(qkv_, rows * (h.heads + 2 * h.kv_heads) * h.dim);
+    grow(mixed_, rows * h.heads * h.dim);
+    grow(gate_up_, rows * 2 * model_.intermediate);
+    for (int64_t i = 0; i < model_.layers; i++)
+        if (model_.layer[i].mixture) {
+            grow(normed_, rows * hidden), grow(expert_, rows * hidden), grow(sum_, rows * hidden);
+            break;
+        }
+    embed(batch);
+    units_of(h, path_, batch, units_);
+    for (int64_t i = 0; i < model_.layers; i++) {
+        const Layer& layer = model_.layer[i];
+        prepare(layer.qkv, rows, [&](int thread, int64_t row) {
+            float* out = scratch(thread) + widest_;
+            path_.norm(x_.data() + row * hidden, layer.input_norm, hidden, model_.norm_eps, model_.norm_offset, out, out + widest_);
+            return static_cast<const float*>(out);
+        });
+        multiply(layer.qkv, rows, qkv_.data(), (h.heads + 2 * h.kv_heads) * h.dim, false);
+        attend(layer, i, batch, cos, sin);
+        const Projection out = {1, &layer.out};
+        prepare(out, rows, [&](int, int64_t row) { return static_cast<const float*>(mixed_.data() + row * h.heads * h.dim); });
+        multiply(out, rows, x_.data(), hidden, true);
+        if (layer.mixture)
+            mix(layer, rows);
+        else
+            mlp(layer, rows);
+    }
+    if (!count) return;
+    rows_of(count, hidden, [&](int thread, int64_t i) {
+        path_.norm(x_.data() + at[i] * hidden, model_.norm, hidden, model_.norm_eps, model_.norm_offset, hidden_out + i * hidden, scratch(thread));
+    });
+    const Projection head = {1, &model_.head};
+    prepare(head, count, [&](int, int64_t i) { return static_cast<const float*>(hidden_out + i * hidden); });
+    multiply(head, count, logits, model_.vocabulary, false);
+}
+
+}  // namespace specpress

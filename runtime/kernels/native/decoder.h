@@ -1,0 +1,110 @@
+// The decoder of the Llama family on packed weights: one call is one forward of any rows.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace specpress {
+
+// Layers of one input, side by side in the output.
+struct Projection {
+    int64_t parts;
+    const Weights* const* weights;
+};
+
+struct Mixture {
+    int64_t experts, chosen;
+    int64_t renormalize;
+    const Weights* router;
+    const Projection* gate_up;        // [experts]
+    const Weights* const* down;       // [experts]
+};
+
+struct Layer {
+    const float* input_norm;
+    const float* mlp_norm;
+    const float* query_norm;  // per head, or null
+    const float* key_norm;
+    Projection qkv;
+    const Weights* out;
+    int64_t window;
+    Projection gate_up;       // unused with a mixture
+    const Weights* down;
+    const Mixture* mixture;   // or null
+};
+
+struct Model {
+    Heads heads;
+    int64_t layers, hidden, intermediate, vocabulary;
+    int64_t gelu;             // gelu_tanh, else silu
+    float norm_eps, norm_offset, embedding_scale, attention_scaling;
+    const Layer* layer;
+    const float* norm;
+    const Weights* head;
+    const void* embedding;    // [vocabulary][hidden], or null: the rows of the head
+    int64_t embedding_type;   // SCALE_F32, SCALE_BF16, SCALE_F16
+};
+
+// How one forward's attention is cut up: rows of one request share a unit where there are few query heads to a key head.
+void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<AttentionUnit>& units);
+
+// All rows of a batch against their keys; `scratch` gives a thread's floats (Path::attention_scratch of them).
+template <class Scratch>
+void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const std::vector<AttentionUnit>& units, Scratch&& scratch) {
+    const int64_t count = static_cast<int64_t>(units.size()), pieces = count / (4 * pool.threads());
+    pool.run(count, pieces < 1 ? 1 : pieces > 8 ? 8 : pieces, [&](int thread, int64_t begin, int64_t end) {
+        for (int64_t u = begin; u < end; u++) path.attend(call, units[u], scratch(thread));
+    });
+}
+
+class Decoder {
+   public:
+    Decoder(const Model& model, const Path& path, Pool& pool);
+
+    // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count).
+    void forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden, float* logits);
+
+    // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
+    void project(const Projection& p, const float* x, int64_t rows, float* y);
+
+   private:
+    // Inputs as one of the parts of a projection wants them; parts with equal wants share.
+    struct Want {
+        const Weights* of;
+        std::vector<float> values;
+        std::vector<int8_t> codes;
+        std::vector<float> step;
+        std::vector<int32_t> sums;
+        int64_t stride;
+    };
+    using RowSource = const float* (*)(Decoder&, int thread, int64_t row, const void* context);
+
+    template <class F>
+    void rows_of(int64_t rows, int64_t work, F&& f);
+    template <class F>
+    void prepare(const Projection& p, int64_t rows, F&& row_of);
+    void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
+    void embed(const Batch& batch);
+    void attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin);
+    void mlp(const Layer& layer, int64_t rows);
+    void mix(const Layer& layer, int64_t rows);
+    float* scratch(int thread) { return scratch_.data() + thread * scratch_size_; }
+
+    Model model_;
+    const Path& path_;
+    Pool& pool_;
+    std::mutex one_;
+    int64_t scratch_size_ = 0, widest_ = 0;
+    std::vector<float> scratch_;
+    std::vector<Want> wants_;
+    std::vector<int64_t> want_of_;
+    std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, gathered_, expert_, sum_, share_;
+    std::vector<int64_t> chosen_;
+    std::vector<AttentionUnit> units_;
+};
+
+}  // namespace specpress

@@ -1,0 +1,111 @@
+// What passes between the decoder, the kernels of each instruction path, and Python (structs.py mirrors it).
+#pragma once
+
+#include <cstdint>
+
+namespace specpress {
+
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, KINDS = 6 };
+enum ScaleType : int64_t { SCALE_F32 = 0, SCALE_BF16 = 1, SCALE_F16 = 2 };
+
+constexpr int64_t BLOCK = 32;  // outputs of one small product
+
+// A linear layer, laid out in blocks of 32 outputs (pack.cpp). 64 bytes hold 16 outputs times 1 (f32), 2 (bf16),
+// 4 (int8), 8 (int4, nf4) or 16 (ternary) inputs; two such vectors stand side by side.
+struct Weights {
+    int64_t kind;
+    int64_t outputs, inputs;
+    int64_t group;         // inputs that share a scale, padded to whole vectors; float kinds: all of them
+    int64_t group_inputs;  // the same, not padded
+    int64_t groups;
+    int64_t zero;          // what a stored code of 0 stands for, negated: int4 8 or 0
+    int64_t scale_type;
+    const uint8_t* codes;
+    const void* scale;     // [blocks][groups][32]
+    const float* offset;   // [blocks][groups][32] or null
+    const int32_t* sums;   // int8: −128 Σ codes, [blocks][groups][32]
+    const float* bias;     // [outputs padded to 32] or null
+    const int32_t* perm;   // [inputs] or null: codes[:, j] belongs to input perm[j]
+    const float* input_scale;  // static activations, or null
+};
+
+// Inputs as a layer wants them. Two layers with equal keys can share them.
+struct Inputs {
+    int64_t rows, stride, groups;
+    const float* values;  // float kinds: [rows][stride]
+    const int8_t* codes;  // others: [rows][stride]
+    const float* step;    // [rows][groups]
+    const int32_t* sums;  // [rows][groups]
+};
+
+// Keys and values of one request. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
+// padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
+// i + dim/2), with one scale per key and head, [layers][blocks][heads][64].
+struct Store {
+    void* keys;
+    void* values;
+    float* key_scale;
+    float* value_scale;
+    int64_t blocks;
+};
+enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2 };
+
+struct Heads {
+    int64_t heads, kv_heads, dim;
+    int64_t rotated;      // dimensions that rotate, even
+    int64_t cache_kind;
+    const float* key_factor;  // [layers][kv_heads][dim]: keys are divided by it before they are quantised; null: 1
+};
+
+// One forward's rows. A row sees keys first..position of its request (first by the window).
+struct Batch {
+    int64_t rows;
+    const int64_t* tokens;
+    const int64_t* request;   // index into stores
+    const int64_t* position;
+    const int64_t* slot;      // where its key goes
+    const int64_t* tail_from;   // position from which `tail` says the slots; before it slot = position
+    const int64_t* tail_at;     // index of its tail in `tail`, -1: none (a chain)
+    const int64_t* tail;
+    const Store* stores;
+};
+
+struct AttentionCall {
+    Heads heads;
+    int64_t layer;
+    int64_t window;   // 0: none
+    float scaling;
+    const Batch* batch;
+    const float* queries;  // [rows][stride], rotated
+    int64_t stride;
+    float* out;            // [rows][heads * dim]
+};
+
+// A piece of attention: rows first..first+count of one request and one key head; heads of the queries from..to.
+struct AttentionUnit {
+    int64_t row, rows, kv_head, head_from, head_to;
+};
+
+constexpr int64_t KEYS = 64;     // keys of a cache block
+constexpr int64_t SPLIT = 512;   // positions whose weights share a maximum: a fixed split, by logical position
+
+// What a path offers.
+struct Path {
+    // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
+    void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
+    // One row of inputs as layer w wants them. `values` has w.inputs floats; scratch as many.
+    void (*quantize)(const Weights& w, const float* values, int8_t* codes, float* step, int32_t* sums, float* scratch);
+    // out = x / rms(x) · (weight + offset); scratch: the next power of two above `size` floats.
+    void (*norm)(const float* x, const float* weight, int64_t size, float eps, float offset, float* out, float* scratch);
+    void (*gated)(const float* gate, const float* up, int64_t size, bool gelu, float* out);
+    void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
+    void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
+    void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* scratch);
+    // Router scores to shares, in place (0 for experts that are not chosen), and the chosen experts of each row.
+    void (*choose)(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which);
+    int64_t (*attention_scratch)(const Heads& h);  // floats
+    int64_t (*tile_rows)();
+    bool unsigned_dot;
+};
+
+}  // namespace specpress

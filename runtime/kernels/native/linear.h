@@ -1,0 +1,157 @@
+// The products of the integer schemes: exact 32-bit sums per group, scaled and added first group to last.
+//
+//   y[n] = Σ_g (float(Σ_{k in g} q·x) · scale[n, g] (− float(Σ x) · offset[n, g])) · step[g]   (+ bias[n])
+//
+// One small product is up to MAX_ROWS rows by 32 outputs. A row's operations are the same whichever rows share it, so
+// its bits are too. A scheme says how 64 bytes become weights (`part`), how many inputs two such vectors hold (STEP),
+// and how an accumulator starts (`start`): the dot instruction wants one unsigned operand, and what was added to make it
+// so is taken off beforehand, in exact integers.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace SPECPRESS_PATH {
+
+using specpress::BLOCK;
+using specpress::Inputs;
+using specpress::Weights;
+
+// How far ahead of the products the codes are fetched, in bytes: a few hundred nanoseconds of one core's share of the
+// memory's bandwidth.
+constexpr int64_t AHEAD = 4096;
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+inline F16 load_scale(const Weights& w, int64_t index) {
+    if (w.scale_type == specpress::SCALE_F32) return load(static_cast<const float*>(w.scale) + index);
+    const uint16_t* half = static_cast<const uint16_t*>(w.scale) + index;
+    return w.scale_type == specpress::SCALE_BF16 ? load_bf16(half) : load_f16(half);
+}
+
+// Adds the bias, and what is there already if `add` says so, and stores the outputs that exist.
+template <int M>
+inline void finish(const Weights& w, int64_t block, const float* tile, float* y, int64_t stride, bool add_to) {
+    int64_t first = block * BLOCK, count = w.outputs - first < BLOCK ? w.outputs - first : BLOCK;
+    for (int m = 0; m < M; m++) {
+        float* row = y + m * stride + first;
+        const float* from = tile + m * BLOCK;
+        if (count == BLOCK) {
+            for (int h = 0; h < 2; h++) {
+                F16 v = load(from + h * LANES);
+                if (w.bias) v = add(v, load(w.bias + first + h * LANES));
+                if (add_to) v = add(load(row + h * LANES), v);
+                store(row + h * LANES, v);
+            }
+        } else {
+            for (int64_t i = 0; i < count; i++) {
+                float v = w.bias ? from[i] + w.bias[first + i] : from[i];
+                row[i] = add_to ? row[i] + v : v;
+            }
+        }
+    }
+}
+
+template <class Scheme, int M>
+inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+    constexpr int STEP = Scheme::STEP;
+    const int64_t groups = w.groups, size = w.group;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const int8_t* x = in.codes + row * in.stride;
+    const float* step = in.step + row * groups;
+    const int32_t* sums = in.sums + row * groups;
+    const Scheme scheme(w);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (block * groups + g) * BLOCK;
+        I16 acc[M][2];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            acc[m][0] = scheme.start(w, at, sums[m * groups + g]);
+            acc[m][1] = scheme.start(w, at + LANES, sums[m * groups + g]);
+        }
+        for (int64_t k = 0; k < size; k += STEP, codes += 128) {
+            prefetch(codes + AHEAD);
+            prefetch(codes + AHEAD + 64);
+            const B64 left = load64(codes), right = load64(codes + 64);
+            scheme.template each<M>(left, right, x + k, in.stride, acc);
+        }
+        x += size;
+        const F16 scale[2] = {load_scale(w, at), load_scale(w, at + LANES)};
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const F16 by = set(step[m * groups + g]);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                F16 term = mul(to_float(acc[m][h]), scale[h]);
+                if (w.offset) {
+                    F16 sum = set(static_cast<float>(sums[m * groups + g]));
+                    term = sub(term, mul(sum, load(w.offset + at + h * LANES)));
+                }
+                term = mul(term, by);
+                float* y = tile + m * BLOCK + h * LANES;
+                store(y, g == 0 ? term : add(load(y), term));
+            }
+        }
+    }
+}
+
+template <class Scheme, int M>
+void tile_of_rows(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* y, int64_t stride, bool add_to) {
+    alignas(64) float tile[M * BLOCK];
+    Scheme::template product<M>(w, in, row, block, tile);
+    finish<M>(w, block, tile, y + row * stride, stride, add_to);
+}
+
+template <class Scheme, int M = MAX_ROWS>
+inline void last_rows(const Weights& w, const Inputs& in, int64_t row, int64_t rows, int64_t block, float* y, int64_t stride,
+                      bool add_to) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            tile_of_rows<Scheme, M>(w, in, row, block, y, stride, add_to);
+        else
+            last_rows<Scheme, M - 1>(w, in, row, rows, block, y, stride, add_to);
+    }
+}
+
+// Blocks first..last of one layer. The rows of a tile pass over a few blocks before the next tile: both stay in cache.
+template <class Scheme>
+void linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+    for (int64_t row = 0; row < in.rows; row += MAX_ROWS) {
+        int64_t rows = in.rows - row < MAX_ROWS ? in.rows - row : MAX_ROWS;
+        for (int64_t block = first; block < last; block++) last_rows<Scheme>(w, in, row, rows, block, y, stride, add_to);
+    }
+}
+
+// What the integer schemes share. Derived: STEP, start(w, at, sum of x), part<I>(raw), dot(acc, weights, x).
+template <class Scheme, int INPUTS>
+struct IntegerScheme {
+    static constexpr int STEP = INPUTS;
+    explicit IntegerScheme(const Weights&) {}
+
+    template <int M>
+    inline void each(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[M][2]) const {
+        parts<M, 0>(left, right, x, stride, acc);
+    }
+    template <int M, int I>
+    inline void parts(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[M][2]) const {
+        if constexpr (I < INPUTS / 4) {
+            const auto& self = static_cast<const Scheme&>(*this);
+            const B64 a = self.template part<I>(left), b = self.template part<I>(right);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                const X4 v = four(x + m * stride + 4 * I);
+                acc[m][0] = self.dot(acc[m][0], a, v);
+                acc[m][1] = self.dot(acc[m][1], b, v);
+            }
+            parts<M, I + 1>(left, right, x, stride, acc);
+        }
+    }
+    template <int M>
+    static inline void product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+        small_product<Scheme, M>(w, in, row, block, tile);
+    }
+};
+
+}  // namespace SPECPRESS_PATH

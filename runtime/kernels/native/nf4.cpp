@@ -1,0 +1,35 @@
+// nf4: nibbles are indices of sixteen levels, rounded to int8 (level · 127), looked up by a byte shuffle. Layout as int4.
+#include "linear.h"
+
+namespace SPECPRESS_PATH {
+
+// bitsandbytes' table (formats/nf4.py) times 127, rounded to the nearest integer.
+constexpr int8_t LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+
+struct Nf4 : IntegerScheme<Nf4, 8> {
+    B64 levels;
+    explicit Nf4(const Weights& w) : IntegerScheme(w) {
+        uint8_t sixteen[16];
+        for (int i = 0; i < 16; i++) sixteen[i] = static_cast<uint8_t>(LEVELS[i] + (UNSIGNED_DOT ? 128 : 0));
+        levels = table(sixteen);
+    }
+    // With an unsigned operand the levels carry 128, which adds 128 Σ x.
+    I16 start(const Weights&, int64_t, int32_t sum) const { return seti(UNSIGNED_DOT ? -128 * sum : 0); }
+    template <int I>
+    B64 part(B64 raw) const {
+        return look_up(levels, field<4 * I>(raw, 15));
+    }
+    I16 dot(I16 acc, B64 w, X4 x) const {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+        return dot_weights_unsigned(acc, w, x);
+#else
+        return dot_signed(acc, w, x);
+#endif
+    }
+};
+
+void linear_nf4(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+    linear<Nf4>(w, in, first, last, y, stride, add_to);
+}
+
+}  // namespace SPECPRESS_PATH

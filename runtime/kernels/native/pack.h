@@ -1,0 +1,18 @@
+#pragma once
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace specpress {
+
+// Bytes of a layer's codes in blocks.
+int64_t packed_bytes(const Weights& w);
+
+// Lays out rows of codes [outputs][inputs] (int8 codes; float bits for f32 and bf16) in w's blocks, at `codes`; for int8
+// `sums` gets −128 Σ codes per block, group and output.
+void pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums);
+
+// One input row of a float layer's transpose: the `inputs` weights of output n, as floats (a tied embedding).
+void unpack_row(const Weights& w, int64_t n, float* out);
+
+}  // namespace specpress

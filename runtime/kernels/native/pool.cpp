@@ -1,0 +1,105 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace specpress {
+
+namespace {
+
+// Long enough to bridge what Python does between two forwards, short enough to cost nothing in an idle program.
+constexpr std::chrono::microseconds PATIENCE(200);
+
+std::atomic<int> forks{0};
+
+void count_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    (void)registered;
+#endif
+}
+
+void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), born_(forks.load()) {
+    count_forks();
+    for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
+}
+
+Pool::~Pool() {
+    if (forked()) {
+        for (auto& worker : workers_) worker.detach();  // they exist in the parent only
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(sleep_);
+        stop_ = true;
+        turn_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+}
+
+bool Pool::forked() const { return forks.load(std::memory_order_relaxed) != born_; }
+
+void Pool::take(int thread) {
+    for (;;) {
+        const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
+        if (begin >= count_) return;
+        call_(context_, thread, begin, begin + piece_ < count_ ? begin + piece_ : count_);
+    }
+}
+
+void Pool::share(int64_t count, int64_t piece, Call call, void* context) {
+    std::lock_guard<std::mutex> one(callers_);
+    call_ = call, context_ = context, count_ = count, piece_ = piece;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(threads_ - 1, std::memory_order_relaxed);
+    turn_.fetch_add(1);
+    if (asleep_.load() > 0) {
+        { std::lock_guard<std::mutex> lock(sleep_); }
+        wake_.notify_all();
+    }
+    take(0);
+    for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; spins++) {
+        pause();
+        // The machine may have taken the worker off its core: let it have this one.
+        if (spins > 20000) std::this_thread::yield();
+    }
+}
+
+void Pool::work(int thread) {
+    uint32_t seen = 0;
+    for (;;) {
+        const auto since = std::chrono::steady_clock::now();
+        for (int spins = 0; turn_.load(std::memory_order_acquire) == seen; spins++) {
+            pause();
+            if (spins % 64 == 63 && std::chrono::steady_clock::now() - since > PATIENCE) {
+                std::unique_lock<std::mutex> lock(sleep_);
+                asleep_.fetch_add(1);
+                wake_.wait(lock, [&] { return turn_.load() != seen; });
+                asleep_.fetch_sub(1);
+            }
+        }
+        seen = turn_.load(std::memory_order_acquire);
+        if (stop_) return;
+        take(thread);
+        busy_.fetch_sub(1, std::memory_order_release);
+    }
+}
+
+}  // namespace specpress

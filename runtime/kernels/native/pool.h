@@ -1,0 +1,59 @@
+// One set of threads for the kernels. The caller is one of them; the others spin briefly between calls, then sleep.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace specpress {
+
+class Pool {
+   public:
+    explicit Pool(int threads);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int threads() const { return threads_; }
+
+    // f(thread, begin, end) over 0..count in pieces of `piece`, each taken by whichever thread is free. What f computes must
+    // not depend on the cut. One caller at a time; in a forked child the caller works alone.
+    template <class F>
+    void run(int64_t count, int64_t piece, F&& f) {
+        if (count <= 0) return;
+        if (piece < 1) piece = 1;
+        if (threads_ == 1 || count <= piece || forked()) {
+            f(0, static_cast<int64_t>(0), count);
+            return;
+        }
+        auto call = [](void* context, int thread, int64_t begin, int64_t end) { (*static_cast<F*>(context))(thread, begin, end); };
+        share(count, piece, call, &f);
+    }
+
+   private:
+    using Call = void (*)(void*, int, int64_t, int64_t);
+    void share(int64_t count, int64_t piece, Call call, void* context);
+    void work(int thread);
+    void take(int thread);
+    bool forked() const;
+
+    const int threads_;
+    const int born_;
+    std::vector<std::thread> workers_;
+    std::mutex callers_;
+    Call call_ = nullptr;
+    void* context_ = nullptr;
+    int64_t count_ = 0, piece_ = 1;
+    bool stop_ = false;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint32_t> turn_{0};
+    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<int> asleep_{0};
+    std::mutex sleep_;
+    std::condition_variable wake_;
+};
+
+}  // namespace specpress

@@ -1,0 +1,199 @@
+// What happens to single rows between the products: norm, activation, rotation, and rounding to what a layer takes.
+// Each operation is kernels/reference.py's, in its order.
+#include "kernels.h"
+#include "vec.h"
+
+namespace SPECPRESS_PATH {
+
+using specpress::Weights;
+
+// Σ x², halving as exact.tree_sum does: pad to a power of two, add the upper half to the lower, repeat.
+static float tree_sum_of_squares(const float* x, int64_t size, float* scratch) {
+    int64_t width = 1;
+    while (width < size) width *= 2;
+    for (int64_t i = 0; i < size; i++) scratch[i] = x[i] * x[i];
+    for (int64_t i = size; i < width; i++) scratch[i] = 0.0f;
+    while (width > 1) {
+        width /= 2;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) store(scratch + i, add(load(scratch + i), load(scratch + i + width)));
+        for (; i < width; i++) scratch[i] = scratch[i] + scratch[i + width];
+    }
+    return scratch[0];
+}
+
+void norm(const float* x, const float* weight, int64_t size, float eps, float offset, float* out, float* scratch) {
+    const float mean = tree_sum_of_squares(x, size, scratch) / static_cast<float>(size);
+    const float inverse = 1.0f / std::sqrt(mean + eps);
+    if (offset != 0.0f) {
+        for (int64_t i = 0; i < size; i++) out[i] = (x[i] * inverse) * (weight[i] + offset);
+    } else {
+        for (int64_t i = 0; i < size; i++) out[i] = (x[i] * inverse) * weight[i];
+    }
+}
+
+static F16 silu(F16 x) { return mul(x, div(set(1.0f), add(set(1.0f), exp(sub(zero(), x))))); }
+
+static F16 gelu_tanh(F16 x) {
+    F16 cube = mul(mul(x, x), x);
+    F16 u = mul(set(0.7978845608028654f), add(x, mul(set(0.044715f), cube)));
+    F16 tanh = sub(set(1.0f), div(set(2.0f), add(exp(mul(set(2.0f), u)), set(1.0f))));
+    return mul(mul(set(0.5f), x), add(set(1.0f), tanh));
+}
+
+void gated(const float* gate, const float* up, int64_t size, bool gelu, float* out) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        if (i + LANES <= size) {
+            F16 g = load(gate + i);
+            store(out + i, mul(gelu ? gelu_tanh(g) : silu(g), load(up + i)));
+        } else {
+            float g[LANES] = {}, u[LANES] = {}, y[LANES];
+            std::memcpy(g, gate + i, static_cast<size_t>(size - i) * 4);
+            std::memcpy(u, up + i, static_cast<size_t>(size - i) * 4);
+            store(y, mul(gelu ? gelu_tanh(load(g)) : silu(load(g)), load(u)));
+            std::memcpy(out + i, y, static_cast<size_t>(size - i) * 4);
+        }
+    }
+}
+
+// Half-split rotary embedding of `heads` adjacent heads, in place.
+void rotate(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
+    for (int64_t h = 0; h < heads; h++, x += dim) {
+        int64_t i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            F16 a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+            store(x + i, sub(mul(a, c), mul(b, s)));
+            store(x + half + i, add(mul(b, c), mul(a, s)));
+        }
+        for (; i < half; i++) {
+            float a = x[i], b = x[half + i];
+            x[i] = a * cos[i] - b * sin[i];
+            x[half + i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+// Largest magnitude, compared as integers: a NaN lies above everything and is not lost.
+static float absmax(const float* x, int64_t size) {
+    I16 most = seti(0);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) most = maxi(most, andi(bits(load(x + i)), 0x7fffffff));
+    float lanes[LANES];
+    store(lanes, as_float(most));
+    int32_t highest = 0;
+    for (int j = 0; j < LANES; j++) {
+        int32_t v;
+        std::memcpy(&v, lanes + j, 4);
+        highest = v > highest ? v : highest;
+    }
+    for (; i < size; i++) {
+        int32_t v;
+        std::memcpy(&v, x + i, 4);
+        v &= 0x7fffffff;
+        highest = v > highest ? v : highest;
+    }
+    float out;
+    std::memcpy(&out, &highest, 4);
+    return out;
+}
+
+// Codes of `size` values times `factor` (or over `divisor`, if that is not 0), as sixteen at a time; returns their sum.
+static int32_t round_group(const float* x, int64_t size, float factor, float divisor, int8_t* codes) {
+    const F16 by = set(divisor != 0.0f ? divisor : factor), low = set(-127.0f), high = set(127.0f);
+    I16 sums = seti(0);
+    auto rounded = [&](const float* p) {
+        F16 v = divisor != 0.0f ? div(load(p), by) : mul(load(p), by);
+        return to_int(min(max(round_even(v), low), high));  // a NaN becomes −127; the step is NaN then
+    };
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        I16 q = rounded(x + i);
+        sums = addi(sums, q);
+        store_bytes(codes + i, q);
+    }
+    int32_t total = 0;
+    int32_t lanes[LANES];
+    std::memcpy(lanes, &sums, 64);
+    for (int j = 0; j < LANES; j++) total += lanes[j];
+    if (i < size) {
+        float rest[LANES] = {};
+        int8_t bytes[LANES];
+        std::memcpy(rest, x + i, static_cast<size_t>(size - i) * 4);
+        I16 q = rounded(rest);
+        store_bytes(bytes, q);
+        std::memcpy(codes + i, bytes, static_cast<size_t>(size - i));
+        for (int64_t j = 0; j < size - i; j++) total += bytes[j];
+    }
+    return total;
+}
+
+// Symmetric int8 by absmax over each group, as reference.quantize_rows; or with the layer's static scale.
+void quantize(const Weights& w, const float* values, int8_t* codes, float* step, int32_t* sums, float* scratch) {
+    const float* x = values;
+    if (w.perm) {
+        for (int64_t j = 0; j < w.inputs; j++) scratch[j] = values[w.perm[j]];
+        x = scratch;
+    }
+    for (int64_t g = 0; g < w.groups; g++) {
+        const int64_t from = g * w.group_inputs;
+        const int64_t size = w.inputs - from < w.group_inputs ? w.inputs - from : w.group_inputs;
+        int8_t* out = codes + g * w.group;
+        if (w.input_scale) {
+            step[g] = *w.input_scale;
+            sums[g] = round_group(x + from, size, 0.0f, *w.input_scale, out);
+        } else {
+            const float scale = absmax(x + from, size) / 127.0f;
+            float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            if (std::isinf(inverse)) inverse = 0.0f;
+            step[g] = scale;
+            sums[g] = round_group(x + from, size, inverse, 0.0f, out);
+        }
+        std::memset(out + size, 0, static_cast<size_t>(w.group - size));
+        if (UNSIGNED_DOT && w.kind == specpress::INT8) {
+            uint8_t* raw = reinterpret_cast<uint8_t*>(out);
+            for (int64_t i = 0; i < w.group; i++) raw[i] ^= 0x80;
+        }
+    }
+}
+
+// Σ of `size` values, halving; the values are lost.
+static float tree_sum(float* x, int64_t size) {
+    int64_t width = 1;
+    while (width < size) width *= 2;
+    while (width > 1) {
+        width /= 2;
+        for (int64_t i = 0; i < width && i + width < size; i++) x[i] = x[i] + x[i + width];
+        size = width < size ? width : size;
+    }
+    return x[0];
+}
+
+// Softmax over the experts, then the largest shares; of equal ones the first.
+void choose(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which) {
+    constexpr int64_t MOST = 1024;
+    float odds[MOST], halves[MOST];
+    for (int64_t row = 0; row < rows; row++, scores += experts, which += chosen) {
+        float highest = scores[0];
+        for (int64_t e = 1; e < experts; e++) highest = scores[e] > highest ? scores[e] : highest;
+        for (int64_t e = 0; e < experts; e += LANES) {
+            float lanes[LANES] = {};
+            const int64_t here = experts - e < LANES ? experts - e : LANES;
+            for (int64_t i = 0; i < here; i++) lanes[i] = scores[e + i] - highest;
+            store(lanes, exp(load(lanes)));
+            for (int64_t i = 0; i < here; i++) odds[e + i] = halves[e + i] = lanes[i];
+        }
+        const float total = tree_sum(halves, experts);
+        for (int64_t e = 0; e < experts; e++) odds[e] = odds[e] / total, scores[e] = 0.0f;
+        for (int64_t i = 0; i < chosen; i++) {
+            int64_t best = 0;
+            for (int64_t e = 1; e < experts; e++)
+                if (odds[e] > odds[best]) best = e;
+            which[i] = best, halves[i] = odds[best], scores[best] = odds[best], odds[best] = -1.0f;
+        }
+        if (!renormalize) continue;
+        const float of = tree_sum(halves, chosen);
+        for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] / of;
+    }
+}
+
+}  // namespace SPECPRESS_PATH

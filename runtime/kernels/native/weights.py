@@ -1,0 +1,166 @@
+"""A weight in the kernels' blocks: checked here, repacked once, and kept alive as long as anything points to it."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.native.binding import BLOCK, KINDS, STEPS, Pool, WeightsStruct, require
+
+_SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
+MAX_INPUTS = 1 << 17
+
+
+@dataclass(frozen=True, eq=False)
+class NativeWeight:
+    """The struct that the kernels read, the tensors it points into, and the bytes that one product reads."""
+
+    struct: WeightsStruct
+    tensors: tuple[Tensor, ...]
+    nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.struct.outputs, self.struct.inputs
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are float32 or bfloat16 values."""
+        return self.struct.kind in (KINDS["f32"], KINDS["bf16"])
+
+
+def native_weight(weight: PackedWeight | Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
+    """Lays out a packed or float (N, K) weight; `bias` (N,) is for float ones (packed ones carry theirs).
+
+    float32 stays so, bfloat16 stays so, float16 becomes float32 (every value exactly).
+    Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
+    """
+    return _packed(weight, pool) if isinstance(weight, PackedWeight) else _float(weight, bias, pool)
+
+
+def _float(weight: Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.device.type != "cpu":
+        raise ValueError(f"a float weight must be (N, K) on the CPU, found {weight.dtype} {list(weight.shape)}")
+    kind = "bf16" if weight.dtype == torch.bfloat16 else "f32"
+    rows = weight.contiguous() if kind == "bf16" else weight.float().contiguous()
+    n, k = rows.shape
+    struct = _struct(kind, n, k, group=k, groups=1)
+    tensors = [_lay_out(struct, rows, None, pool)]
+    struct.codes = tensors[0].data_ptr()
+    if bias is not None:
+        tensors.append(_vector("bias", bias, n))
+        struct.bias = tensors[-1].data_ptr()
+    return NativeWeight(struct, tuple(tensors), sum(t.nbytes for t in tensors))
+
+
+def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
+    kind = weight.scheme.kind
+    if kind not in ("int8", "int4", "nf4", "ternary"):
+        raise ValueError(f"no native kernel for {kind} weights")
+    codes = weight.codes
+    if codes.ndim != 2 or codes.dtype != torch.int8 or codes.device.type != "cpu":
+        raise ValueError(f"codes must be (N, K) int8 on the CPU, found {codes.dtype} {list(codes.shape)}")
+    n, k = codes.shape
+    if k > MAX_INPUTS:
+        raise ValueError(f"{k} inputs of {kind} weights could overflow a 32-bit sum (at most {MAX_INPUTS} do not)")
+    group = weight.scheme.group_size or k
+    groups = -(-k // group)
+    struct = _struct(kind, n, k, group, groups)
+    struct.zero = _zero(kind, codes)
+    sums = torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if kind == "int8" else None
+    packed = _lay_out(struct, codes.contiguous(), sums, pool)
+    scale = _per_group("scale", weight.scale, n, groups)
+    if kind == "nf4":
+        # The levels are held as level · 127.
+        scale = scale / 127.0
+    scale = _narrowest(scale)
+    tensors = [packed, scale]
+    struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
+    if sums is not None:
+        tensors.append(sums)
+        struct.sums = sums.data_ptr()
+    if weight.offset is not None:
+        tensors.append(_per_group("offset", weight.offset, n, groups))
+        struct.offset = tensors[-1].data_ptr()
+    if weight.bias is not None:
+        tensors.append(_vector("bias", weight.bias, n))
+        struct.bias = tensors[-1].data_ptr()
+    nbytes = sum(t.nbytes for t in tensors)
+    if weight.perm is not None:
+        if weight.perm.shape != (k,) or not torch.equal(weight.perm.sort().values, torch.arange(k)):
+            raise ValueError(f"perm must be a permutation of the {k} inputs")
+        tensors.append(weight.perm.to(torch.int32).contiguous())
+        struct.perm = tensors[-1].data_ptr()
+    if weight.input_scale is not None:
+        static = weight.input_scale.detach().float().reshape(1).contiguous()
+        if not (torch.isfinite(static).all() and float(static[0]) > 0):
+            raise ValueError(f"input_scale must be positive, found {float(static[0])}")
+        tensors.append(static)
+        struct.input_scale = static.data_ptr()
+    return NativeWeight(struct, tuple(tensors), nbytes)
+
+
+def _struct(kind: str, n: int, k: int, group: int, groups: int) -> WeightsStruct:
+    if n < 1 or k < 1 or group < 1:
+        raise ValueError(f"a layer needs at least one output and one input, found {n} and {k} in groups of {group}")
+    step = STEPS[kind]
+    return WeightsStruct(
+        kind=KINDS[kind], outputs=n, inputs=k, group=-(-group // step) * step, group_inputs=group, groups=groups
+    )
+
+
+def struct_blocks(struct: WeightsStruct) -> int:
+    """Blocks of 32 outputs."""
+    return -(-int(struct.outputs) // BLOCK)
+
+
+def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Pool) -> Tensor:
+    """The blocks, (bytes,) uint8 on a 64-byte boundary."""
+    library = require()
+    size = int(library.specpress_packed_bytes(ctypes.byref(struct)))
+    # torch aligns what it allocates to 64 bytes.
+    out = torch.empty(size, dtype=torch.uint8)
+    library.specpress_pack(
+        pool.handle, ctypes.byref(struct), rows.data_ptr(), out.data_ptr(), None if sums is None else sums.data_ptr()
+    )
+    return out
+
+
+def _zero(kind: str, codes: Tensor) -> int:
+    """What is added to int4 codes so that they are 0..15. Raises ValueError for codes out of range."""
+    if codes.numel() == 0:
+        return 0
+    low, high = (int(v) for v in torch.aminmax(codes))
+    allowed = {"int8": [(-128, 127)], "int4": [(-8, 7), (0, 15)], "nf4": [(0, 15)], "ternary": [(-1, 1)]}[kind]
+    for first, last in allowed:
+        if first <= low and high <= last:
+            return -first if kind == "int4" else 0
+    shown = " or ".join(f"{first}..{last}" for first, last in allowed)
+    raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
+
+
+def _per_group(name: str, values: Tensor, n: int, groups: int) -> Tensor:
+    """(N, G) float32 as (blocks, G, 32), outputs that do not exist 0."""
+    if tuple(values.shape) != (n, groups) or not values.is_floating_point():
+        raise ValueError(f"{name} must be float ({n}, {groups}), found {values.dtype} {list(values.shape)}")
+    padded = torch.nn.functional.pad(values.float(), (0, 0, 0, -n % BLOCK))
+    return padded.view(-1, BLOCK, groups).transpose(1, 2).contiguous()
+
+
+def _narrowest(scale: Tensor) -> Tensor:
+    """The same numbers in 16 bits where those hold every one of them: scales are read with every product."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = scale.to(dtype)
+        if torch.equal(narrow.float(), scale):
+            return narrow
+    return scale
+
+
+def _vector(name: str, values: Tensor, n: int) -> Tensor:
+    if tuple(values.shape) != (n,) or not values.is_floating_point():
+        raise ValueError(f"{name} must be float ({n},), found {values.dtype} {list(values.shape)}")
+    return torch.nn.functional.pad(values.float(), (0, -n % BLOCK)).contiguous()

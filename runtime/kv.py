@@ -1,0 +1,96 @@
+"""How keys and values are held: float32, or int8 or int4 with one scale per token and head.
+
+Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
+rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.reference import KEY_BLOCK, quantize_rows
+
+if TYPE_CHECKING:
+    from runtime.cache import Store
+
+CacheKind = Literal["float32", "int8", "int4"]
+_LIMITS = {"int8": 127.0, "int4": 7.0}
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Reads and writes a `Store` (laid out as cache.py says). key_factor (layers, kv_heads, head_dim) or None."""
+
+    kind: CacheKind
+    key_factor: Tensor | None = None
+
+    def write(self, store: "Store", layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values (n, kv_heads, head_dim) float32 at n slots."""
+        block, inside = slots // KEY_BLOCK, slots % KEY_BLOCK
+        dim = keys.shape[-1]
+        if self.kind == "float32":
+            store.keys[layer, block, :, :, inside] = keys
+            store.values[layer, block, :, inside, :dim] = values
+            return
+        if self.key_factor is not None:
+            keys = keys / self.key_factor[layer]
+        limit = _LIMITS[self.kind]
+        key_codes, key_scale = quantize_rows(keys, limit)
+        value_codes, value_scale = quantize_rows(values, limit)
+        store.key_scale[layer, block, :, inside] = key_scale
+        store.value_scale[layer, block, :, inside] = value_scale
+        held_keys, held_values = _codes(store, layer, slice(None))
+        held_keys[block, :, :, inside] = key_codes
+        held_values[block, :, inside, :dim] = value_codes
+        _put(store, layer, held_keys, held_values)
+
+    def read(self, store: "Store", layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
+        """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks."""
+        if self.kind == "float32":
+            return store.keys[layer, blocks], store.values[layer, blocks]
+        key_codes, value_codes = _codes(store, layer, blocks)
+        keys = key_codes.float() * store.key_scale[layer, blocks].unsqueeze(-2)
+        if self.key_factor is not None:
+            keys = keys * self.key_factor[layer].unsqueeze(-1)
+        return keys, value_codes.float() * store.value_scale[layer, blocks].unsqueeze(-1)
+
+    def move(self, store: "Store", source: Tensor, target: Tensor) -> None:
+        """Copies slots in all layers; what is read is read before anything is written."""
+        a, i, b, j = source // KEY_BLOCK, source % KEY_BLOCK, target // KEY_BLOCK, target % KEY_BLOCK
+        if self.kind == "float32":
+            store.keys[:, b, :, :, j] = store.keys[:, a, :, :, i]
+            store.values[:, b, :, j] = store.values[:, a, :, i]
+            return
+        for scale in (store.key_scale, store.value_scale):
+            scale[:, b, :, j] = scale[:, a, :, i]
+        for layer in range(store.keys.shape[0]):
+            keys, values = _codes(store, layer, slice(None))
+            keys[b, :, :, j] = keys[a, :, :, i]
+            values[b, :, j] = values[a, :, i]
+            _put(store, layer, keys, values)
+
+
+def _codes(store: "Store", layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
+    """int8 codes of some blocks, keys (…, head_dim, 64) and values (…, 64, wide); int8 ones are the store's own."""
+    keys, values = store.keys[layer, blocks], store.values[layer, blocks]
+    if keys.dtype == torch.int8:
+        return keys, values
+    return _nibbles(keys), _nibbles(values)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """(…, n) bytes to (…, 2n) codes −8..7: the low halves, then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1).to(torch.int8) - 8
+
+
+def _put(store: "Store", layer: int, keys: Tensor, values: Tensor) -> None:
+    if store.keys.dtype == torch.int8:
+        return  # `_codes` gave the memory itself
+    for held, codes in ((store.keys, keys), (store.values, values)):
+        low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
+        held[layer] = low | high << 4
+
+
+__all__ = ["CacheKind", "Quantizer"]

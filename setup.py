@@ -1,0 +1,84 @@
+"""The native kernels: every kernel source once per instruction path; which one runs is decided at run time.
+
+They are optional. Without a C++ compiler the install succeeds, says so in a line, and reference.py runs in their place.
+"""
+
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
+
+HERE = "runtime/kernels/native"
+# Compiled for each path …
+KERNELS = ["int8", "int4", "nf4", "ternary", "bf16", "f32", "rows", "attention", "path"]
+# … and once.
+COMMON = ["api", "decoder", "pool", "pack"]
+# No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
+PATHS = (
+    {"avx512": _AVX512, "avxvnni": [*_AVX2, "-mavxvnni"], "avx2": _AVX2}
+    if platform.machine() in ("x86_64", "AMD64")
+    else {}
+)
+
+
+class BuildKernels(build_ext):
+    """Compiles the paths that the compiler knows; failing that leaves the library out."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(ext)
+        except (BaseError, CCompilerError, ExecError, PlatformError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            print(f"specpress: native kernels left out, plain torch will run instead ({reason})", file=sys.stderr)
+
+    def _build(self, ext: Extension) -> None:
+        temporary = Path(self.build_temp)
+        objects: list[str] = []
+        macros: list[tuple[str, str | None]] = []
+        for name, flags in {**PATHS, "portable": []}.items():
+            try:
+                objects += self._compile(KERNELS, temporary / name, [("SPECPRESS_PATH", name)], flags)
+            except CCompilerError:
+                if name == "portable":
+                    raise
+                print(f"specpress: the compiler does not know the instructions of {name}", file=sys.stderr)
+            else:
+                macros.append((f"SPECPRESS_{name.upper()}", None))
+        objects += self._compile(COMMON, temporary / "common", macros, [])
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"], target_lang="c++")
+
+    def _compile(
+        self, names: list[str], where: Path, macros: list[tuple[str, str | None]], flags: list[str]
+    ) -> list[str]:
+        def one(name: str) -> list[str]:
+            return self.compiler.compile(
+                [f"{HERE}/{name}.cpp"], output_dir=str(where), macros=macros, extra_postargs=[*FLAGS, *flags]
+            )
+
+        with ThreadPoolExecutor() as pool:
+            return [made for group in pool.map(one, names) for made in group]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "runtime.kernels.native._specpress",
+            sources=[f"{HERE}/{name}.cpp" for name in [*KERNELS, *COMMON]],
+            depends=[
+                f"{HERE}/{name}.h" for name in ("vec", "kernels", "linear", "float_linear", "pool", "pack", "decoder")
+            ],
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)
