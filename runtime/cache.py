@@ -60,7 +60,16 @@ class ContiguousCache:
         kind: CacheKind = "float32",
         key_factor: Tensor | None = None,
     ):
-        """`key_factor` (layers, kv_heads, head_dim) float32: keys are divided by it before they are rounded."""
+        """`key_factor` (layers, kv_heads, head_dim) float32: keys are divided by it before they are rounded.
+
+        Raises ValueError for a factor of another shape or with entries that are not positive.
+        """
+        if key_factor is not None:
+            shape, least = (layers, kv_heads, head_dim), float(key_factor.min())
+            if tuple(key_factor.shape) != shape or not 0 < least <= float(key_factor.max()) < float("inf"):
+                raise ValueError(
+                    f"key_factor must be {shape} and positive, found {list(key_factor.shape)} from {least}"
+                )
         self.layers, self.kv_heads, self.head_dim, self.device = layers, kv_heads, head_dim, device
         self.quantizer = Quantizer(kind, key_factor)
         self.kind = kind

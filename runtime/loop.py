@@ -7,14 +7,13 @@ a request's tokens but the last, which is fed together with the next draft.
 from collections.abc import Generator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.model import PREFILL_ROWS
 from runtime.metrics import Clock, Metrics
-from runtime.rows import Decoder, Out, Rows
-from runtime.sampling import Distributions, greedy_choices, require_finite
+from runtime.rows import Decoder, Out, Rows, integers
+from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
 from runtime.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, require_sound
 
 
@@ -68,7 +67,7 @@ class Loop:
             piece = tokens[first : first + PREFILL_ROWS]
             at = [len(piece) - 1] if first + len(piece) == len(tokens) else []
             rows = Rows.chains([(one.handle, first, len(piece))])
-            out = self._decoder.forward(torch.tensor(piece), rows, self._cache, torch.tensor(at, dtype=torch.long))
+            out = self._decoder.forward(integers(piece), rows, self._cache, integers(at))
         one.metrics.requests, one.metrics.prompt_tokens, one.metrics.arrivals = 1, len(tokens), [[]]
         [outcome] = self._settle([one], [Draft()], out, clock)
         self._drafter.observe([outcome])
@@ -105,15 +104,16 @@ class Loop:
 
     def _budget(self, request: Request) -> int:
         # A round adds the target's own token as well, so the last token of a text needs no draft.
-        return min(self._draft_length, request.max_new_tokens - len(request.new_tokens) - 1)
+        return min(self._draft_length, request.missing - 1)
 
     def _settle(self, live: list[Live], drafts: list[Draft], out: Out, clock: Clock) -> list[Outcome]:
         """Judges each draft, appends what was accepted, and rolls the cache back to it."""
-        require_finite(out.logits, "target")
+        logits = host(out.logits)
+        choices = finite_choices(logits, "target")
         outcomes, base = [], 0
         for one, draft in zip(live, drafts, strict=True):
-            count = len(draft.tokens) + 1
-            verdict = self._judge(one.request, draft, out.logits[base : base + count])
+            end = base + len(draft.tokens) + 1
+            verdict = self._judge(one.request, draft, logits[base:end], choices[base:end])
             request, before = one.request, len(one.request.tokens)
             gained = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
             stopped = next((i for i, token in enumerate(gained) if token in request.stop_tokens), None)
@@ -121,21 +121,26 @@ class Loop:
                 gained = gained[: stopped + 1]
             path = verdict.path[: len(gained)]
             request.tokens += gained
-            request.finished = stopped is not None or len(request.new_tokens) >= request.max_new_tokens
+            request.noise.forget(len(request.tokens))
+            request.finished = stopped is not None or request.missing <= 0
             self._roll_back(one, before, path)
-            hidden = out.hidden[[base, *(base + 1 + i for i in path)]] if len(out.hidden) else None
-            outcomes.append(Outcome(request, path, len(path), hidden))
+            outcomes.append(Outcome(request, path, len(path), _along(out.hidden[base:end], path)))
             one.metrics.arrivals[0] += [clock.now()] * len(gained)
-            base += count
+            base = end
         return outcomes
 
-    def _judge(self, request: Request, draft: Draft, logits: Tensor) -> Verdict:
+    def _judge(self, request: Request, draft: Draft, logits: Logits, choices: list[int]) -> Verdict:
+        """`choices`: the argmax of each row of the logits."""
         sampling, position = request.sampling, len(request.tokens)
+        if sampling.greedy and not sampling.penalised:
+            return greedy(choices, draft)
         context = (sampling, request.tokens, paths(draft), request.prompt_length)
         if sampling.greedy:
             return greedy(greedy_choices(logits, *context), draft)
-        rule = coupled if self._rule == "coupled" else rejection
-        return rule(Distributions(logits, *context), draft, position, sampling.seed)
+        rows = Distributions(logits, *context)
+        if self._rule == "coupled":
+            return coupled(rows, draft, position, sampling.seed, request.noise.exponential)
+        return rejection(rows, draft, position, sampling.seed)
 
     def _roll_back(self, one: Live, before: int, path: list[int]) -> None:
         """Leaves in the cache the `before` tokens of the text so far and the accepted path."""
@@ -151,6 +156,7 @@ class Loop:
             self._close(one)
 
     def _close(self, one: Live) -> None:
+        one.request.noise.forget()
         self._cache.close(one.handle)
         self._drafter.close(one.request)
 
@@ -167,4 +173,16 @@ def _verification_rows(live: list[Live], drafts: list[Draft]) -> tuple[Tensor, R
         request += [one.handle] * (1 + len(draft.tokens))
         position += [length - 1, *(length + depth for depth in depths(draft))]
         parent += [-1, *(base + 1 + above for above in draft.parents)]
-    return torch.tensor(tokens), Rows(torch.tensor(request), torch.tensor(position), torch.tensor(parent))
+    return integers(tokens), Rows(integers(request), integers(position), integers(parent))
+
+
+def _along(hidden: Tensor, path: list[int]) -> Tensor | None:
+    """Of hidden (n + 1, hidden), of the text's last token and a draft, the rows of the text and the accepted path.
+
+    A copy: the decoder may use its memory again. None where the decoder gives no hidden states.
+    """
+    if not len(hidden):
+        return None
+    if path == list(range(len(path))):
+        return hidden[: len(path) + 1].clone()
+    return hidden[[0, *(1 + i for i in path)]]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from runtime.blocks import Block, Mixture, Mlp
 from runtime.cache import CacheKind, ContiguousCache
+from runtime.errors import UserError
 from runtime.family import Architecture
 from runtime.kernels.dispatch import Joined, Kernel
 from runtime.kernels.native.binding import (
@@ -37,6 +38,8 @@ from runtime.rows import Cache, Out, Rows
 
 _EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT64 = np.dtype(np.int64)
+# Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
+MOST = 1024
 
 
 class NativeDecoder:
@@ -52,7 +55,16 @@ class NativeDecoder:
         head: NativeLinear,
         kernel: Kernel,
     ):
-        """`embedding` None: its rows are the head's (tied, float)."""
+        """`embedding` None: its rows are the head's (tied, float). Raises UserError for sizes beyond the kernels'."""
+        experts = 0 if architecture.experts is None else architecture.experts.count
+        for key, found in (("head_dim", architecture.head_dim), ("the number of experts", experts)):
+            if found > MOST:
+                raise UserError(
+                    f"config.json: {key} is {found}, and the native kernels hold at most {MOST};"
+                    " use kernels='reference'"
+                )
+        if embedding is not None and embedding.dtype not in _EMBEDDINGS:
+            embedding = embedding.float()
         self.architecture = architecture
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, True, torch.device("cpu")
@@ -79,15 +91,21 @@ class NativeDecoder:
         count = len(rows)
         if len(tokens) != count:
             raise ValueError(f"{len(tokens)} tokens for {count} rows")
-        ids = np.ascontiguousarray(tokens.numpy(), dtype=_INT64)
-        at = np.arange(count) if logits_at is None else np.ascontiguousarray(logits_at.numpy(), dtype=_INT64)
+        a = self.architecture
+        if (cache.layers, cache.kv_heads, cache.head_dim) != (a.layers, a.kv_heads, a.head_dim):
+            raise ValueError(
+                f"this cache is another model's: it has {cache.layers} layers of {cache.kv_heads} heads of"
+                f" {cache.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
+            )
+        ids = _integers("tokens", tokens)
+        at = np.arange(count) if logits_at is None else _integers("logits_at", logits_at)
         if count == 0:
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, found {ids.min()}..{ids.max()}")
         if len(at) and (at.min() < 0 or at.max() >= count):
             raise ValueError(f"logits_at must lie in 0..{count - 1}, found {at.min()}..{at.max()}")
-        position = np.ascontiguousarray(rows.position.numpy(), dtype=_INT64)
+        position = _integers("positions", rows.position)
         reserved = reserve(rows, cache)
         batch, kept = self._batch(reserved, ids, position, cache)
         cos, sin = self._rotary.upto(int(position.max()))
@@ -137,6 +155,14 @@ class NativeDecoder:
             stores,
         )
         return batch, [request, slot, tail_from, tail_at, tail, stores]
+
+
+def _integers(name: str, values: Tensor) -> Any:
+    """(n,) int64 for the kernels. Raises ValueError for other shapes and for what are no integers."""
+    found = values.numpy()
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers (n,), found {values.dtype} {list(values.shape)}")
+    return np.ascontiguousarray(found, dtype=_INT64)
 
 
 def _tails(reserved: Sequence[Reserved], position: Any) -> tuple[Any, Any, Any, Any]:

@@ -5,10 +5,19 @@ neighbours in a batch cannot move it. The generator is counter-based: Philox (Sa
 position).
 """
 
+import sys
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
+
+# Positions whose noise a text keeps: with a large vocabulary each is a megabyte, and later ones are seldom reached.
+_KEPT = 8
+
+# The bits of 1.0.
+_ONE = np.float64(1).view(np.uint64)
 
 
 class Stream(IntEnum):
@@ -26,21 +35,65 @@ class Stream(IntEnum):
     DRAFT = 3
 
 
+class _Key(ISeedSequence):
+    """Hands Philox its key. The argument `key` of Philox means the same, but first asks the system for entropy."""
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._words = (seed, position)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[Any]:
+        """The two words of the key."""
+        return np.array(self._words, dtype=dtype)
+
+
 def uniforms(seed: int, position: int, stream: Stream, count: int) -> NDArray[np.float64]:
     """`count` float64 numbers in the open interval (0, 1); a smaller count is a prefix of a larger one.
 
     `seed` is in [0, 2**64), `position` ≥ 0.
     """
     # Raw words rather than Generator.random: numpy promises that they never change from release to release.
-    words = np.random.Philox(key=seed | position << 64, counter=int(stream) << 192).random_raw(count)
+    # numpy documents any ISeedSequence here; its stubs name only the one that it ships.
+    key, counter = _Key(seed, position), np.array((0, 0, 0, stream), dtype=np.uint64)
+    words: NDArray[np.uint64] = np.random.Philox(key, counter=counter).random_raw(count)  # type: ignore[arg-type]
     # 52 bits and a half step: every value is exact, and neither 0 nor 1 can occur (their logarithms would be infinite).
-    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    # The bits are made into the fraction of a number in [1, 2), which takes no memory and no conversion.
+    words >>= np.uint64(12)
+    words |= _ONE
+    numbers: NDArray[np.float64] = words.view(np.float64)
+    numbers -= 1 - 2.0**-53
+    return numbers
 
 
 def exponential(seed: int, position: int, count: int) -> NDArray[np.float64]:
     """Standard exponential noise (count,) float64 for choosing the token at `position`; −log of it is Gumbel noise."""
-    noise: NDArray[np.float64] = -np.log(uniforms(seed, position, Stream.CHOICE, count))
-    return noise
+    noise = uniforms(seed, position, Stream.CHOICE, count)
+    np.log(noise, out=noise)
+    return np.negative(noise, out=noise)
+
+
+class Memo:
+    """`exponential` for one text, which draft and target ask for the same positions: what is drawn once is kept.
+
+    Drawing is half of a sampled token's cost.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+
+    def exponential(self, seed: int, position: int, count: int) -> NDArray[np.float64]:
+        """What the function `exponential` returns, to be read only."""
+        key = (position, seed, count)
+        noise = self._kept.get(key)
+        if noise is None:
+            noise = exponential(seed, position, count)
+            if len(self._kept) < _KEPT:
+                self._kept[key] = noise
+        return noise
+
+    def forget(self, before: int = sys.maxsize) -> None:
+        """Drops the noise of the positions before this one: they have their tokens."""
+        for key in [key for key in self._kept if key[0] < before]:
+            del self._kept[key]
 
 
 def race(probabilities: NDArray[np.float64], noise: NDArray[np.float64]) -> int:

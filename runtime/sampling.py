@@ -4,11 +4,15 @@ The order and the meaning are those of transformers' `generate` (`LogitsProcesso
 top-k, top-p, min-p. Presence and frequency penalties, which transformers lacks, follow the repetition penalty and count
 the generated tokens only, as in OpenAI's API and vLLM; the repetition penalty sees the prompt too. Everything is
 float64 on the CPU and one row at a time, so that a row's result does not depend on how many rows came with it.
+
+On the CPU the work is numpy's, in one thread: torch would start threads of its own for it, which then wait busily
+beside those of the kernels.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.errors import UserError
+
+# What `host` gives: numpy, or the tensor of another device.
+Logits = Tensor | NDArray[Any]
+# More than the rounding of any sum of probabilities: it stays below 2**-53 times the number of tokens.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,20 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+def host(logits: Logits) -> Logits:
+    """The same logits as numpy where they lie on the CPU. Those of another device stay there until they are read."""
+    if not isinstance(logits, Tensor) or logits.device.type != "cpu":
+        return logits
+    # numpy has no bfloat16, and float32 holds all of its values.
+    plain = logits.float() if logits.dtype == torch.bfloat16 else logits
+    array: NDArray[Any] = plain.detach().numpy()
+    return array
+
+
 class Distributions:
     """The target's (or draft's) distribution at each row, computed when it is asked for.
 
-    logits         (n, V) or (V,) float: row i follows `tokens` and then paths[i].
+    logits         (n, V) or (V,) float, a tensor or numpy: row i follows `tokens` and then paths[i].
     tokens         the text before every row, prompt included; only read when there are penalties.
     paths          n token lists, the draft tokens between the text and each row (None: none for any row).
     prompt_length  how many of `tokens` are the prompt.
@@ -83,14 +102,14 @@ class Distributions:
 
     def __init__(
         self,
-        logits: Tensor,
+        logits: Logits,
         sampling: Sampling,
         tokens: Sequence[int] = (),
         paths: Sequence[Sequence[int]] | None = None,
         prompt_length: int = 0,
     ) -> None:
-        rows = logits.detach()
-        self._logits = rows.unsqueeze(0) if rows.dim() == 1 else rows
+        rows = host(logits)
+        self._logits = rows[None] if rows.ndim == 1 else rows
         self._sampling = sampling
         self._paths = paths
         self._prompt_length = prompt_length
@@ -114,7 +133,8 @@ class Distributions:
 
     def scores(self, row: int) -> NDArray[np.float64]:
         """(V,) float64 logits after penalties."""
-        scores: NDArray[np.float64] = self._logits[row].to("cpu", torch.float64, copy=True).numpy()
+        logits = self._logits[row]
+        scores = np.array(host(logits.cpu() if isinstance(logits, Tensor) else logits), dtype=np.float64)
         if self._sampling.penalised:
             path = np.asarray(self._paths[row] if self._paths is not None else (), dtype=np.int64)
             prefix = np.concatenate([self._text, path])
@@ -137,7 +157,7 @@ def probabilities(
 
 
 def greedy_choices(
-    logits: Tensor,
+    logits: Logits,
     sampling: Sampling,
     tokens: Sequence[int] = (),
     paths: Sequence[Sequence[int]] | None = None,
@@ -145,19 +165,32 @@ def greedy_choices(
 ) -> list[int]:
     """The most probable token of each of (n, V) rows after penalties; the lowest id of equals."""
     if not sampling.penalised:
-        choices: list[int] = logits.max(dim=-1).indices.tolist()
-        return choices
+        return _largest(host(logits))[0]
     rows = Distributions(logits, sampling, tokens, paths, prompt_length)
     return [int(rows.scores(i).argmax()) for i in range(len(rows))]
 
 
-def require_finite(logits: Tensor, model: str) -> None:
-    """Raises UserError where a row of (n, V) logits has a NaN, an infinity, or nothing above −inf (a masked token)."""
-    if not torch.isfinite(logits.amax(dim=-1)).all():
+def finite_choices(logits: Logits, model: str) -> list[int]:
+    """The most probable token of each of (n, V) rows before any penalty; the lowest id of equals.
+
+    Raises UserError where a row has a NaN, an infinity, or nothing above −inf (a masked token).
+    """
+    choices, values = _largest(host(logits))
+    if not all(map(math.isfinite, values)):
         raise UserError(
             f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
             "activations overflow, so check the checkpoint."
         )
+    return choices
+
+
+def _largest(logits: Logits) -> tuple[list[int], list[float]]:
+    """Where each of (n, V) rows is largest (the first of equals), and what stands there: NaN if the row has one."""
+    if isinstance(logits, Tensor):
+        maxima = logits.max(dim=-1)
+        return maxima.indices.tolist(), maxima.values.tolist()
+    at: list[int] = logits.argmax(axis=-1).tolist()
+    return at, [logits.item(row, column) for row, column in enumerate(at)]
 
 
 def _penalise(scores: NDArray[np.float64], prefix: NDArray[np.int64], prompt_length: int, sampling: Sampling) -> None:
@@ -174,22 +207,37 @@ def _penalise(scores: NDArray[np.float64], prefix: NDArray[np.int64], prompt_len
 
 
 def _warp(scores: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """(V,) penalised logits to (V,) probabilities at a temperature above 0."""
+    """(V,) penalised logits to (V,) probabilities at a temperature above 0; overwrites the logits."""
     highest = scores.max()
     if 0 < sampling.top_k < len(scores):
         threshold = np.partition(scores, len(scores) - sampling.top_k)[len(scores) - sampling.top_k]
         scores = np.where(scores < threshold, -np.inf, scores)
+    row = np.subtract(scores, highest, out=scores)
     # A very small temperature overflows to −inf, whose exponential is the right 0.
     with np.errstate(over="ignore"):
-        row: NDArray[np.float64] = np.exp((scores - highest) / sampling.temperature)
+        row /= sampling.temperature
+    np.exp(row, out=row)
     row /= row.sum()
     if sampling.top_p < 1:
-        ascending = np.sort(row)
-        dropped = int(np.searchsorted(np.cumsum(ascending), 1 - sampling.top_p, side="right"))
-        # A threshold rather than the first `dropped` tokens: of equally probable ones all stay.
-        row[row < ascending[min(dropped, len(row) - 1)]] = 0
+        # A threshold rather than a number of tokens: of equally probable ones all stay.
+        row[row < _nucleus(row, 1 - sampling.top_p)] = 0
         row /= row.sum()
     if sampling.min_p > 0:
         row[row < sampling.min_p * row.max()] = 0
         row /= row.sum()
     return row
+
+
+def _nucleus(row: NDArray[np.float64], spare: float) -> float:
+    """The smallest probability that top-p keeps of (V,) `row`: the smaller ones add up to at most `spare`."""
+    # Tokens below this bound are dropped in any case: together they have at most half of `spare`. So only the others
+    # are sorted, few of a vocabulary as a rule, unless rounding could make a difference to sorting all of them.
+    head = row[row >= spare / (2 * len(row))]
+    head.sort()
+    sums = np.cumsum(head)
+    sums += row.sum() - sums[-1]
+    dropped = int(sums.searchsorted(spare, side="right"))
+    if any(abs(total - spare) < _ROUNDING for total in sums[max(dropped - 1, 0) : dropped + 1].tolist()):
+        head = np.sort(row)
+        dropped = int(np.cumsum(head).searchsorted(spare, side="right"))
+    return float(head[min(dropped, len(head) - 1)])

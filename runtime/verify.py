@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.drafters import Draft
 from runtime.noise import Stream, exponential, pick, race, uniforms
 
 Rule = Literal["coupled", "rejection"]
+Noise = Callable[[int, int, int], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,18 @@ def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
     return _walk(draft, lambda row, depth: choices[row])
 
 
-def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Verdict:
+def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Verdict:
     """Samples the target at each node with its position's noise and walks on while the draft has that token.
 
     The text is a function of the target and the seed alone (drafter-invariant speculation, 2408.07978): the draft only
     decides how much of it is found in one forward.
     position  absolute position of the first draft token (the length of the text so far).
+    noise     the function `exponential`, or a memo of it.
     """
 
     def choose(row: int, depth: int) -> int:
         distribution = target_rows[row].numpy()
-        return race(distribution, exponential(seed, position + depth, len(distribution)))
+        return race(distribution, noise(seed, position + depth, len(distribution)))
 
     return _walk(draft, choose)
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from runtime.noise import Memo
 from runtime.sampling import Sampling
 
 
@@ -13,7 +14,7 @@ from runtime.sampling import Sampling
 class Request:
     """One text in progress, as the loop and the drafters see it; only the loop changes it.
 
-    `tokens` are prompt and accepted output; `id` is unique among live requests.
+    `tokens` are prompt and accepted output; `id` is unique among live requests; `noise` is what `coupled` samples with.
     """
 
     id: int
@@ -23,10 +24,16 @@ class Request:
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     finished: bool = False
+    noise: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def missing(self) -> int:
+        """How many tokens the text may still grow by."""
+        return self.prompt_length + self.max_new_tokens - len(self.tokens)
 
 
 @dataclass(frozen=True)

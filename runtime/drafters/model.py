@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.drafters import Draft, Outcome, Request
-from runtime.noise import Stream, exponential, pick, race, uniforms
-from runtime.rows import Decoder, Rows
-from runtime.sampling import Distributions, greedy_choices, require_finite
+from runtime.noise import Stream, pick, race, uniforms
+from runtime.rows import Decoder, Rows, integers
+from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
 from runtime.verify import Rule
 
 # Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
@@ -44,7 +47,7 @@ class _Drafting:
     request: Request
     budget: int
     tokens: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
+    probs: list[NDArray[np.float64]] = field(default_factory=list)
 
 
 class ModelDrafter:
@@ -76,16 +79,13 @@ class ModelDrafter:
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
             while growing:
-                logits = self._feed([d.request for d in growing], missing)
-                for d, row in zip(growing, logits, strict=True):
-                    self._choose(d, row)
+                logits, choices = self._feed([d.request for d in growing], missing)
+                for i, d in enumerate(growing):
+                    self._choose(d, logits[i : i + 1], choices[i])
                 # The last token of a draft is not fed: only if it is accepted will its keys be needed.
                 growing = [d for d in growing if len(d.tokens) < d.budget]
                 missing = [d.tokens[-1:] for d in growing]
-        return [
-            Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), torch.stack(d.probs) if d.probs else None)
-            for d in drafting
-        ]
+        return [Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), self._stacked(d.probs)) for d in drafting]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
@@ -125,30 +125,47 @@ class ModelDrafter:
         text.agreed = len(tokens)
         return tokens[len(text.fed) :]
 
-    def _feed(self, requests: Sequence[Request], pieces: Sequence[list[int]]) -> Tensor:
-        """Appends a piece to each request's cache; the logits (requests, V) after the last token of each."""
+    def _feed(self, requests: Sequence[Request], pieces: Sequence[list[int]]) -> tuple[Logits, list[int]]:
+        """Appends a piece to each request's cache; logits (requests, V) after each last token, and their argmax."""
         texts = [self._texts[request.id] for request in requests]
         spans = [(text.handle, len(text.fed), len(piece)) for text, piece in zip(texts, pieces, strict=True)]
-        tokens = torch.tensor([token for piece in pieces for token in piece])
-        last = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
-        logits = self._decoder.forward(tokens, Rows.chains(spans), self._cache, last).logits
-        require_finite(logits, "draft")
+        tokens = [token for piece in pieces for token in piece]
+        # Where every token is a last one, all rows are asked for.
+        ends = accumulate(len(piece) for piece in pieces)
+        last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
+        out = self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, last)
+        logits = host(out.logits)
+        choices = finite_choices(logits, "draft")
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
-        return logits[:, : self._vocab_size]
+        if logits.shape[1] <= self._vocab_size:
+            return logits, choices
+        known = logits[:, : self._vocab_size]
+        return known, finite_choices(known, "draft")
 
-    def _choose(self, drafting: _Drafting, logits: Tensor) -> None:
-        """Adds one token after logits (V,)."""
+    def _choose(self, drafting: _Drafting, logits: Logits, choice: int) -> None:
+        """Adds one token after logits (1, V), whose argmax is `choice`."""
         request, drafted = drafting.request, drafting.tokens
         sampling, position = request.sampling, len(request.tokens) + len(drafted)
+        if sampling.greedy and not sampling.penalised:
+            drafted.append(choice)
+            return
         rest = (sampling, request.tokens, [drafted], request.prompt_length)
         if sampling.greedy:
-            drafted.append(greedy_choices(logits[None], *rest)[0])
+            drafted.append(greedy_choices(logits, *rest)[0])
             return
-        row = Distributions(logits[None], *rest).array(0)
+        row = Distributions(logits, *rest).array(0)
         if self._rule == "coupled":
-            drafted.append(race(row, exponential(sampling.seed, position, len(row))))
+            drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
             return
         drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
-        missing = self._vocab_size - len(row)
-        drafting.probs.append(torch.nn.functional.pad(torch.from_numpy(row), (0, missing)))
+        drafting.probs.append(row)
+
+    def _stacked(self, rows: list[NDArray[np.float64]]) -> Tensor | None:
+        """The distributions as (n, vocab_size), with zeros where the draft has fewer logits."""
+        if not rows:
+            return None
+        out = np.zeros((len(rows), self._vocab_size))
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return torch.from_numpy(out)

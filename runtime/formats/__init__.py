@@ -89,6 +89,8 @@ def read(quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str) 
         packed = compressed.read(quantization, tensors, prefix)
     elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):
         packed = ternary.from_tensors(tensors, prefix, ternary.scale_direction(quantization))
+    if packed is None and method in ("bitsandbytes", "bitnet") and _int8_rows(tensors, prefix):
+        packed = int8.from_tensors(tensors, prefix)
     if packed is not None:
         return packed
     plain = take(tensors, f"{prefix}.weight")
@@ -98,6 +100,12 @@ def read(quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str) 
             " quantization_config does not explain; a plain weight is float32, float16 or bfloat16"
         )
     return plain
+
+
+def _int8_rows(tensors: Tensors, prefix: str) -> bool:
+    """Whether the layer is int8 with scales, which these two libraries have no word for: the tensors speak for it."""
+    name = f"{prefix}.weight"
+    return f"{prefix}.weight_scale" in tensors and name in tensors and tensors[name].dtype == torch.int8
 
 
 def _method(quantization: Mapping[str, Any]) -> Any:

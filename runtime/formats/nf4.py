@@ -20,6 +20,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.double_quant import NestedAbsmax, double_quantize
+from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import (
     Tensors,
@@ -161,7 +162,7 @@ def from_tensors(tensors: Tensors, prefix: str) -> Nf4Weight:
     (n, k), block = state["shape"], state["blocksize"]
     name = f"{prefix}.weight"
     data = expect_shape(name, expect_dtype(name, take(tensors, name), torch.uint8), (n * k // 2, 1)).flatten()
-    codes = torch.stack((data >> 4, data & 15), dim=-1).to(torch.int8).view(n, k)
+    codes = unpack_nibbles(data, high_first=True).view(n, k)
     name = f"{prefix}.weight.quant_map"
     if not torch.allclose(expect_shape(name, take(tensors, name), (16,)).float(), LEVELS, atol=1e-6):
         raise UserError(f"tensor {name} is not the nf4 table; only nf4 is read")

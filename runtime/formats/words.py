@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.tensors import Tensors, check_codes, check_finite, expect_dtype, expect_shape, take
 
 
@@ -27,8 +28,9 @@ def unpack_words(words: Tensor, inputs: int, bits: int) -> Tensor:
     """Words [N, ceil(K · bits / 32)] to (N, K) int8 codes; K = `inputs`."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 4:
-        octets = torch.stack((octets & 15, octets >> 4), dim=-1).view(words.shape[0], -1)
-    return (octets[:, :inputs].to(torch.int16) - (1 << bits - 1)).to(torch.int8)
+        return unpack_nibbles(octets, minus=8)[:, :inputs].contiguous()
+    # Turning the top bit takes 128 off, modulo 256.
+    return (octets[:, :inputs] ^ 128).contiguous().view(torch.int8)
 
 
 def write_words(prefix: str, codes: Tensor, scale: Tensor, bits: int) -> dict[str, Tensor]:

@@ -1,6 +1,11 @@
-"""A model whose logits are a hash of the last tokens, with a real cache: exact by construction, and quick."""
+"""A model whose logits are a hash of the last tokens, with a real cache: exact by construction, and quick.
 
-from collections.abc import Callable, Sequence
+And what the tests of the native kernels share: the paths that run here, random packed weights, packed tiny models.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,9 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.rows import Cache, Out, Rows
+from runtime import formats
+from runtime.formats.packed import PackedWeight, Scheme
+from runtime.kernels import native
+from runtime.rows import Cache, Decoder, Out, Rows
 
 VOCABULARY = 320
 Context = tuple[int, ...]
@@ -159,3 +168,118 @@ def chi_squared() -> Callable[[np.ndarray, np.ndarray], float]:
         return float(stats.chisquare(counts, wanted * counts.sum() / wanted.sum()).pvalue)
 
     return test
+
+
+PATHS = [name for name in native.PATHS if native.usable(name)[0]]
+_SKIPPED = pytest.param("", marks=pytest.mark.skip(reason=native.usable(native.PATHS[-1])[1]))
+
+
+@pytest.fixture(scope="session", params=PATHS or [_SKIPPED])
+def native_path(request: pytest.FixtureRequest) -> str:
+    """Each instruction path of the native kernels that runs on this machine."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", params=["reference", *(PATHS[:1] or [_SKIPPED])])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The reference, and what `auto` takes here."""
+    return str(request.param)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """`load(threads=…)` sets torch's threads for the whole process: puts them back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def packed_weight(
+    kind: str,
+    n: int,
+    k: int,
+    group: int = 0,
+    *,
+    unsigned: bool = False,
+    offset: bool = False,
+    perm: bool = False,
+    bias: bool = False,
+    static: bool = False,
+    seed: int = 0,
+) -> PackedWeight:
+    """Random codes over all that the kind allows (int4: `unsigned` 0..15), random scales and whatever else is asked."""
+    g = torch.Generator().manual_seed(seed)
+    low, high = {"int8": (-128, 128), "int4": (0, 16) if unsigned else (-8, 8), "nf4": (0, 16), "ternary": (-1, 2)}[
+        kind
+    ]
+    codes = torch.randint(low, high, (n, k), generator=g).to(torch.int8)
+    scale = torch.rand(n, -(-k // group) if group else 1, generator=g) * 0.02 + 0.001
+    activation = "int8-tensor" if static else "int8-group" if group else "int8-token"
+    bits = {"int8": 8, "ternary": 2}.get(kind, 4)
+    return PackedWeight(
+        Scheme(kind, bits, group, not offset, activation),  # type: ignore[arg-type]
+        codes,
+        scale,
+        offset=scale * torch.randint(0, 16, scale.shape, generator=g) if offset else None,
+        perm=torch.randperm(k, generator=g) if perm else None,
+        bias=torch.randn(n, generator=g) if bias else None,
+        input_scale=torch.tensor(0.02) if static else None,
+    )
+
+
+@pytest.fixture(scope="session")
+def packed() -> Callable[..., PackedWeight]:
+    """packed("int4", n, k, group, offset=True, …) is a random packed weight (`packed_weight`)."""
+    return packed_weight
+
+
+@pytest.fixture(scope="session")
+def tiny_packed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny_packed("nf4") is the tiny llama with its linear layers packed, as an ordinary model directory."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("packed") / kind
+            _pack(tiny("llama"), made[kind], kind)
+        return made[kind]
+
+    return get
+
+
+def _pack(source: Path, out: Path, kind: str) -> None:
+    shutil.copytree(source, out)
+    form, written, schemes = formats.FORMATS[kind], {}, {}  # type: ignore[index]
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            prefix = name.removesuffix(".weight")
+            packed = form.pack(tensor, *([32] if kind == "int4" else []))
+            written |= form.to_tensors(packed, prefix, torch.float32)
+            schemes[prefix] = packed.scheme
+        else:
+            written[name] = tensor
+    save_file(written, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = formats.hf_config(schemes, ["lm_head"])
+    (out / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def text() -> Callable[..., Tensor]:
+    """text(count, seed) is (count,) random token ids of the tiny models."""
+
+    def get(count: int, seed: int = 0) -> Tensor:
+        return torch.randint(1, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def whole() -> Callable[..., Tensor]:
+    """whole(decoder, tokens) are the logits of one forward over an empty cache; `kind` is the cache's."""
+
+    def run(decoder: Decoder, tokens: Tensor, kind: str = "float32") -> Tensor:
+        cache = decoder.new_cache(kind) if kind != "float32" else decoder.new_cache()  # type: ignore[call-arg]
+        return decoder.forward(tokens, Rows.chains([(cache.open(len(tokens)), 0, len(tokens))]), cache).logits
+
+    return run

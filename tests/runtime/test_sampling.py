@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.errors import UserError
-from runtime.noise import Stream, exponential, pick, race, uniforms
-from runtime.sampling import Distributions, Sampling, greedy_choices, probabilities, require_finite
+from runtime.noise import Memo, Stream, exponential, pick, race, uniforms
+from runtime.sampling import Distributions, Sampling, finite_choices, greedy_choices, probabilities
 
 CASES = [
     Sampling(temperature=1.0),
@@ -123,10 +123,48 @@ def test_values_out_of_range(key: str, bad: Any, good: Any) -> None:
 
 
 def test_logits_that_are_not_finite() -> None:
-    require_finite(torch.tensor([[1.0, float("-inf")]]), "target")
+    assert finite_choices(torch.tensor([[1.0, float("-inf")], [2.0, 2.0]]), "target") == [0, 0]
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="target's logits"):
-            require_finite(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "target")
+            finite_choices(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "target")
+
+
+def test_finite_choices_are_numpy_s_and_torch_s_argmax() -> None:
+    """Of equals the first; a NaN anywhere in a row is seen, also in a vocabulary of many vector lengths."""
+    logits = torch.randn(5, 3001, generator=torch.Generator().manual_seed(5)).mul(2).round()
+    expected = [int(row.eq(row.max()).nonzero()[0]) for row in logits]
+    assert finite_choices(logits, "target") == finite_choices(logits.numpy(), "target") == expected
+    assert finite_choices(logits.bfloat16(), "target") == expected
+    for place in (0, 1500, 3000):
+        damaged = logits.clone()
+        damaged[3, place] = float("nan")
+        with pytest.raises(UserError, match="draft's logits"):
+            finite_choices(damaged, "draft")
+
+
+def test_top_p_sorts_what_matters_only() -> None:
+    """Bit for bit what sorting the whole row gives: peaked and flat rows, equal probabilities, sums on the limit."""
+
+    def sorted_whole(row: np.ndarray, top_p: float) -> np.ndarray:
+        ascending = np.sort(row)
+        dropped = int(np.searchsorted(np.cumsum(ascending), 1 - top_p, side="right"))
+        kept = np.where(row < ascending[min(dropped, len(row) - 1)], 0.0, row)
+        return kept / kept.sum()
+
+    random, dropped = np.random.default_rng(0), 0
+    for trial in range(400):
+        size = int(random.integers(1, 300))
+        logits = torch.from_numpy(random.standard_normal(size) * random.choice([0.0, 0.1, 1.0, 4.0, 30.0]))
+        if trial % 2:
+            logits = logits.round()
+        plain = probabilities(logits, Sampling(temperature=1.0)).numpy()
+        # Limits at random, and limits that a sum of these very probabilities meets exactly or almost.
+        met = 1 - float(np.cumsum(np.sort(plain))[random.integers(size)])
+        for top_p in (float(random.uniform(0.001, 1)), 0.5, 1 - 1e-12, min(max(met, 1e-9), 1 - 1e-9)):
+            found = probabilities(logits, Sampling(temperature=1.0, top_p=top_p)).numpy()
+            assert np.array_equal(found, sorted_whole(plain, top_p))
+            dropped += int((found == 0).sum() > (plain == 0).sum())
+    assert dropped > 400
 
 
 def test_noise_is_a_function_of_seed_position_and_stream() -> None:
@@ -146,6 +184,29 @@ def test_noise_is_a_function_of_seed_position_and_stream() -> None:
 def test_the_stream_of_numbers_never_changes() -> None:
     """A seed's text must survive a change of numpy or of this file."""
     assert uniforms(42, 7, Stream.CHOICE, 2).tolist() == [0.649420079613736, 0.8848813535936771]
+    for seed, position, stream in ((0, 0, Stream.CHOICE), (2**64 - 1, 2**40, Stream.DRAFT), (9, 5, Stream.ACCEPT)):
+        words = np.random.Philox(key=seed | position << 64, counter=int(stream) << 192).random_raw(5001)
+        expected = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        assert np.array_equal(uniforms(seed, position, stream, 5001), expected)
+        assert np.array_equal(exponential(seed, position, 77), -np.log(uniforms(seed, position, Stream.CHOICE, 77)))
+
+
+def test_a_memo_of_noise_gives_the_same_noise() -> None:
+    memo, random = Memo(), np.random.default_rng(1)
+    for position in range(30):
+        memo.forget(position)
+        for at in [*range(position, position + 12), *random.integers(0, 50, 3).tolist()]:
+            for count in (5, 6):
+                assert np.array_equal(memo.exponential(3, at, count), exponential(3, at, count))
+    memo.forget()
+    # Drawn once while it is wanted, anew when it was forgotten, and another seed's noise is another.
+    first = memo.exponential(3, 40, 9)
+    assert memo.exponential(3, 40, 9) is first
+    assert not np.array_equal(memo.exponential(4, 40, 9), first)
+    memo.forget(40)
+    assert memo.exponential(3, 40, 9) is first
+    memo.forget(41)
+    assert memo.exponential(3, 40, 9) is not first
 
 
 def test_pick_inverts_the_cumulative_sum() -> None:

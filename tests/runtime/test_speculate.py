@@ -201,6 +201,20 @@ def test_outcomes_tell_what_was_accepted(fake: Fake) -> None:
     assert drafter.closed == [0]
 
 
+def test_a_request_holds_no_noise_when_it_is_done(fake: Fake) -> None:
+    """Draft and target share each position's noise; with a large vocabulary it is megabytes."""
+    requests: list[Request] = []
+
+    class Watching(LookupDrafter):
+        def propose(self, live: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+            requests.extend(live)
+            return super().propose(live, budgets)
+
+    Speculator(fake(0), Watching()).generate(PROMPTS, 20, temperature=1.0)
+    noises = {id(request.noise): request.noise for request in requests}.values()
+    assert len(noises) == len(PROMPTS) and all(not noise._kept for noise in noises)
+
+
 def test_metrics_add_up(fake: Fake) -> None:
     speculator = Speculator(fake(0), fake(0, noise=1.0), draft_length=4)
     results = speculator.generate(PROMPTS, max_new_tokens=31)

@@ -340,7 +340,8 @@ void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
         }
         float split_highest[QUERIES], split_sum[QUERIES];
         for (int64_t m = 0; m < count; m++) {
-            const int64_t last = b.position[u.row + m / per_row] - base;
+            // −1: all of the split lies behind this row, which another row of the unit sees.
+            const int64_t here = b.position[u.row + m / per_row] - base, last = here < 0 ? -1 : here;
             const int64_t first = c.window && last + base >= c.window ? last - c.window + 1 : 0;
             split_highest[m] = soften(weights + m * SPLIT, scored, first < 0 ? 0 : first < scored ? first : scored,
                                       last < scored ? last : scored - 1, split_sum + m);

@@ -216,8 +216,20 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
             for (int64_t i = 0; i < h.kv_heads; i++) path_.norm(k + i * h.dim, layer.key_norm, h.dim, model_.norm_eps, 0.0f, k + i * h.dim, scratch(thread));
         }
         path_.rotate(q, h.heads + h.kv_heads, h.dim, half, cos + batch.position[row] * half, sin + batch.position[row] * half);
-        path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
+        if (h.cache_kind != CACHE_INT4) path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
+    // Nibbles of slots 32 apart share a byte: one thread writes both.
+    if (h.cache_kind == CACHE_INT4) {
+        const int64_t apart = KEYS / 2;
+        pool_.run(apart, rows < apart ? apart : 1, [&](int, int64_t begin, int64_t end) {
+            for (int64_t row = 0; row < rows; row++) {
+                const int64_t place = batch.slot[row] % apart;
+                if (place < begin || place >= end) continue;
+                const float* k = qkv_.data() + row * stride + h.heads * h.dim;
+                path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim);
+            }
+        });
+    }
     const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data()};
     attend_all(path_, pool_, call, units_, [&](int thread) { return scratch(thread); });
 }

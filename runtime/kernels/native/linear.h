@@ -65,18 +65,22 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
     const Scheme scheme(w);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * BLOCK;
-        I16 acc[M][2];
+        // One row alone has too few sums to keep the multipliers busy: it gets every other product a sum of its own.
+        constexpr int SETS = M == 1 && STEP > 4 ? 2 : 1;
+        I16 acc[SETS * M][2];
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             acc[m][0] = scheme.start(w, at, sums[m * groups + g]);
             acc[m][1] = scheme.start(w, at + LANES, sums[m * groups + g]);
         }
+        if constexpr (SETS == 2) acc[1][0] = acc[1][1] = seti(0);
         for (int64_t k = 0; k < size; k += STEP, codes += 128) {
             prefetch(codes + AHEAD);
             prefetch(codes + AHEAD + 64);
             const B64 left = load64(codes), right = load64(codes + 64);
-            scheme.template each<M>(left, right, x + k, in.stride, acc);
+            scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
         }
+        if constexpr (SETS == 2) acc[0][0] = addi(acc[0][0], acc[1][0]), acc[0][1] = addi(acc[0][1], acc[1][1]);
         x += size;
         const F16 scale[2] = {load_scale(w, at), load_scale(w, at + LANES)};
 #pragma GCC unroll 8
@@ -130,22 +134,23 @@ struct IntegerScheme {
     static constexpr int STEP = INPUTS;
     explicit IntegerScheme(const Weights&) {}
 
-    template <int M>
-    inline void each(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[M][2]) const {
-        parts<M, 0>(left, right, x, stride, acc);
+    template <int M, int SETS>
+    inline void each(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
+        parts<M, SETS, 0>(left, right, x, stride, acc);
     }
-    template <int M, int I>
-    inline void parts(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[M][2]) const {
+    template <int M, int SETS, int I>
+    inline void parts(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         if constexpr (I < INPUTS / 4) {
             const auto& self = static_cast<const Scheme&>(*this);
             const B64 a = self.template part<I>(left), b = self.template part<I>(right);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 const X4 v = four(x + m * stride + 4 * I);
-                acc[m][0] = self.dot(acc[m][0], a, v);
-                acc[m][1] = self.dot(acc[m][1], b, v);
+                I16(&into)[2] = acc[I % SETS * M + m];
+                into[0] = self.dot(into[0], a, v);
+                into[1] = self.dot(into[1], b, v);
             }
-            parts<M, I + 1>(left, right, x, stride, acc);
+            parts<M, SETS, I + 1>(left, right, x, stride, acc);
         }
     }
     template <int M>

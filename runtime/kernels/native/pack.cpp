@@ -1,6 +1,7 @@
 // From rows of codes to the blocks that the kernels read (kernels.h says how 64 bytes are made up).
 #include "pack.h"
 
+#include <atomic>
 #include <cstring>
 
 namespace specpress {
@@ -46,8 +47,22 @@ uint32_t squeeze(const Weights& w, const uint8_t* c) {
 // The code that stands for a weight of zero, where the layout has room for inputs that do not exist.
 uint8_t nothing(const Weights& w) { return w.kind == NF4 ? 7 : 0; }
 
-void pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes, int32_t* sums) {
+// Whether all codes are the scheme's own.
+bool sound(const Weights& w, const uint8_t* codes, int64_t size) {
+    uint8_t wrong = 0;
+    if (w.kind == INT4 || w.kind == NF4) {
+        const uint8_t turn = w.kind == INT4 ? static_cast<uint8_t>(w.zero) : 0;
+        for (int64_t k = 0; k < size; k++) wrong |= static_cast<uint8_t>(codes[k] + turn) & 0xf0;
+    } else if (w.kind == TERNARY) {
+        for (int64_t k = 0; k < size; k++) wrong |= static_cast<uint8_t>(codes[k] + 1) > 2;
+    }
+    return wrong == 0;
+}
+
+// False: a code is not one of the scheme's.
+bool pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes, int32_t* sums) {
     const int64_t step = step_of(w.kind), steps = w.group / step;
+    bool all_sound = true;
     uint8_t* out = codes + block * w.groups * steps * 128;
     for (int64_t g = 0; g < w.groups; g++, out += steps * 128) {
         const int64_t from = g * w.group_inputs;
@@ -56,9 +71,11 @@ void pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* c
             const int64_t n = block * BLOCK + o;
             const uint8_t* row = n < w.outputs ? rows + n * w.inputs + from : nullptr;
             int32_t sum = 0;
+            if (row) all_sound = sound(w, row, size) && all_sound;
             if (sums && row)
                 for (int64_t k = 0; k < size; k++) sum += static_cast<int8_t>(row[k]);
-            if (sums) sums[(block * w.groups + g) * BLOCK + o] = -128 * sum;
+            // Modulo 2^32, as the products that it is added to.
+            if (sums) sums[(block * w.groups + g) * BLOCK + o] = static_cast<int32_t>(-128u * static_cast<uint32_t>(sum));
             for (int64_t s = 0; s < steps; s++) {
                 uint8_t own[16];
                 const uint8_t* c = own;
@@ -75,6 +92,7 @@ void pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* c
             }
         }
     }
+    return all_sound;
 }
 
 void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes) {
@@ -98,14 +116,26 @@ void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint
 
 int64_t packed_bytes(const Weights& w) { return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128; }
 
-void pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums) {
+bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums) {
     const auto* bytes = static_cast<const uint8_t*>(rows);
+    std::atomic<bool> all_sound{true};
     pool.run(blocks_of(w), 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; block++) {
             if (w.kind == F32 || w.kind == BF16)
                 pack_float_block(w, bytes, block, codes);
-            else
-                pack_block(w, bytes, block, codes, w.kind == INT8 ? sums : nullptr);
+            else if (!pack_block(w, bytes, block, codes, w.kind == INT8 ? sums : nullptr))
+                all_sound = false;
+        }
+    });
+    return all_sound;
+}
+
+void unpack_nibbles(Pool& pool, const uint8_t* packed, int64_t bytes, bool high_first, int8_t minus, int8_t* codes) {
+    const int low = high_first ? 4 : 0, high = 4 - low;
+    pool.run(bytes, 1 << 16, [&](int, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            codes[2 * i] = static_cast<int8_t>((packed[i] >> low & 15) - minus);
+            codes[2 * i + 1] = static_cast<int8_t>((packed[i] >> high & 15) - minus);
         }
     });
 }

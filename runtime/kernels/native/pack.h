@@ -9,8 +9,11 @@ namespace specpress {
 int64_t packed_bytes(const Weights& w);
 
 // Lays out rows of codes [outputs][inputs] (int8 codes; float bits for f32 and bf16) in w's blocks, at `codes`; for int8
-// `sums` gets −128 Σ codes per block, group and output.
-void pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums);
+// `sums` gets −128 Σ codes per block, group and output. False: a code is not one of the scheme's.
+bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums);
+
+// Two 4-bit codes a byte to one a byte, `minus` taken off each; the first is in the low half, or in the high one.
+void unpack_nibbles(Pool& pool, const uint8_t* packed, int64_t bytes, bool high_first, int8_t minus, int8_t* codes);
 
 // One input row of a float layer's transpose: the `inputs` weights of output n, as floats (a tied embedding).
 void unpack_row(const Weights& w, int64_t n, float* out);

@@ -16,6 +16,9 @@ namespace {
 // Long enough to bridge what Python does between two forwards, short enough to cost nothing in an idle program.
 constexpr std::chrono::microseconds PATIENCE(200);
 
+// The parts of Pool::state_: workers inside, open to more, number of the call.
+constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, TURN = 0x20000;
+
 std::atomic<int> forks{0};
 
 void count_forks() {
@@ -48,7 +51,7 @@ Pool::~Pool() {
     {
         std::lock_guard<std::mutex> lock(sleep_);
         stop_ = true;
-        turn_.fetch_add(1);
+        state_.fetch_add(TURN);
     }
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
@@ -68,37 +71,45 @@ void Pool::share(int64_t count, int64_t piece, Call call, void* context) {
     std::lock_guard<std::mutex> one(callers_);
     call_ = call, context_ = context, count_ = count, piece_ = piece;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(threads_ - 1, std::memory_order_relaxed);
-    turn_.fetch_add(1);
+    // Nobody is inside and the last call is closed, so this opens the next one.
+    state_.fetch_add(TURN | OPEN);
     if (asleep_.load() > 0) {
         { std::lock_guard<std::mutex> lock(sleep_); }
         wake_.notify_all();
     }
     take(0);
-    for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; spins++) {
+    uint64_t state = state_.fetch_and(~OPEN, std::memory_order_acq_rel);
+    for (int spins = 0; state & INSIDE; spins++) {
         pause();
-        // The machine may have taken the worker off its core: let it have this one.
-        if (spins > 20000) std::this_thread::yield();
+        // The machine may have taken a worker off its core in the middle of a piece: let it have this one.
+        if (spins > 4096) std::this_thread::yield();
+        state = state_.load(std::memory_order_acquire);
     }
 }
 
 void Pool::work(int thread) {
-    uint32_t seen = 0;
+    uint64_t seen = 0;
     for (;;) {
         const auto since = std::chrono::steady_clock::now();
-        for (int spins = 0; turn_.load(std::memory_order_acquire) == seen; spins++) {
+        uint64_t state;
+        for (int spins = 0; (state = state_.load(std::memory_order_acquire)) / TURN == seen; spins++) {
             pause();
             if (spins % 64 == 63 && std::chrono::steady_clock::now() - since > PATIENCE) {
                 std::unique_lock<std::mutex> lock(sleep_);
                 asleep_.fetch_add(1);
-                wake_.wait(lock, [&] { return turn_.load() != seen; });
+                wake_.wait(lock, [&] { return state_.load() / TURN != seen; });
                 asleep_.fetch_sub(1);
             }
         }
-        seen = turn_.load(std::memory_order_acquire);
         if (stop_) return;
-        take(thread);
-        busy_.fetch_sub(1, std::memory_order_release);
+        while (state & OPEN) {
+            if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+                take(thread);
+                state_.fetch_sub(1, std::memory_order_release);
+                break;
+            }
+        }
+        seen = state / TURN;
     }
 }
 

@@ -1,4 +1,5 @@
 // One set of threads for the kernels. The caller is one of them; the others spin briefly between calls, then sleep.
+// Nobody waits for a thread that has not come: where other programs hold the cores, the caller does the work itself.
 #pragma once
 
 #include <atomic>
@@ -47,10 +48,10 @@ class Pool {
     Call call_ = nullptr;
     void* context_ = nullptr;
     int64_t count_ = 0, piece_ = 1;
-    bool stop_ = false;
+    std::atomic<bool> stop_{false};  // also read by a worker that comes late to a call that is over
     alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<uint32_t> turn_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    // One word: how many workers are inside the call, whether it is open to more, and its number.
+    alignas(64) std::atomic<uint64_t> state_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::mutex sleep_;
     std::condition_variable wake_;

@@ -139,7 +139,8 @@ void quantize(const Weights& w, const float* values, int8_t* codes, float* step,
         const int64_t size = w.inputs - from < w.group_inputs ? w.inputs - from : w.group_inputs;
         int8_t* out = codes + g * w.group;
         if (w.input_scale) {
-            step[g] = *w.input_scale;
+            // As with measured steps, a NaN must not be lost in the codes.
+            step[g] = std::isnan(absmax(x + from, size)) ? NAN : *w.input_scale;
             sums[g] = round_group(x + from, size, 0.0f, *w.input_scale, out);
         } else {
             const float scale = absmax(x + from, size) / 127.0f;
@@ -185,9 +186,10 @@ void choose(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool r
         const float total = tree_sum(halves, experts);
         for (int64_t e = 0; e < experts; e++) odds[e] = odds[e] / total, scores[e] = 0.0f;
         for (int64_t i = 0; i < chosen; i++) {
-            int64_t best = 0;
-            for (int64_t e = 1; e < experts; e++)
-                if (odds[e] > odds[best]) best = e;
+            // NaNs compare with nothing: the first that is left is taken, and none twice.
+            int64_t best = -1;
+            for (int64_t e = 0; e < experts; e++)
+                if (odds[e] != -1.0f && (best < 0 || odds[e] > odds[best])) best = e;
             which[i] = best, halves[i] = odds[best], scores[best] = odds[best], odds[best] = -1.0f;
         }
         if (!renormalize) continue;

@@ -49,11 +49,12 @@ def _float(weight: Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
     rows = weight.contiguous() if kind == "bf16" else weight.float().contiguous()
     n, k = rows.shape
     struct = _struct(kind, n, k, group=k, groups=1)
-    tensors = [_lay_out(struct, rows, None, pool)]
+    added = None if bias is None else _vector("bias", bias, n)
+    tensors = [_lay_out(struct, rows, None, pool)[0]]
     struct.codes = tensors[0].data_ptr()
-    if bias is not None:
-        tensors.append(_vector("bias", bias, n))
-        struct.bias = tensors[-1].data_ptr()
+    if added is not None:
+        tensors.append(added)
+        struct.bias = added.data_ptr()
     return NativeWeight(struct, tuple(tensors), sum(t.nbytes for t in tensors))
 
 
@@ -70,37 +71,23 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     group = weight.scheme.group_size or k
     groups = -(-k // group)
     struct = _struct(kind, n, k, group, groups)
-    struct.zero = _zero(kind, codes)
-    sums = torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if kind == "int8" else None
-    packed = _lay_out(struct, codes.contiguous(), sums, pool)
     scale = _per_group("scale", weight.scale, n, groups)
-    if kind == "nf4":
-        # The levels are held as level · 127.
-        scale = scale / 127.0
-    scale = _narrowest(scale)
-    tensors = [packed, scale]
+    # The levels of nf4 are held as level · 127.
+    scale = _narrowest(scale / 127.0 if kind == "nf4" else scale)
+    offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
+    bias = None if weight.bias is None else _vector("bias", weight.bias, n)
+    perm = None if weight.perm is None else _order(weight.perm, k)
+    static = None if weight.input_scale is None else _positive("input_scale", weight.input_scale)
+    # Everything fits. Only from here on pointers are taken.
+    sums = torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if kind == "int8" else None
+    packed = _lay_out_codes(kind, struct, codes.contiguous(), sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
-    if sums is not None:
-        tensors.append(sums)
-        struct.sums = sums.data_ptr()
-    if weight.offset is not None:
-        tensors.append(_per_group("offset", weight.offset, n, groups))
-        struct.offset = tensors[-1].data_ptr()
-    if weight.bias is not None:
-        tensors.append(_vector("bias", weight.bias, n))
-        struct.bias = tensors[-1].data_ptr()
-    nbytes = sum(t.nbytes for t in tensors)
-    if weight.perm is not None:
-        if weight.perm.shape != (k,) or not torch.equal(weight.perm.sort().values, torch.arange(k)):
-            raise ValueError(f"perm must be a permutation of the {k} inputs")
-        tensors.append(weight.perm.to(torch.int32).contiguous())
-        struct.perm = tensors[-1].data_ptr()
-    if weight.input_scale is not None:
-        static = weight.input_scale.detach().float().reshape(1).contiguous()
-        if not (torch.isfinite(static).all() and float(static[0]) > 0):
-            raise ValueError(f"input_scale must be positive, found {float(static[0])}")
-        tensors.append(static)
-        struct.input_scale = static.data_ptr()
+    tensors = [packed, scale]
+    for name, values in (("sums", sums), ("offset", offset), ("bias", bias), ("perm", perm), ("input_scale", static)):
+        if values is not None:
+            tensors.append(values)
+            setattr(struct, name, values.data_ptr())
+    nbytes = sum(t.nbytes for t in tensors if t is not perm and t is not static)
     return NativeWeight(struct, tuple(tensors), nbytes)
 
 
@@ -118,35 +105,37 @@ def struct_blocks(struct: WeightsStruct) -> int:
     return -(-int(struct.outputs) // BLOCK)
 
 
-def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Pool) -> Tensor:
-    """The blocks, (bytes,) uint8 on a 64-byte boundary."""
+def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Pool) -> tuple[Tensor, bool]:
+    """The blocks, (bytes,) uint8 on a 64-byte boundary, and whether all codes were the scheme's."""
     library = require()
     size = int(library.specpress_packed_bytes(ctypes.byref(struct)))
     # torch aligns what it allocates to 64 bytes.
     out = torch.empty(size, dtype=torch.uint8)
-    library.specpress_pack(
+    sound = library.specpress_pack(
         pool.handle, ctypes.byref(struct), rows.data_ptr(), out.data_ptr(), None if sums is None else sums.data_ptr()
     )
-    return out
+    return out, bool(sound)
 
 
-def _zero(kind: str, codes: Tensor) -> int:
-    """What is added to int4 codes so that they are 0..15. Raises ValueError for codes out of range."""
-    if codes.numel() == 0:
-        return 0
+# First and last code of each scheme; int4 with zero points may count from 0.
+_RANGES = {"int8": [(-128, 127)], "int4": [(-8, 7), (0, 15)], "nf4": [(0, 15)], "ternary": [(-1, 1)]}
+
+
+def _lay_out_codes(kind: str, struct: WeightsStruct, codes: Tensor, sums: Tensor | None, pool: Pool) -> Tensor:
+    """The blocks of codes. Raises ValueError for codes out of their range, which are looked at as they are read."""
+    for first, _ in _RANGES[kind]:
+        struct.zero = -first if kind == "int4" else 0
+        packed, sound = _lay_out(struct, codes, sums, pool)
+        if sound:
+            return packed
     low, high = (int(v) for v in torch.aminmax(codes))
-    allowed = {"int8": [(-128, 127)], "int4": [(-8, 7), (0, 15)], "nf4": [(0, 15)], "ternary": [(-1, 1)]}[kind]
-    for first, last in allowed:
-        if first <= low and high <= last:
-            return -first if kind == "int4" else 0
-    shown = " or ".join(f"{first}..{last}" for first, last in allowed)
+    shown = " or ".join(f"{first}..{last}" for first, last in _RANGES[kind])
     raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
 
 
 def _per_group(name: str, values: Tensor, n: int, groups: int) -> Tensor:
     """(N, G) float32 as (blocks, G, 32), outputs that do not exist 0."""
-    if tuple(values.shape) != (n, groups) or not values.is_floating_point():
-        raise ValueError(f"{name} must be float ({n}, {groups}), found {values.dtype} {list(values.shape)}")
+    _check(name, values, (n, groups))
     padded = torch.nn.functional.pad(values.float(), (0, 0, 0, -n % BLOCK))
     return padded.view(-1, BLOCK, groups).transpose(1, 2).contiguous()
 
@@ -161,6 +150,32 @@ def _narrowest(scale: Tensor) -> Tensor:
 
 
 def _vector(name: str, values: Tensor, n: int) -> Tensor:
-    if tuple(values.shape) != (n,) or not values.is_floating_point():
-        raise ValueError(f"{name} must be float ({n},), found {values.dtype} {list(values.shape)}")
+    _check(name, values, (n,))
     return torch.nn.functional.pad(values.float(), (0, -n % BLOCK)).contiguous()
+
+
+def _check(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(values.shape) != shape or not values.is_floating_point() or values.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be float {shape} on the CPU, found {values.dtype} {list(values.shape)} on {values.device}"
+        )
+
+
+def _order(perm: Tensor, k: int) -> Tensor:
+    """(K,) int32."""
+    whole = perm.device.type == "cpu" and perm.dtype in (torch.int32, torch.int64)
+    if not whole or perm.shape != (k,) or not torch.equal(perm.sort().values.long(), torch.arange(k)):
+        raise ValueError(
+            f"perm must be a permutation of the {k} inputs on the CPU, found {perm.dtype} {list(perm.shape)}"
+        )
+    return perm.to(torch.int32).contiguous()
+
+
+def _positive(name: str, value: Tensor) -> Tensor:
+    """(1,) float32."""
+    if value.numel() != 1 or not value.is_floating_point() or value.device.type != "cpu":
+        raise ValueError(f"{name} must be one float on the CPU, found {value.dtype} {list(value.shape)}")
+    out = value.detach().float().reshape(1).contiguous()
+    if not (torch.isfinite(out).all() and float(out[0]) > 0):
+        raise ValueError(f"{name} must be positive, found {float(out[0])}")
+    return out

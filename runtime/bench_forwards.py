@@ -1,0 +1,74 @@
+"""Forwards of a whole model: decoding at each width, a long prompt, and verifying chains and trees of drafts."""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from runtime.bench_rounds import Row, interleaved, row
+from runtime.rows import Cache, Decoder, Rows, integers
+
+CONTEXT = 64
+PREFILL = 512
+Task = tuple[str, int]
+
+
+def time_forwards(
+    decoder: Decoder,
+    scheme: str,
+    tasks: Sequence[Task],
+    rounds: int,
+    read: int | None,
+    bandwidth: Callable[[], float | None],
+) -> list[Row]:
+    """Rows for tasks (what, width).
+
+    "prefill" is a prompt of `width` tokens from an empty cache, logits of its last row. Everything else is `width`
+    rows after `CONTEXT` tokens with the logits of each: a chain, or for "tree" a binary tree. The cache is rolled back
+    before each forward, outside its time. over_width_1 compares with the chain of one row. `bandwidth` is asked when
+    the rounds are over.
+    """
+    cache = decoder.new_cache()
+    longest = max((width for what, width in tasks if what != "prefill"), default=1)
+    after = cache.open(CONTEXT + longest)
+    ids = torch.randint(0, decoder.vocab_size, (max(PREFILL, longest),), generator=torch.Generator().manual_seed(0))
+    decoder.forward(ids[:CONTEXT], Rows.chains([(after, 0, CONTEXT)]), cache, integers([CONTEXT - 1]))
+
+    def step(what: str, width: int) -> Callable[[], float]:
+        if what == "prefill":
+            request = cache.open(width)
+            return _forward(decoder, cache, request, 0, ids[:width], Rows.chains([(request, 0, width)]), last=True)
+        rows = tree(after, width) if what == "tree" else Rows.chains([(after, CONTEXT, width)])
+        return _forward(decoder, cache, after, CONTEXT, ids[:width], rows, last=False)
+
+    seconds = interleaved({task: step(*task) for task in tasks}, rounds)
+    speed = bandwidth()
+    base = next((taken for (what, width), taken in seconds.items() if width == 1 and what != "prefill"), None)
+    return [
+        row(what, scheme, width, taken, read, speed, None if what == "prefill" else base)
+        for (what, width), taken in seconds.items()
+    ]
+
+
+def tree(request: int, width: int) -> Rows:
+    """`width` rows after `CONTEXT` tokens: a binary tree, filled level by level."""
+    parents = [-1, *((i - 1) // 2 for i in range(1, width))]
+    positions: list[int] = []
+    for parent in parents:
+        positions.append(CONTEXT if parent < 0 else positions[parent] + 1)
+    return Rows(integers([request] * width), integers(positions), integers(parents))
+
+
+def _forward(
+    decoder: Decoder, cache: Cache, request: int, length: int, tokens: Tensor, rows: Rows, last: bool
+) -> Callable[[], float]:
+    at = integers([len(tokens) - 1]) if last else None
+
+    def run() -> float:
+        cache.truncate(request, length)
+        since = perf_counter()
+        decoder.forward(tokens, rows, cache, at)
+        return perf_counter() - since
+
+    return run

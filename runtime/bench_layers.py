@@ -1,0 +1,129 @@
+"""The linear layers of a shape alone: how near their products come to the memory's speed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.bench_rounds import Row, bytes_read, cache_bytes, interleaved, row
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Kernel, linear
+from runtime.shapes import SHAPES, block_layers, random_weight
+
+Product = Callable[[Tensor], Tensor]
+# A pass over one kind of layer reads this many times the largest cache, so that every weight comes from memory.
+_CACHES = 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of linear layer of a shape, layers of one input joined; `count` of them in one forward."""
+
+    name: str
+    scheme: str
+    outputs: int
+    inputs: int
+    count: int
+
+
+def layers(shape: str, scheme: str, head: str) -> list[Layer]:
+    """The distinct linear layers of a forward, in its order."""
+    about = SHAPES[shape]
+    a, sizes = about.architecture, block_layers(about)
+    rows = {name.rsplit(".", 1)[1].removesuffix("_proj"): size for name, size in sizes.items()}
+    joined = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    found = [
+        Layer(name, scheme, sum(rows[part][0] for part in parts), rows[parts[0]][1], a.layers)
+        for name, parts in joined.items()
+    ]
+    kept = "f32" if scheme == "f32" else "bf16"
+    return [*found, Layer("head", "int8" if head == "int8" else kept, a.vocab, a.hidden, 1)]
+
+
+def copies(layer: Layer, kernel: Kernel) -> Iterator[Product]:
+    """Copies of a layer without end: equal random weights, each in memory of its own."""
+    weight = random_weight(layer.scheme, layer.outputs, layer.inputs, np.random.default_rng(0))
+    while True:
+        yield linear(weight, None, kernel)
+
+
+def forward_bytes(shape: str, scheme: str, head: str, kernel: Kernel) -> int | None:
+    """Bytes of weights that one forward reads, as the kernels hold them; None where these do not say."""
+    total = 0
+    for layer in layers(shape, scheme, head):
+        one = bytes_read(next(copies(layer, kernel)))
+        if one is None:
+            return None
+        total += one * layer.count
+    return total
+
+
+def time_layers(
+    shape: str,
+    scheme: str,
+    head: str,
+    kernel: Kernel,
+    widths: Sequence[int],
+    rounds: int,
+    bandwidth: Callable[[], float | None],
+) -> list[Row]:
+    """Each kind of layer alone, and "all" of a forward one after the other, at each width.
+
+    A row's time is that of one layer (or of the layers of one forward), the mean of a pass over copies that together
+    exceed the caches. `bandwidth` is asked when the rounds are over. Raises UserError for kernels that do not say what
+    they read.
+    """
+    kinds = layers(shape, scheme, head)
+    needed = _CACHES * cache_bytes()
+    made: dict[str, list[Product]] = {}
+    read: dict[str, int] = {}
+    for kind in kinds:
+        supply = copies(kind, kernel)
+        first = next(supply)
+        size = bytes_read(first)
+        if size is None:
+            raise UserError(
+                f"--kernels {kernel.name} do not say how many bytes they read; use native ones or reference"
+            )
+        count = max(kind.count, -(-needed // size))
+        made[kind.name], read[kind.name] = [first, *islice(supply, count - 1)], size
+    read["all"] = sum(read[kind.name] * kind.count for kind in kinds)
+    units = {name: len(found) for name, found in made.items()} | {"all": -(-needed // read["all"])}
+    passes = {name: [(name, product) for product in found] for name, found in made.items()}
+    passes["all"] = _forwards(kinds, made, units["all"])
+    inputs = {(kind.name, width): torch.randn(width, kind.inputs) for kind in kinds for width in widths}
+
+    def task(name: str, width: int) -> Callable[[], float]:
+        calls = [(product, inputs[kind, width]) for kind, product in passes[name]]
+
+        def run() -> float:
+            since = perf_counter()
+            for product, x in calls:
+                product(x)
+            return (perf_counter() - since) / units[name]
+
+        return run
+
+    with torch.inference_mode():
+        seconds = interleaved({(name, width): task(name, width) for name in passes for width in widths}, rounds)
+    speed = bandwidth()
+    return [
+        row(name, scheme, width, taken, read[name], speed, seconds.get((name, 1)))
+        for (name, width), taken in seconds.items()
+    ]
+
+
+def _forwards(kinds: Sequence[Layer], made: dict[str, list[Product]], count: int) -> list[tuple[str, Product]]:
+    """The layers of `count` forwards in their order; a copy comes again as late as can be."""
+    supplies = {name: cycle(found) for name, found in made.items()}
+    *blocks, head = kinds
+    found: list[tuple[str, Product]] = []
+    for _ in range(count):
+        for _ in range(blocks[0].count):
+            found += [(kind.name, next(supplies[kind.name])) for kind in blocks]
+        found.append((head.name, next(supplies[head.name])))
+    return found

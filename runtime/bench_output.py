@@ -1,0 +1,106 @@
+"""What the benchmarks print and write."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.bench_forwards import CONTEXT
+from runtime.bench_rounds import WARM_UP, Row, fastest, machine
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Kernel
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, checked: `command` is kernels, decode or verify."""
+
+    command: str
+    shape: str
+    schemes: tuple[str, ...]
+    head: str
+    widths: tuple[int, ...]
+    kernel: Kernel
+    threads: int
+    rounds: int
+    json_file: Path | None
+
+
+def header(plan: Plan) -> str:
+    """The line above the tables."""
+    context = "" if plan.command == "kernels" else f"; after {CONTEXT} tokens, logits of every row"
+    return (
+        f"{plan.shape}, random weights: speed only. {machine()['cpu']}, {plan.threads} threads, {plan.kernel.name}"
+        f" kernels; head {plan.head}{context}; {plan.rounds} interleaved rounds."
+    )
+
+
+def print_rows(console: "Console", command: str, scheme: str, rows: Sequence[Row], bandwidth: float | None) -> None:
+    """One table; `bandwidth` in bytes per second."""
+    from rich import box
+    from rich.table import Table
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    memory = "not measured (needs the native kernels)" if bandwidth is None else f"{bandwidth / 1e9:.1f} GB/s"
+    table = Table(title=f"{scheme}; memory {memory}", title_justify="left", box=box.SIMPLE)
+    table.add_column(command)
+    verify = command == "verify"
+    for name in ("γ" if verify else "width", "ms median", "ms min", "tokens/s", "GB/s", "of bandwidth", "over width 1"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.what,
+            str(row.width - verify),
+            f"{row.ms_median:.3f}",
+            f"{row.ms_min:.3f}",
+            f"{row.tokens_per_second:.1f}",
+            show(row.gb_per_second, ".1f"),
+            show(row.share_of_bandwidth, ".0%"),
+            show(row.over_width_1, ".2f"),
+        )
+    console.print(table)
+    if any(row.share_of_bandwidth is not None and row.share_of_bandwidth > 1 for row in rows):
+        console.print("Above 100% of the memory's speed: caches held weights, or the memory's speed changed.\n")
+
+
+def report(plan: Plan, rows: Sequence[Row], bandwidths: Mapping[str, float | None]) -> dict[str, Any]:
+    """What goes into the file; bandwidths in bytes per second, null where the native kernels are missing."""
+    return {
+        "machine": machine(),
+        "threads": plan.threads,
+        "kernels": plan.kernel.name,
+        "bandwidth": fastest(*bandwidths.values()),
+        "protocol": {
+            "command": plan.command,
+            "shape": plan.shape,
+            "weights": "random, speed only",
+            "head": plan.head,
+            "context": None if plan.command == "kernels" else CONTEXT,
+            "rounds": plan.rounds,
+            "warm_up_rounds": WARM_UP,
+            "order": "each round times everything of one scheme once",
+            "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
+            "bandwidth_by_scheme": dict(bandwidths),
+        },
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Beside, synced, then renamed: the file is whole or as it was. Raises UserError where the disk refuses."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"--json: {path} cannot be written ({error.strerror}); name another file") from error

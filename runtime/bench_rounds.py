@@ -1,0 +1,125 @@
+"""What all benchmarks share: interleaved rounds, rows of results, and what the memory and the processor are."""
+
+import os
+import platform
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.kernels import native
+from runtime.kernels.native.layers import NativeLinear
+from runtime.kernels.reference import FloatLinear, GroupLinear, Int8Linear
+
+ENGINE = "specpress"
+# Rounds before those that count: the first touches memory and wakes the threads.
+WARM_UP = 2
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was timed, at one width.
+
+    what               "decode", "prefill", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head", "all".
+    ms_median, ms_min  of one forward or product, over the rounds.
+    tokens_per_second  width over the median.
+    gb_per_second      weight bytes that one forward or product reads, over the median; None where they are unknown.
+    share_of_bandwidth that over the memory's reading speed; None where one of the two is unknown.
+    over_width_1       the median over that of width 1; None where width 1 was not timed.
+    """
+
+    what: str
+    engine: str
+    scheme: str
+    width: int
+    ms_median: float
+    ms_min: float
+    tokens_per_second: float
+    gb_per_second: float | None
+    share_of_bandwidth: float | None
+    over_width_1: float | None
+
+
+def interleaved(tasks: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each task in each round. A round runs all tasks once, so that a slow minute hits all alike."""
+    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+    for number in range(WARM_UP + rounds):
+        for key, task in tasks.items():
+            taken = task()
+            if number >= WARM_UP:
+                seconds[key].append(taken)
+    return seconds
+
+
+def row(
+    what: str,
+    scheme: str,
+    width: int,
+    seconds: list[float],
+    read: int | None,
+    bandwidth: float | None,
+    base: list[float] | None,
+) -> Row:
+    """A row from the seconds of all rounds.
+
+    read       bytes of weights that are read in those seconds.
+    bandwidth  bytes per second.
+    base       seconds of the same at width 1.
+    """
+    middle = median(seconds)
+    speed = None if read is None else read / middle
+    return Row(
+        what=what,
+        engine=ENGINE,
+        scheme=scheme,
+        width=width,
+        ms_median=middle * 1e3,
+        ms_min=min(seconds) * 1e3,
+        tokens_per_second=width / middle,
+        gb_per_second=None if speed is None else speed / 1e9,
+        share_of_bandwidth=None if speed is None or bandwidth is None else speed / bandwidth,
+        over_width_1=None if base is None else middle / median(base),
+    )
+
+
+def bytes_read(layer: Any) -> int | None:
+    """Bytes that one product of a layer reads; None for a library's layer, which does not say."""
+    if isinstance(layer, NativeLinear):
+        return layer.nbytes
+    if isinstance(layer, FloatLinear | Int8Linear | GroupLinear):
+        held = [getattr(layer, field.name) for field in fields(layer)]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+    return None
+
+
+def read_bandwidth(threads: int) -> float | None:
+    """Bytes per second at which the memory is read; None without the native library, which measures it."""
+    return native.read_bandwidth(threads) if native.usable("portable")[0] else None
+
+
+def fastest(*speeds: float | None) -> float | None:
+    """The highest of the speeds that were measured."""
+    return max((speed for speed in speeds if speed is not None), default=None)
+
+
+def cache_bytes() -> int:
+    """Size of the largest cache of a processor; 64 MiB where the system does not say."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text[:-1].isdecimal() and text[-1] in "KM":
+            largest = max(largest, int(text[:-1]) << (10 if text[-1] == "K" else 20))
+    return largest or 64 << 20
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and system; no name of the machine."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8", errors="replace").splitlines() if listing.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
