@@ -80,7 +80,8 @@ class Int8Linear:
             rounded, step = quantize_rows(x)
         else:
             rounded = torch.round(x / self.input_scale).clamp(-127, 127).to(torch.int8)
-            step = self.input_scale.expand(x.shape[0])
+            # As with measured steps, a NaN must not be lost in the codes.
+            step = torch.where(x.isnan().any(dim=-1), torch.nan, self.input_scale)
         y = (torch._int_mm(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
         return y if self.bias is None else y + self.bias
 

@@ -1,0 +1,165 @@
+// The whole decoder on tiny random models: its numbers, and its bits at any width and on any number of threads.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "model.h"
+
+namespace kernels_test {
+
+using namespace specpress;
+
+namespace {
+
+// One request's cache, zeros as Python makes it.
+struct Memory {
+    Memory(const ModelShape& s, int64_t slots) {
+        const int64_t blocks = (slots + KEYS - 1) / KEYS, heads = DEPTH * blocks * KV_HEADS, wide = (s.dim + 15) / 16 * 16;
+        const int64_t unit = s.cache == CACHE_F32 ? 4 : 1, halves = s.cache == CACHE_INT4 ? 2 : 1;
+        keys.resize(static_cast<size_t>(heads * s.dim * KEYS * unit / halves));
+        values.resize(static_cast<size_t>(heads * KEYS * wide * unit / halves));
+        if (s.cache != CACHE_F32) key_scale.resize(static_cast<size_t>(heads * KEYS)), value_scale = key_scale;
+        store = {keys.data(), values.data(), key_scale.data(), value_scale.data(), blocks};
+    }
+    std::vector<uint8_t> keys, values;
+    Floats key_scale, value_scale;
+    Store store;
+};
+
+struct Result {
+    Floats hidden, logits;
+};
+
+// Requests of the given tokens, every row's norms and logits; `width` rows of each request a call.
+Result run(const NamedPath& path, const TestModel& m, int threads, const std::vector<std::vector<int64_t>>& requests, int64_t width) {
+    Pool pool(threads);
+    Decoder decoder(m.model, *path.kernels, pool);
+    std::vector<Memory> memory;
+    std::vector<Store> stores;
+    int64_t longest = 0, total = 0;
+    std::vector<int64_t> base;
+    for (const auto& tokens : requests) {
+        const int64_t length = static_cast<int64_t>(tokens.size());
+        memory.emplace_back(m.shape, length);
+        base.push_back(total), total += length, longest = std::max(longest, length);
+    }
+    for (Memory& one : memory) stores.push_back(one.store);
+    Result result = {Floats(static_cast<size_t>(total * HIDDEN), NAN), Floats(static_cast<size_t>(total * VOCABULARY), NAN)};
+    for (int64_t from = 0; from < longest; from += width) {
+        std::vector<int64_t> tokens, request, position, where;
+        for (size_t r = 0; r < requests.size(); r++)
+            for (int64_t i = from; i < std::min<int64_t>(from + width, static_cast<int64_t>(requests[r].size())); i++) {
+                tokens.push_back(requests[r][i]), request.push_back(static_cast<int64_t>(r)), position.push_back(i);
+                where.push_back(base[r] + i);
+            }
+        const int64_t rows = static_cast<int64_t>(tokens.size());
+        const std::vector<int64_t> chain(static_cast<size_t>(rows), -1), zeros(static_cast<size_t>(rows));
+        std::vector<int64_t> at(static_cast<size_t>(rows));
+        // In the other order, to see that `at` is heeded.
+        for (int64_t i = 0; i < rows; i++) at[i] = rows - 1 - i;
+        const Batch batch = {rows,         tokens.data(), request.data(), position.data(), position.data(),
+                             zeros.data(), chain.data(),  nullptr,        stores.data()};
+        Floats hidden(static_cast<size_t>(rows * HIDDEN)), logits(static_cast<size_t>(rows * VOCABULARY));
+        decoder.forward(batch, m.cos.data(), m.sin.data(), at.data(), rows, hidden.data(), logits.data());
+        for (int64_t i = 0; i < rows; i++) {
+            std::copy_n(hidden.begin() + i * HIDDEN, HIDDEN, result.hidden.begin() + where[at[i]] * HIDDEN);
+            std::copy_n(logits.begin() + i * VOCABULARY, VOCABULARY, result.logits.begin() + where[at[i]] * VOCABULARY);
+        }
+    }
+    return result;
+}
+
+std::vector<int64_t> random_tokens(int64_t count, Random& random) {
+    std::vector<int64_t> out(static_cast<size_t>(count));
+    for (int64_t& token : out) token = random.whole(0, VOCABULARY - 1);
+    return out;
+}
+
+// A row that is not a number, beside others: all memory holds, the row stays NaN, the others keep their bits.
+void not_a_number(const NamedPath& path, TestModel& m, Random& random) {
+    if (m.shape.tied) return;
+    const std::vector<std::vector<int64_t>> requests = {{3, 4}, {5, 6}, {7}};
+    const Result before = run(path, m, 1, requests, 2);
+    const int64_t poisoned = 4 * HIDDEN + random.whole(0, HIDDEN - 1);
+    if (m.embedding16.empty()) m.embedding32[poisoned] = NAN;
+    else m.embedding16[poisoned] = 0x7fff;  // a NaN in either 16-bit form
+    const Result after = run(path, m, 1, requests, 2);
+    const std::string what = path.name + " " + m.shape.name;
+    for (int64_t i = 0; i < VOCABULARY; i++) expect(std::isnan(after.logits[VOCABULARY + i]), what + ": a NaN stays one");
+    const Floats others(after.logits.begin() + 2 * VOCABULARY, after.logits.end());
+    expect_same(others, Floats(before.logits.begin() + 2 * VOCABULARY, before.logits.end()), what + " beside a NaN");
+}
+
+void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool& pool) {
+    TestModel m(shape, random, pool);
+    const std::string what = path.name + " decoder " + shape.name;
+    const std::vector<std::vector<int64_t>> requests = {random_tokens(POSITIONS, random), random_tokens(5, random), random_tokens(40, random)};
+    const Result whole = run(path, m, 1, requests, POSITIONS);
+    for (float v : whole.logits) expect(std::isfinite(v), what + ": numbers");
+    // Enough rows for the threads to share them.
+    expect_same(run(path, m, 2, requests, POSITIONS).logits, whole.logits, what + " on two threads");
+    for (int64_t width : {1, 7}) {
+        const Result narrow = run(path, m, width == 7 ? 2 : 1, requests, width);
+        expect_same(narrow.hidden, whole.hidden, what + " hidden at width " + std::to_string(width));
+        expect_same(narrow.logits, whole.logits, what + " at width " + std::to_string(width));
+    }
+    // Rounded inputs differ by a whole code where the textbook's differ by a hair: only float models are compared.
+    if (shape.cache == CACHE_F32 && shape.kind < INT8) {
+        const std::vector<double> wanted = textbook(m, requests[2]);
+        for (size_t i = 0; i < wanted.size(); i++)
+            expect_close(whole.logits[(POSITIONS + 5) * VOCABULARY + i], wanted[i], 2e-4, what + " logit " + std::to_string(i));
+    }
+    not_a_number(path, m, random);  // last: it spoils the model
+}
+
+// Layers of every kind and order of inputs on one input, side by side: each gets the inputs that it wants.
+void projections(const NamedPath& path, Random& random, Pool& pool) {
+    constexpr int64_t INPUTS = 77;
+    Parts parts;
+    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4}) {
+        LayerShape s = {kind, random.whole(1, 70), INPUTS};
+        s.bias = true, s.zero = kind == INT4 ? 8 : 0, s.permuted = kind == INT4;
+        if (parts.pointers.size() == 6) s.input_scale = 0.02f;
+        if (parts.pointers.size() == 8) s.group = 32;
+        parts.add(std::make_unique<TestLayer>(s, random, pool));
+    }
+    Model nothing{};
+    nothing.heads = {1, 1, 1, 0, CACHE_F32, nullptr}, nothing.hidden = INPUTS, nothing.head = parts.pointers[0];
+    Pool two(2);
+    Decoder decoder(nothing, *path.kernels, two);
+    for (int64_t rows : {0, 1, 19}) {
+        const Floats x = random.reals(rows * INPUTS, -2.0f, 2.0f);
+        int64_t outputs = 0;
+        for (const Weights* w : parts.pointers) outputs += w->outputs;
+        Floats y(static_cast<size_t>(rows * outputs), NAN);
+        decoder.project(parts.projection(), x.data(), rows, y.data());
+        for (int64_t row = 0; row < rows; row++) {
+            const std::vector<double> wanted = parts.of(Floats(x.begin() + row * INPUTS, x.begin() + (row + 1) * INPUTS));
+            for (int64_t n = 0; n < outputs; n++)
+                expect_close(y[row * outputs + n], wanted[n], 1e-4 * (1.0 + std::fabs(wanted[n])), path.name + " projection of many kinds");
+        }
+    }
+}
+
+}  // namespace
+
+void test_decoder(const NamedPath& path) {
+    Random random(41);
+    Pool pool(1);
+    std::vector<ModelShape> shapes(7);
+    shapes[0].name = "dense", shapes[0].embedding_type = SCALE_F16;
+    shapes[1].name = "mixture", shapes[1].experts = 5, shapes[1].embedding_type = SCALE_BF16;
+    ModelShape& gemma = shapes[2];
+    gemma.name = "bf16, tied, gelu, head norms, window", gemma.kind = BF16;
+    gemma.gelu = gemma.tied = gemma.head_norms = true, gemma.window = 30, gemma.dim = 36;
+    shapes[3].name = "nf4 mixture, gelu", shapes[3].kind = NF4, shapes[3].experts = 5, shapes[3].gelu = true;
+    shapes[4].name = "int8, int8 cache", shapes[4].kind = INT8, shapes[4].cache = CACHE_INT8;
+    shapes[5].name = "int4, int4 cache, window", shapes[5].kind = INT4, shapes[5].cache = CACHE_INT4;
+    shapes[5].window = 40, shapes[5].dim = 64;
+    shapes[6].name = "ternary, int4 cache", shapes[6].kind = TERNARY, shapes[6].cache = CACHE_INT4;
+    for (const ModelShape& shape : shapes) check(path, shape, random, pool);
+    projections(path, random, pool);
+}
+
+}  // namespace kernels_test

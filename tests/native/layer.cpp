@@ -1,0 +1,201 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pack.h"
+
+namespace kernels_test {
+
+using namespace specpress;
+
+namespace {
+
+// bitsandbytes' sixteen levels times 127, rounded.
+constexpr int NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+
+int64_t step_of(int64_t kind) {
+    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16};
+    return steps[kind];
+}
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+uint32_t bits_of(float x) {
+    uint32_t raw;
+    std::memcpy(&raw, &x, 4);
+    return raw;
+}
+
+float float_of(uint32_t raw) {
+    float x;
+    std::memcpy(&x, &raw, 4);
+    return x;
+}
+
+double float16(uint16_t raw) {
+    const int exponent = (raw >> 10) & 31, fraction = raw & 1023;
+    const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return raw & 0x8000 ? -magnitude : magnitude;
+}
+
+int8_t random_code(const LayerShape& s, Random& random) {
+    switch (s.kind) {
+        case INT8: return static_cast<int8_t>(random.whole(-128, 127));
+        case INT4: return static_cast<int8_t>(random.whole(-s.zero, 15 - s.zero));
+        case NF4: return static_cast<int8_t>(random.whole(0, 15));
+        default: return static_cast<int8_t>(random.whole(-1, 1));
+    }
+}
+
+}  // namespace
+
+TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
+    const int64_t step = step_of(s.kind), group = s.group ? s.group : s.inputs, blocks = (s.outputs + BLOCK - 1) / BLOCK;
+    Weights& w = weights;
+    w.kind = s.kind, w.outputs = s.outputs, w.inputs = s.inputs, w.zero = s.zero, w.scale_type = s.scale_type;
+    w.group_inputs = group, w.group = round_up(group, step), w.groups = (s.inputs + group - 1) / group;
+    packed.resize(static_cast<size_t>(packed_bytes(w)));
+    packed.shrink_to_fit();
+    std::vector<uint8_t> rows(static_cast<size_t>(s.outputs * s.inputs * (s.kind == F32 ? 4 : s.kind == BF16 ? 2 : 1)));
+    levels_.resize(static_cast<size_t>(s.outputs * s.inputs));
+    for (size_t i = 0; i < levels_.size(); i++) {
+        if (is_float()) {
+            uint32_t raw = bits_of(random.real(-1.0f, 1.0f));
+            if (s.kind == BF16) raw &= 0xffff0000u;
+            levels_[i] = float_of(raw);
+            if (s.kind == BF16) raw >>= 16;
+            std::memcpy(rows.data() + i * (s.kind == F32 ? 4 : 2), &raw, s.kind == F32 ? 4 : 2);
+        } else {
+            const int8_t code = random_code(s, random);
+            levels_[i] = s.kind == NF4 ? NF4_LEVELS[code] : code;
+            rows[i] = static_cast<uint8_t>(code);
+        }
+    }
+    if (s.kind == INT8) sums_.resize(static_cast<size_t>(blocks * w.groups * BLOCK));
+    pack(pool, w, rows.data(), packed.data(), sums_.empty() ? nullptr : sums_.data());
+    w.codes = packed.data();
+    if (!sums_.empty()) w.sums = sums_.data();
+    if (s.bias) {
+        bias_ = random.reals(blocks * BLOCK, -1.0f, 1.0f);
+        w.bias = bias_.data();
+    }
+    if (is_float()) return;
+
+    scales_.resize(static_cast<size_t>(s.outputs * w.groups));
+    const size_t held = static_cast<size_t>(blocks * w.groups * BLOCK);
+    if (s.scale_type == SCALE_F32) scale32_.resize(held);
+    else scale16_.resize(held);
+    if (s.offset) offsets_.resize(scales_.size()), offset_.resize(held);
+    for (int64_t n = 0; n < s.outputs; n++)
+        for (int64_t g = 0; g < w.groups; g++) {
+            const size_t at = static_cast<size_t>(((n / BLOCK) * w.groups + g) * BLOCK + n % BLOCK), i = static_cast<size_t>(n * w.groups + g);
+            if (s.scale_type == SCALE_F32) {
+                scales_[i] = scale32_[at] = random.real(1e-3f, 0.1f);
+            } else if (s.scale_type == SCALE_BF16) {
+                scale16_[at] = static_cast<uint16_t>(bits_of(random.real(1e-3f, 0.1f)) >> 16);
+                scales_[i] = float_of(static_cast<uint32_t>(scale16_[at]) << 16);
+            } else {
+                // Subnormal ones among them, and either sign.
+                scale16_[at] = static_cast<uint16_t>(random.whole(0, 14 << 10) | random.whole(0, 1) << 15);
+                scales_[i] = float16(scale16_[at]);
+            }
+            if (s.offset) offsets_[i] = offset_[at] = random.real(-0.5f, 1.0f);
+        }
+    w.scale = s.scale_type == SCALE_F32 ? static_cast<const void*>(scale32_.data()) : scale16_.data();
+    if (s.offset) w.offset = offset_.data();
+    if (s.permuted) {
+        perm_ = random.order(s.inputs);
+        w.perm = perm_.data();
+    }
+    if (s.input_scale != 0.0f) {
+        input_scale_ = {s.input_scale};
+        w.input_scale = input_scale_.data();
+    }
+}
+
+std::vector<Expected> TestLayer::expected(const float* x) const {
+    if (!is_float()) return expected_of_codes(x);
+    std::vector<Expected> out(static_cast<size_t>(weights.outputs));
+    for (int64_t n = 0; n < weights.outputs; n++) {
+        double sum = bias_.empty() ? 0.0 : bias_[n], magnitude = std::fabs(sum);
+        for (int64_t k = 0; k < weights.inputs; k++) {
+            const double term = levels_[n * weights.inputs + k] * x[k];
+            sum += term, magnitude += std::fabs(term);
+        }
+        out[n] = {sum, magnitude};
+    }
+    return out;
+}
+
+std::vector<Expected> TestLayer::expected_of_codes(const float* x) const {
+    const Weights& w = weights;
+    std::vector<Expected> out(static_cast<size_t>(w.outputs), {0.0, 0.0});
+    for (int64_t g = 0; g < w.groups; g++) {
+        const int64_t from = g * w.group_inputs, to = std::min(w.inputs, from + w.group_inputs);
+        Floats own;
+        bool number = true;
+        float most = 0.0f;
+        for (int64_t k = from; k < to; k++) {
+            own.push_back(x[perm_.empty() ? k : perm_[k]]);
+            number = number && !std::isnan(own.back());
+            most = std::max(most, std::fabs(own.back()));
+        }
+        float step = w.input_scale ? *w.input_scale : most / 127.0f;
+        float inverse = step > 0.0f ? 1.0f / step : 0.0f;
+        if (std::isinf(inverse)) inverse = 0.0f;
+        std::vector<int64_t> codes;
+        int64_t sum = 0;
+        for (float v : own) {
+            const float code = number ? std::nearbyint(w.input_scale ? v / step : v * inverse) : 0.0f;
+            codes.push_back(std::isnan(code) ? -127 : static_cast<int64_t>(std::clamp(code, -127.0f, 127.0f)));
+            sum += codes.back();
+        }
+        if (!number) step = NAN;
+        for (int64_t n = 0; n < w.outputs; n++) {
+            int64_t exact = 0;
+            for (int64_t k = from; k < to; k++) exact += static_cast<int64_t>(levels_[n * w.inputs + k]) * codes[k - from];
+            const double scaled = static_cast<double>(exact) * scales_[n * w.groups + g] * step;
+            const double moved = offsets_.empty() ? 0.0 : static_cast<double>(sum) * offsets_[n * w.groups + g] * step;
+            out[n].value += scaled - moved, out[n].magnitude += std::fabs(scaled) + std::fabs(moved);
+        }
+    }
+    for (int64_t n = 0; n < w.outputs && !bias_.empty(); n++) out[n].value += bias_[n], out[n].magnitude += std::fabs(bias_[n]);
+    return out;
+}
+
+TestInputs::TestInputs(const NamedPath& path, const Weights& w, const Floats& x, int64_t rows) {
+    const bool floats = w.kind == F32 || w.kind == BF16;
+    const int64_t wide = floats ? w.group : w.groups * w.group;
+    inputs.rows = rows, inputs.groups = w.groups;
+    // Odd on purpose: nothing may count on a row's alignment.
+    inputs.stride = wide + 7;
+    const size_t size = static_cast<size_t>(rows ? (rows - 1) * inputs.stride + wide : 0);
+    if (floats) {
+        values = Floats(size, NAN);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t k = 0; k < w.group; k++) values[row * inputs.stride + k] = k < w.inputs ? x[row * w.inputs + k] : 0.0f;
+    } else {
+        codes = std::vector<int8_t>(size, 77);
+        step = Floats(static_cast<size_t>(rows * w.groups));
+        sums = std::vector<int32_t>(static_cast<size_t>(rows * w.groups));
+        for (int64_t row = 0; row < rows; row++) {
+            const Floats own(x.begin() + row * w.inputs, x.begin() + (row + 1) * w.inputs);
+            Floats scratch(static_cast<size_t>(w.inputs));
+            path.kernels->quantize(w, own.data(), codes.data() + row * inputs.stride, step.data() + row * w.groups,
+                                   sums.data() + row * w.groups, scratch.data());
+        }
+    }
+    inputs = of(0, rows);
+}
+
+Inputs TestInputs::of(int64_t first, int64_t count) const {
+    const int64_t at = first * inputs.stride, group = first * inputs.groups;
+    Inputs out = {count, inputs.stride, inputs.groups, nullptr, nullptr, nullptr, nullptr};
+    if (!values.empty()) out.values = values.data() + at;
+    if (!codes.empty()) out.codes = codes.data() + at, out.step = step.data() + group, out.sums = sums.data() + group;
+    return out;
+}
+
+}  // namespace kernels_test

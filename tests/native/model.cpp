@@ -1,0 +1,202 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace kernels_test {
+
+using namespace specpress;
+
+void Parts::add(std::unique_ptr<TestLayer> layer) {
+    pointers.push_back(&layer->weights);
+    layers.push_back(std::move(layer));
+}
+
+std::vector<double> Parts::of(const Floats& x) const {
+    std::vector<double> out;
+    for (const auto& layer : layers)
+        for (const Expected& y : layer->expected(x.data())) out.push_back(y.value);
+    return out;
+}
+
+namespace {
+
+std::unique_ptr<TestLayer> random_layer(int64_t kind, int64_t outputs, int64_t inputs, Random& random, Pool& pool, bool bias = false) {
+    LayerShape s = {kind, outputs, inputs};
+    s.bias = bias, s.zero = kind == INT4 ? 8 : 0;
+    if (kind == INT4 || kind == NF4) s.group = 32, s.permuted = kind == INT4 && inputs == WIDE;
+    return std::make_unique<TestLayer>(s, random, pool);
+}
+
+}  // namespace
+
+TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s), blocks(DEPTH) {
+    for (TestBlock& b : blocks) {
+        b.input_norm = random.reals(HIDDEN, 0.1f, 0.3f), b.mlp_norm = random.reals(HIDDEN, 0.1f, 0.3f);
+        b.query_norm = random.reals(s.dim, 0.5f, 1.5f), b.key_norm = random.reals(s.dim, 0.5f, 1.5f);
+        for (int64_t heads : {HEADS, KV_HEADS, KV_HEADS}) b.qkv.add(random_layer(s.kind, heads * s.dim, HIDDEN, random, pool, true));
+        b.out.add(random_layer(s.kind, HIDDEN, HEADS * s.dim, random, pool));
+        for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
+            b.gate_up.emplace_back(), b.down.emplace_back();
+            b.gate_up.back().add(random_layer(s.kind, WIDE, HIDDEN, random, pool));
+            b.gate_up.back().add(random_layer(s.kind, WIDE, HIDDEN, random, pool));
+            b.down.back().add(random_layer(s.kind, HIDDEN, WIDE, random, pool));
+        }
+        if (s.experts) b.router.add(random_layer(F32, s.experts, HIDDEN, random, pool));
+    }
+    for (TestBlock& b : blocks) {
+        for (size_t e = 0; e < b.gate_up.size(); e++)
+            b.gate_up_projections.push_back(b.gate_up[e].projection()), b.down_pointers.push_back(b.down[e].pointers[0]);
+        Layer layer{};
+        layer.input_norm = b.input_norm.data(), layer.mlp_norm = b.mlp_norm.data();
+        if (s.head_norms) layer.query_norm = b.query_norm.data(), layer.key_norm = b.key_norm.data();
+        layer.qkv = b.qkv.projection(), layer.out = b.out.pointers[0], layer.window = layers.empty() ? s.window : 0;
+        if (s.experts) {
+            b.mixture = {s.experts, CHOSEN, s.gelu ? 0 : 1, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data()};
+            layer.mixture = &b.mixture;
+        } else {
+            layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];
+        }
+        layers.push_back(layer);
+    }
+    norm = random.reals(HIDDEN, 0.5f, 1.5f);
+    // A tied head is float; a ternary model's is int8.
+    const int64_t head_kind = s.tied && s.kind >= INT8 ? BF16 : s.kind == TERNARY ? INT8 : s.kind;
+    head.add(random_layer(head_kind, VOCABULARY, HIDDEN, random, pool));
+    if (!s.tied && s.embedding_type == SCALE_F32) embedding32 = random.reals(VOCABULARY * HIDDEN, -1.0f, 1.0f);
+    for (int64_t i = 0; i < VOCABULARY * HIDDEN && !s.tied && s.embedding_type != SCALE_F32; i++) {
+        // Numbers between 2^-4 and 1, float16's subnormal ones too, of either sign.
+        int64_t raw = random.whole(0x3d80, 0x3f80);
+        if (s.embedding_type == SCALE_F16) raw = i % 9 ? random.whole(11 << 10, 15 << 10) : random.whole(0, 1023);
+        embedding16.push_back(static_cast<uint16_t>(raw | random.whole(0, 1) << 15));
+    }
+    const int64_t half = s.dim / 2;
+    for (int64_t position = 0; position < POSITIONS; position++)
+        for (int64_t i = 0; i < half; i++) {
+            const double angle = static_cast<double>(position) * std::pow(100.0, -static_cast<double>(i) / static_cast<double>(half));
+            cos.push_back(static_cast<float>(std::cos(angle))), sin.push_back(static_cast<float>(std::sin(angle)));
+        }
+    model.heads = {HEADS, KV_HEADS, s.dim, 2 * half, s.cache, nullptr};
+    model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.gelu = s.gelu;
+    model.norm_eps = 1e-5f, model.norm_offset = s.gelu ? 0.1f : 0.0f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
+    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm = norm.data(), model.head = head.pointers[0];
+    if (!s.tied) model.embedding = embedding16.empty() ? static_cast<const void*>(embedding32.data()) : embedding16.data();
+    model.embedding_type = s.embedding_type;
+}
+
+Floats TestModel::embedding_of(int64_t token) const {
+    Floats out(HIDDEN);
+    Floats axis(HIDDEN, 0.0f);
+    for (int64_t i = 0; i < HIDDEN; i++) {
+        if (shape.tied) {
+            axis[i] = 1.0f;
+            out[i] = static_cast<float>(head.of(axis)[token]);
+            axis[i] = 0.0f;
+        } else if (shape.embedding_type == SCALE_F32) {
+            out[i] = embedding32[token * HIDDEN + i];
+        } else {
+            const uint16_t raw = embedding16[token * HIDDEN + i];
+            const int bits = shape.embedding_type == SCALE_F16 ? 10 : 7, bias = shape.embedding_type == SCALE_F16 ? 15 : 127;
+            const int exponent = (raw & 0x7fff) >> bits, fraction = raw & ((1 << bits) - 1);
+            const double size =
+                exponent ? std::ldexp((1 << bits) + fraction, exponent - bias - bits) : std::ldexp(fraction, 1 - bias - bits);
+            out[i] = static_cast<float>(raw & 0x8000 ? -size : size);
+        }
+        out[i] *= model.embedding_scale;
+    }
+    return out;
+}
+
+namespace {
+
+Floats normed(const std::vector<double>& x, const Floats& weight, float offset) {
+    double squares = 0.0;
+    for (double v : x) squares += v * v;
+    const double root = std::sqrt(squares / static_cast<double>(x.size()) + 1e-5);
+    Floats out;
+    for (size_t i = 0; i < x.size(); i++) out.push_back(static_cast<float>(x[i] / root * (static_cast<double>(weight[i]) + offset)));
+    return out;
+}
+
+std::vector<double> mlp(const TestModel& m, const TestBlock& b, size_t expert, const Floats& x) {
+    const std::vector<double> both = b.gate_up[expert].of(x);
+    Floats mixed;
+    for (int64_t i = 0; i < WIDE; i++) {
+        const double g = both[i];
+        const double gate = m.shape.gelu ? 0.5 * g * (1.0 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) : g / (1.0 + std::exp(-g));
+        mixed.push_back(static_cast<float>(gate * both[WIDE + i]));
+    }
+    return b.down[expert].of(mixed);
+}
+
+std::vector<double> mixture(const TestModel& m, const TestBlock& b, const Floats& x) {
+    if (!m.shape.experts) return mlp(m, b, 0, x);
+    std::vector<double> odds = b.router.of(x), out(HIDDEN);
+    std::vector<size_t> order(odds.size());
+    double total = 0.0, kept = 0.0;
+    for (size_t e = 0; e < odds.size(); e++) order[e] = e, odds[e] = std::exp(odds[e]), total += odds[e];
+    std::sort(order.begin(), order.end(), [&](size_t i, size_t j) { return odds[i] > odds[j]; });
+    for (int64_t i = 0; i < CHOSEN; i++) kept += odds[order[i]];
+    for (int64_t i = 0; i < CHOSEN; i++) {
+        const std::vector<double> own = mlp(m, b, order[i], x);
+        for (int64_t d = 0; d < HIDDEN; d++) out[d] += own[d] * odds[order[i]] / (b.mixture.renormalize ? kept : total);
+    }
+    return out;
+}
+
+}  // namespace
+
+std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tokens) {
+    const int64_t dim = m.shape.dim, half = dim / 2;
+    std::vector<std::vector<Floats>> keys(DEPTH), values(DEPTH);
+    std::vector<double> logits;
+    auto heads_of = [&](const std::vector<double>& qkv, int64_t first, int64_t heads, const Floats* norm, bool turn, int64_t position) {
+        Floats out;
+        for (int64_t h = 0; h < heads; h++) {
+            std::vector<double> one(qkv.begin() + (first + h) * dim, qkv.begin() + (first + h + 1) * dim);
+            Floats x = norm ? normed(one, *norm, 0.0f) : Floats(one.begin(), one.end());
+            for (int64_t i = 0; turn && i < half; i++) {
+                const double a = x[i], b = x[half + i], c = m.cos[position * half + i], s = m.sin[position * half + i];
+                x[i] = static_cast<float>(a * c - b * s), x[half + i] = static_cast<float>(b * c + a * s);
+            }
+            out.insert(out.end(), x.begin(), x.end());
+        }
+        return out;
+    };
+    for (size_t position = 0; position < tokens.size(); position++) {
+        const Floats start = m.embedding_of(tokens[position]);
+        std::vector<double> x(start.begin(), start.end());
+        for (int64_t l = 0; l < DEPTH; l++) {
+            const TestBlock& b = m.blocks[l];
+            const std::vector<double> qkv = b.qkv.of(normed(x, b.input_norm, m.model.norm_offset));
+            const int64_t at = static_cast<int64_t>(position);
+            const Floats q = heads_of(qkv, 0, HEADS, m.shape.head_norms ? &b.query_norm : nullptr, true, at);
+            keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
+            values[l].push_back(heads_of(qkv, HEADS + KV_HEADS, KV_HEADS, nullptr, false, at));
+            Floats mixed;
+            const int64_t window = m.layers[l].window, first = window && at >= window ? at - window + 1 : 0;
+            for (int64_t h = 0; h < HEADS; h++) {
+                const int64_t from = h / (HEADS / KV_HEADS) * dim;
+                std::vector<double> weights, sum(static_cast<size_t>(dim));
+                double total = 0.0;
+                for (int64_t j = first; j <= at; j++) {
+                    double dot = 0.0;
+                    for (int64_t d = 0; d < dim; d++) dot += static_cast<double>(q[h * dim + d]) * keys[l][j][from + d];
+                    weights.push_back(std::exp(dot * m.model.attention_scaling)), total += weights.back();
+                }
+                for (int64_t j = first; j <= at; j++)
+                    for (int64_t d = 0; d < dim; d++) sum[d] += weights[j - first] / total * values[l][j][from + d];
+                mixed.insert(mixed.end(), sum.begin(), sum.end());
+            }
+            const std::vector<double> attended = b.out.of(mixed);
+            for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d];
+            const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, m.model.norm_offset));
+            for (int64_t d = 0; d < HIDDEN; d++) x[d] += moved[d];
+        }
+        for (double logit : m.head.of(normed(x, m.norm, m.model.norm_offset))) logits.push_back(logit);
+    }
+    return logits;
+}
+
+}  // namespace kernels_test

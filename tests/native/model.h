@@ -1,0 +1,70 @@
+// Tiny random models of the decoder's family, and what they should say, in plain double arithmetic.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "decoder.h"
+#include "layer.h"
+
+namespace kernels_test {
+
+using specpress::CACHE_F32;
+using specpress::F32;
+using specpress::SCALE_F32;
+using specpress::Weights;
+
+struct ModelShape {
+    std::string name;
+    int64_t kind = F32;       // of the layers
+    int64_t cache = CACHE_F32;
+    int64_t experts = 0;      // 0: dense
+    bool tied = false;        // the embedding is the head's rows
+    bool head_norms = false;
+    bool gelu = false;
+    int64_t window = 0;
+    int64_t embedding_type = SCALE_F32;
+    int64_t dim = 20;
+};
+
+constexpr int64_t HIDDEN = 40, WIDE = 56, VOCABULARY = 70, HEADS = 4, KV_HEADS = 2, DEPTH = 2;
+constexpr int64_t CHOSEN = 2;       // experts of a token
+constexpr int64_t POSITIONS = 110;  // that the rotary tables reach
+
+// A projection of several layers.
+struct Parts {
+    std::vector<std::unique_ptr<TestLayer>> layers;
+    std::vector<const Weights*> pointers;
+    void add(std::unique_ptr<TestLayer> layer);
+    specpress::Projection projection() const { return {static_cast<int64_t>(pointers.size()), pointers.data()}; }
+    // What they make of one row, side by side.
+    std::vector<double> of(const Floats& x) const;
+};
+
+struct TestBlock {
+    Floats input_norm, mlp_norm, query_norm, key_norm;
+    Parts qkv, out, router;
+    std::vector<Parts> gate_up, down;  // one, or as many as experts
+    std::vector<specpress::Projection> gate_up_projections;
+    std::vector<const Weights*> down_pointers;
+    specpress::Mixture mixture;
+};
+
+struct TestModel {
+    TestModel(const ModelShape& s, Random& random, specpress::Pool& pool);
+    Floats embedding_of(int64_t token) const;
+
+    ModelShape shape;
+    std::vector<TestBlock> blocks;
+    std::vector<specpress::Layer> layers;
+    Parts head;
+    Floats norm, embedding32, cos, sin;
+    std::vector<uint16_t> embedding16;
+    specpress::Model model{};
+};
+
+// The model by the textbook, one request, float32 cache: [tokens][vocabulary].
+std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tokens);
+
+}  // namespace kernels_test
