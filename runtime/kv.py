@@ -41,10 +41,12 @@ class Quantizer:
         value_codes, value_scale = quantize_rows(values, limit)
         store.key_scale[layer, block, :, inside] = key_scale
         store.value_scale[layer, block, :, inside] = value_scale
-        held_keys, held_values = _codes(store, layer, slice(None))
+        blocks = _span(block)
+        held_keys, held_values = _codes(store, layer, blocks)
+        block = block - blocks.start
         held_keys[block, :, :, inside] = key_codes
         held_values[block, :, inside, :dim] = value_codes
-        _put(store, layer, held_keys, held_values)
+        _put(store, layer, blocks, held_keys, held_values)
 
     def read(self, store: "Store", layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
         """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks."""
@@ -65,11 +67,13 @@ class Quantizer:
             return
         for scale in (store.key_scale, store.value_scale):
             scale[:, b, :, j] = scale[:, a, :, i]
+        blocks = _span(torch.cat((a, b)))
+        a, b = a - blocks.start, b - blocks.start
         for layer in range(store.keys.shape[0]):
-            keys, values = _codes(store, layer, slice(None))
+            keys, values = _codes(store, layer, blocks)
             keys[b, :, :, j] = keys[a, :, :, i]
             values[b, :, j] = values[a, :, i]
-            _put(store, layer, keys, values)
+            _put(store, layer, blocks, keys, values)
 
 
 def _codes(store: "Store", layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
@@ -85,12 +89,17 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1).to(torch.int8) - 8
 
 
-def _put(store: "Store", layer: int, keys: Tensor, values: Tensor) -> None:
+def _span(blocks: Tensor) -> slice:
+    """The blocks from the first to the last of some; none of none."""
+    return slice(int(blocks.min()), int(blocks.max()) + 1) if len(blocks) else slice(0, 0)
+
+
+def _put(store: "Store", layer: int, blocks: slice, keys: Tensor, values: Tensor) -> None:
     if store.keys.dtype == torch.int8:
         return  # `_codes` gave the memory itself
     for held, codes in ((store.keys, keys), (store.values, values)):
         low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
-        held[layer] = low | high << 4
+        held[layer, blocks] = low | high << 4
 
 
 __all__ = ["CacheKind", "Quantizer"]

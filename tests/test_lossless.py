@@ -1,20 +1,27 @@
 """The promise on the embedded pair: speculation changes no token, for original and compressed targets.
 
-50 held-out prompts in one batch, 128 new tokens each: batching is exact too, which makes this affordable.
+50 held-out prompts in one batch, 128 new tokens each: batching is exact too, which makes this affordable. Through the
+kernels that `auto` takes here, which each test's id and report name.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from calib import corpora
 from calib.prompts import prompts
 from compress import Recipe
 from compress.pair import default_pair
 from compress.pipeline import Options, run
-from runtime import Model, Speculator, load
+from runtime import Model, Speculator, formats, load
+from runtime.checkpoint import open_checkpoint
 from runtime.drafters.lookup import LookupDrafter
+from runtime.formats import ternary
+from runtime.kernels.dispatch import choose
 from runtime.metrics import total
 from runtime.rows import Out
 from runtime.sampling import Sampling
@@ -22,9 +29,15 @@ from runtime.speculate import Result, lossless_class
 
 RECIPES = ("nf4", "int8-dynamic", "int4-rtn")
 # All lengths for the original and one 4-bit target; one length for the others, the rest with the slow tests.
-TARGETS = ("original", *RECIPES)
+TARGETS = ("original", *RECIPES, "ternary")
 EVERY_LENGTH = ("original", "nf4")
 NEW_TOKENS = 128
+KERNELS = choose("auto", "cpu").name
+
+
+def named(target: object) -> str:
+    """Of a test: the target and the kernels that it runs on."""
+    return f"{target} on {KERNELS}"
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +50,39 @@ def draft() -> Model:
     return load(default_pair()[1])
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGETS, ids=named)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     source: Path = default_pair()[0]
     if request.param == "original":
-        return load(source)
-    out = tmp_path_factory.mktemp("lossless") / request.param
-    # Only the weights are wanted here: no report.
-    return load(run(str(source), Recipe.load(request.param), out, Options(), report=lambda *_: {}).model)
+        made = load(source)
+    elif request.param == "ternary":
+        made = load(write_ternary(source, tmp_path_factory.mktemp("lossless") / "ternary"))
+    else:
+        out = tmp_path_factory.mktemp("lossless") / request.param
+        # Only the weights are wanted here: no report.
+        made = load(run(str(source), Recipe.load(request.param), out, Options(), report=lambda *_: {}).model)
+    assert made.decoder.kernels == KERNELS
+    return made
+
+
+def write_ternary(source: Path, out: Path) -> Path:
+    """The model with its linear layers rounded to −1, 0, 1: no text of any use, and a target like any other."""
+    checkpoint = open_checkpoint(source)
+    tensors, schemes = {}, {}
+    for name in checkpoint.names():
+        prefix = name.removesuffix(".weight")
+        if name.endswith("_proj.weight"):
+            packed = ternary.pack(checkpoint.tensor(name))
+            tensors |= ternary.to_tensors(packed, prefix)
+            schemes[prefix] = packed.scheme
+        else:
+            tensors[name] = checkpoint.tensor(name).clone()
+    assert len(schemes) == 7 * checkpoint.config["num_hidden_layers"]
+    shutil.copytree(source, out)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = checkpoint.config | {"quantization_config": formats.hf_config(schemes, ["lm_head"])}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +97,14 @@ def check(target: Model, drafter: object, gamma: int, texts: list[str], plain: l
     assert lossless_class(target, "coupled", Sampling()) == "exact"
     results = Speculator(target, drafter, draft_length=gamma).generate(texts, max_new_tokens=NEW_TOKENS)  # type: ignore[arg-type]
     mismatches = sum(a.tokens != b.tokens for a, b in zip(results, plain, strict=True))
-    assert mismatches == 0, f"{mismatches} of {len(texts)} texts differ"
+    assert mismatches == 0, f"{mismatches} of {len(texts)} texts differ, on {KERNELS}"
     measured = total([r.metrics for r in results])
     assert measured.accepted > 0 and measured.mean_width is not None
     return measured.mean_width
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 12])
-@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True)
+@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True, ids=named)
 def test_greedy_with_the_model_drafter(
     target: Model, draft: Model, gamma: int, texts: list[str], plain: list[Result]
 ) -> None:
@@ -75,13 +113,13 @@ def test_greedy_with_the_model_drafter(
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 12])
-@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True)
+@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True, ids=named)
 def test_greedy_with_prompt_lookup(target: Model, gamma: int, texts: list[str], plain: list[Result]) -> None:
     assert check(target, LookupDrafter(), gamma, texts, plain) > 1
 
 
-@pytest.mark.parametrize("target", ["int8-dynamic", "int4-rtn"], indirect=True)
-def test_greedy_on_the_other_recipes(target: Model, draft: Model, texts: list[str], plain: list[Result]) -> None:
+@pytest.mark.parametrize("target", ["int8-dynamic", "int4-rtn", "ternary"], indirect=True, ids=named)
+def test_greedy_on_the_other_targets(target: Model, draft: Model, texts: list[str], plain: list[Result]) -> None:
     assert check(target, draft, 4, texts, plain) > 4.6
     assert check(target, LookupDrafter(), 4, texts, plain) > 1
 
@@ -93,7 +131,7 @@ def test_greedy_at_every_length(target: Model, draft: Model, gamma: int, texts: 
     check(target, LookupDrafter(), gamma, texts, plain)
 
 
-@pytest.mark.parametrize("target", ["nf4"], indirect=True)
+@pytest.mark.parametrize("target", ["nf4"], indirect=True, ids=named)
 def test_a_wrong_rule_would_be_noticed(target: Model, draft: Model, texts: list[str], plain: list[Result]) -> None:
     """The positive of the tests above: noise on the logits of verification alone shows as a mismatch."""
 
@@ -115,7 +153,7 @@ def test_a_wrong_rule_would_be_noticed(target: Model, draft: Model, texts: list[
     assert any(a.tokens != b.tokens[:32] for a, b in zip(results, plain, strict=False))
 
 
-@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True)
+@pytest.mark.parametrize("target", EVERY_LENGTH, indirect=True, ids=named)
 def test_coupled_sampling_gives_a_seeds_text_whoever_drafts(target: Model, draft: Model, texts: list[str]) -> None:
     settings = [Sampling(temperature=0.9, top_p=0.95, seed=seed) for seed in range(50)]
     plain = Speculator(target).generate(texts, max_new_tokens=40, sampling=settings)

@@ -21,7 +21,9 @@ _EXACT_FLOAT = 1 << 24
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x (…, K) / sqrt(mean(x²) + eps) · (offset + weight); Gemma stores weight − 1 and has offset 1."""
     mean = tree_sum(x * x) / x.shape[-1]
-    return (x * (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)) * (weight + offset if offset else weight)
+    # torch's float32 root is not rounded as IEEE 754 says on every machine; through float64 it is.
+    root = torch.sqrt((mean + eps).double()).float()
+    return (x * (1.0 / root).unsqueeze(-1)) * (weight + offset if offset else weight)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The decoder against transformers, and its promise: a row's bits do not depend on what shares the forward."""
+"""The decoder against transformers, and its promise: a row's bits do not depend on what shares the forward.
+
+On the reference and on the kernels that `auto` takes; every native path has test_native_decoder.py.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,19 +11,12 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.rows import Decoder, Rows
+from runtime.rows import Rows
 
 Tiny = Callable[..., Path]
+Text = Callable[..., Tensor]
+Whole = Callable[..., Tensor]
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral")
-
-
-def prompt(count: int, seed: int = 0, vocabulary: int = 320) -> Tensor:
-    return torch.randint(1, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
-
-
-def whole(decoder: Decoder, tokens: Tensor) -> Tensor:
-    cache = decoder.new_cache()
-    return decoder.forward(tokens, Rows.chains([(cache.open(len(tokens)), 0, len(tokens))]), cache).logits
 
 
 def transformers_logits(path: Path, tokens: Tensor) -> Tensor:
@@ -36,10 +32,11 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", [*FAMILY, "gpt2"])
-def test_forward_equals_transformers(tiny: Tiny, kind: str) -> None:
-    tokens = prompt(90)
-    model = load(tiny(kind))
+def test_forward_equals_transformers(tiny: Tiny, text: Text, whole: Whole, kernels: str, kind: str) -> None:
+    tokens = text(90)
+    model = load(tiny(kind), kernels=kernels)
     assert model.decoder.exact == (kind != "gpt2")
+    assert model.decoder.kernels == ("transformers" if kind == "gpt2" else kernels)
     assert relative(whole(model.decoder, tokens), transformers_logits(tiny(kind), tokens)) < 1e-4
 
 
@@ -58,14 +55,14 @@ def test_forward_equals_transformers(tiny: Tiny, kind: str) -> None:
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
     ],
 )
-def test_rotary_scaling_equals_transformers(tiny: Tiny, rope: dict) -> None:
-    path, tokens = tiny("llama", rope_parameters=rope), prompt(150)
-    assert relative(whole(load(path).decoder, tokens), transformers_logits(path, tokens)) < 1e-4
+def test_rotary_scaling_equals_transformers(tiny: Tiny, text: Text, whole: Whole, kernels: str, rope: dict) -> None:
+    path, tokens = tiny("llama", rope_parameters=rope), text(150)
+    assert relative(whole(load(path, kernels=kernels).decoder, tokens), transformers_logits(path, tokens)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", FAMILY)
-def test_bits_are_the_same_at_every_width(tiny: Tiny, kind: str) -> None:
-    decoder, tokens = load(tiny(kind)).decoder, prompt(80)
+def test_bits_are_the_same_at_every_width(tiny: Tiny, text: Text, whole: Whole, kernels: str, kind: str) -> None:
+    decoder, tokens = load(tiny(kind), kernels=kernels).decoder, text(80)
     want = whole(decoder, tokens)
     for width in (1, 3, 8, 13):
         cache = decoder.new_cache()
@@ -76,49 +73,46 @@ def test_bits_are_the_same_at_every_width(tiny: Tiny, kind: str) -> None:
             assert torch.equal(out.logits, want[start : start + count]), f"width {width} at {start}"
 
 
+@pytest.mark.usefixtures("torch_threads")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_neighbours(tiny: Tiny, threads: int) -> None:
-    before = torch.get_num_threads()
-    decoder = load(tiny("llama"), threads=threads).decoder
-    try:
-        texts = [prompt(n, seed=n) for n in (5, 70, 33)]
-        want = [whole(decoder, t) for t in texts]
-        cache = decoder.new_cache()
-        handles = [cache.open(80) for _ in texts]
-        lengths = [0, 0, 0]
-        generator = torch.Generator().manual_seed(3)
-        while any(length < len(t) for length, t in zip(lengths, texts, strict=True)):
-            spans, tokens, expected = [], [], []
-            for i, text in enumerate(texts):
-                count = min(int(torch.randint(0, 12, (), generator=generator)), len(text) - lengths[i])
-                if count:
-                    spans.append((handles[i], lengths[i], count))
-                    tokens.append(text[lengths[i] : lengths[i] + count])
-                    expected.append(want[i][lengths[i] : lengths[i] + count])
-                    lengths[i] += count
-            if spans:
-                out = decoder.forward(torch.cat(tokens), Rows.chains(spans), cache)
-                assert torch.equal(out.logits, torch.cat(expected))
-    finally:
-        torch.set_num_threads(before)
+def test_bits_do_not_depend_on_neighbours(tiny: Tiny, text: Text, whole: Whole, kernels: str, threads: int) -> None:
+    decoder = load(tiny("llama"), threads=threads, kernels=kernels).decoder
+    texts = [text(n, seed=n) for n in (5, 70, 33)]
+    want = [whole(decoder, t) for t in texts]
+    cache = decoder.new_cache()
+    handles = [cache.open(80) for _ in texts]
+    lengths = [0, 0, 0]
+    generator = torch.Generator().manual_seed(3)
+    while any(length < len(t) for length, t in zip(lengths, texts, strict=True)):
+        spans, tokens, expected = [], [], []
+        for i, full in enumerate(texts):
+            count = min(int(torch.randint(0, 12, (), generator=generator)), len(full) - lengths[i])
+            if count:
+                spans.append((handles[i], lengths[i], count))
+                tokens.append(full[lengths[i] : lengths[i] + count])
+                expected.append(want[i][lengths[i] : lengths[i] + count])
+                lengths[i] += count
+        if spans:
+            out = decoder.forward(torch.cat(tokens), Rows.chains(spans), cache)
+            assert torch.equal(out.logits, torch.cat(expected))
 
 
-def test_truncation_restores_the_state_exactly(tiny: Tiny) -> None:
-    decoder, tokens = load(tiny("llama")).decoder, prompt(90)
+def test_truncation_restores_the_state_exactly(tiny: Tiny, text: Text, whole: Whole, kernels: str) -> None:
+    decoder, tokens = load(tiny("llama"), kernels=kernels).decoder, text(90)
     want = whole(decoder, tokens)
     cache = decoder.new_cache()
     handle = cache.open(100)
     decoder.forward(tokens[:40], Rows.chains([(handle, 0, 40)]), cache)
     for seed in range(5):
-        decoder.forward(prompt(13, seed=50 + seed), Rows.chains([(handle, 40, 13)]), cache)
+        decoder.forward(text(13, seed=50 + seed), Rows.chains([(handle, 40, 13)]), cache)
         cache.truncate(handle, 40)
     out = decoder.forward(tokens[40:], Rows.chains([(handle, 40, 50)]), cache)
     assert torch.equal(out.logits, want[40:])
 
 
-def test_a_stale_key_would_be_noticed(tiny: Tiny) -> None:
+def test_a_stale_key_would_be_noticed(tiny: Tiny, text: Text, whole: Whole, kernels: str) -> None:
     """The positive of the test above: one wrong key changes the logits."""
-    decoder, tokens = load(tiny("llama")).decoder, prompt(90)
+    decoder, tokens = load(tiny("llama"), kernels=kernels).decoder, text(90)
     want = whole(decoder, tokens)
     cache = decoder.new_cache()
     handle = cache.open(100)
@@ -128,12 +122,12 @@ def test_a_stale_key_would_be_noticed(tiny: Tiny) -> None:
     assert not torch.equal(out.logits, want[40:])
 
 
-def test_each_path_of_a_tree_equals_its_chain(tiny: Tiny) -> None:
-    decoder, text = load(tiny("llama")).decoder, prompt(70)
+def test_each_path_of_a_tree_equals_its_chain(tiny: Tiny, text: Text, whole: Whole, kernels: str) -> None:
+    decoder, before = load(tiny("llama"), kernels=kernels).decoder, text(70)
     cache = decoder.new_cache()
     handle = cache.open(90)
-    decoder.forward(text, Rows.chains([(handle, 0, 70)]), cache)
-    parents, tokens = [-1, 0, 0, 1, 2, 2, 4], prompt(7, seed=9)
+    decoder.forward(before, Rows.chains([(handle, 0, 70)]), cache)
+    parents, tokens = [-1, 0, 0, 1, 2, 2, 4], text(7, seed=9)
     depth = [70, 71, 71, 72, 72, 72, 73]
     rows = Rows(torch.tensor([handle] * 7), torch.tensor(depth), torch.tensor(parents))
     tree = decoder.forward(tokens, rows, cache).logits
@@ -141,31 +135,31 @@ def test_each_path_of_a_tree_equals_its_chain(tiny: Tiny) -> None:
         path = [leaf]
         while parents[path[0]] != -1:
             path.insert(0, parents[path[0]])
-        chain = whole(decoder, torch.cat((text, tokens[path])))
+        chain = whole(decoder, torch.cat((before, tokens[path])))
         assert torch.equal(tree[leaf], chain[-1])
     # Keeping one branch leaves exactly the cache of that chain.
     cache.keep(handle, 70, [0, 2, 4])
-    more = decoder.forward(prompt(3, seed=11), Rows.chains([(handle, 73, 3)]), cache).logits
-    assert torch.equal(more, whole(decoder, torch.cat((text, tokens[[0, 2, 4]], prompt(3, seed=11))))[-3:])
+    more = decoder.forward(text(3, seed=11), Rows.chains([(handle, 73, 3)]), cache).logits
+    assert torch.equal(more, whole(decoder, torch.cat((before, tokens[[0, 2, 4]], text(3, seed=11))))[-3:])
 
 
-def test_logits_only_where_asked_for(tiny: Tiny) -> None:
+def test_logits_only_where_asked_for(tiny: Tiny, text: Text, whole: Whole, kernels: str) -> None:
     for kind in ("llama", "gpt2"):
-        decoder, tokens = load(tiny(kind)).decoder, prompt(20)
+        decoder, tokens = load(tiny(kind), kernels=kernels).decoder, text(20)
         cache = decoder.new_cache()
         out = decoder.forward(tokens, Rows.chains([(cache.open(20), 0, 20)]), cache, logits_at=torch.tensor([3, 19]))
         assert torch.allclose(out.logits, whole(decoder, tokens)[[3, 19]], atol=1e-5)
         assert out.hidden.shape == (2, 64)
 
 
-def test_rows_that_contradict_the_cache_are_refused(tiny: Tiny) -> None:
-    decoder = load(tiny("llama")).decoder
+def test_rows_that_contradict_the_cache_are_refused(tiny: Tiny, text: Text, whole: Whole, kernels: str) -> None:
+    decoder = load(tiny("llama"), kernels=kernels).decoder
     cache = decoder.new_cache()
     handle = cache.open(64)
     with pytest.raises(ValueError, match="position"):
-        decoder.forward(prompt(3), Rows.chains([(handle, 5, 3)]), cache)
+        decoder.forward(text(3), Rows.chains([(handle, 5, 3)]), cache)
     with pytest.raises(ValueError, match="token ids"):
         decoder.forward(torch.tensor([320]), Rows.chains([(handle, 0, 1)]), cache)
     assert cache.length(handle) == 0
-    decoder.forward(prompt(3), Rows.chains([(handle, 0, 3)]), cache)
+    decoder.forward(text(3), Rows.chains([(handle, 0, 3)]), cache)
     assert cache.length(handle) == 3

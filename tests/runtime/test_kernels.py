@@ -1,36 +1,27 @@
-"""Packed layers against float64 arithmetic on the same codes, and their bits at every width."""
+"""Packed layers against float64 arithmetic on the same codes, their bits at every width, and which kernels run."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from runtime import load
+from runtime.errors import UserError
 from runtime.formats.nf4 import INT8_LEVELS
-from runtime.formats.packed import PackedWeight, Scheme
-from runtime.kernels import reference
-from runtime.kernels.dispatch import available, choose, join, linear
+from runtime.formats.packed import PackedWeight
+from runtime.kernels import native, reference
+from runtime.kernels.dispatch import NAMES, available, choose, join, linear
+from runtime.kernels.native import binding
 
 N, K = 96, 256
+Case = Callable[..., PackedWeight]
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def int8_weight(n: int = N, k: int = K) -> PackedWeight:
-    codes = torch.randint(-127, 128, (n, k), generator=generator(1)).to(torch.int8)
-    scale = torch.rand(n, 1, generator=generator(2)) * 0.01 + 0.001
-    bias = torch.randn(n, generator=generator(3))
-    return PackedWeight(Scheme("int8", 8, 0, True, "int8-token"), codes, scale, bias=bias)
-
-
-def group_weight(kind: str, group: int, k: int = K, asymmetric: bool = False, permuted: bool = False) -> PackedWeight:
-    low, high = (0, 16) if kind == "nf4" or asymmetric else (-8, 8)
-    codes = torch.randint(low, high, (N, k), generator=generator(4)).to(torch.int8)
-    groups = -(-k // group)
-    scale = torch.rand(N, groups, generator=generator(5)) * 0.1 + 0.01
-    offset = scale * torch.randint(0, 16, scale.shape, generator=generator(6)) if asymmetric else None
-    perm = torch.randperm(k, generator=generator(7)) if permuted else None
-    return PackedWeight(Scheme(kind, 4, group, not asymmetric, "int8-group"), codes, scale, offset, perm)  # type: ignore[arg-type]
 
 
 def dense(weight: PackedWeight) -> Tensor:
@@ -64,21 +55,28 @@ def rounded(x: Tensor, weight: PackedWeight) -> Tensor:
     return back
 
 
-CASES = {
-    "int8": int8_weight(),
-    "int8 odd": int8_weight(37, 100),
-    "int4 g128": group_weight("int4", 128),
-    "int4 g32": group_weight("int4", 32),
-    "int4 ragged": group_weight("int4", 64, k=200),
-    "int4 zero points": group_weight("int4", 64, asymmetric=True),
-    "int4 activation order": group_weight("int4", 64, permuted=True),
-    "nf4": group_weight("nf4", 64),
+CASES: dict[str, dict[str, Any]] = {
+    "int8": {"kind": "int8", "bias": True},
+    "int8 odd": {"kind": "int8", "n": 37, "k": 100, "bias": True},
+    "int4 g128": {"kind": "int4", "group": 128},
+    "int4 g32": {"kind": "int4", "group": 32},
+    "int4 ragged": {"kind": "int4", "k": 200, "group": 64},
+    "int4 zero points": {"kind": "int4", "group": 64, "unsigned": True, "offset": True},
+    "int4 activation order": {"kind": "int4", "group": 64, "perm": True},
+    "nf4": {"kind": "nf4", "group": 64},
+    "ternary": {"kind": "ternary", "bias": True},
 }
 
 
+@pytest.fixture(scope="module")
+def case(packed: Callable[..., PackedWeight]) -> Callable[..., PackedWeight]:
+    """case(name) is that weight of `CASES`, 96 outputs by 256 inputs where it says nothing else."""
+    return lambda name, **changes: packed(**({"n": N, "k": K} | CASES[name] | changes))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str) -> None:
-    weight = CASES[name]
+def test_against_float64(case: Case, name: str) -> None:
+    weight = case(name)
     x = torch.randn(19, weight.shape[1], generator=generator(8))
     want = rounded(x, weight) @ dense(weight).t()
     if weight.bias is not None:
@@ -90,8 +88,8 @@ def test_against_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bits_at_every_width(name: str) -> None:
-    weight = CASES[name]
+def test_bits_at_every_width(case: Case, name: str) -> None:
+    weight = case(name)
     x = torch.randn(40, weight.shape[1], generator=generator(9))
     layer = reference.packed_linear(weight)
     whole = layer(x)
@@ -101,9 +99,9 @@ def test_bits_at_every_width(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4 g128", "nf4"])
-def test_extreme_inputs(name: str) -> None:
-    layer, k = reference.packed_linear(CASES[name]), CASES[name].shape[1]
-    bias = CASES[name].bias
+def test_extreme_inputs(case: Case, name: str) -> None:
+    weight = case(name)
+    layer, k, bias = reference.packed_linear(weight), weight.shape[1], weight.bias
     assert torch.equal(layer(torch.zeros(1, k))[0], torch.zeros(N) if bias is None else bias)
     huge = torch.randn(2, k, generator=generator(10)) * 1e30
     assert torch.isfinite(layer(huge)).all()
@@ -112,19 +110,21 @@ def test_extreme_inputs(name: str) -> None:
     assert layer(torch.empty(0, k)).shape == (0, N)
 
 
-def test_groups_too_large_for_an_exact_sum_are_refused() -> None:
-    reference.packed_linear(group_weight("int4", 1024, k=1024))
+def test_groups_too_large_for_an_exact_sum_are_refused(case: Case) -> None:
+    reference.packed_linear(case("int4 g128", group=1024, k=1024))
     with pytest.raises(ValueError, match="exact"):
-        reference.packed_linear(group_weight("int4", 2048, k=2048))
+        reference.packed_linear(case("int4 g128", group=2048, k=2048))
 
 
-def test_joined_layers_equal_single_ones() -> None:
-    kernel = choose("reference", "cpu")
+def test_joined_layers_equal_single_ones(case: Case, kernels: str) -> None:
+    kernel = choose(kernels, "cpu", 2)
     x = torch.randn(5, K, generator=generator(11))
     for pair in (
-        [int8_weight(), int8_weight(64)],
-        [group_weight("nf4", 64)] * 2,
-        [int8_weight(), group_weight("int4", 64)],
+        [case("int8"), case("int8", n=64)],
+        [case("nf4")] * 2,
+        [case("ternary"), case("ternary", n=40)],
+        [case("int8"), case("int4 zero points")],
+        [case("int4 activation order"), case("int4 activation order", seed=5), case("int4 g32")],
     ):
         sizes = [w.shape[0] for w in pair]
         parts = join(pair, [None] * len(pair), sizes, kernel).split(x)
@@ -133,10 +133,10 @@ def test_joined_layers_equal_single_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
-def test_bitsandbytes_kernels_agree(name: str) -> None:
+def test_bitsandbytes_kernels_agree(case: Case, name: str) -> None:
     if not next(k for k in available() if k.name == "bitsandbytes").usable:
         pytest.skip("bitsandbytes is not installed")
-    weight = CASES[name]
+    weight = case(name)
     x = torch.randn(6, K, generator=generator(12))
     got = linear(weight, None, choose("bitsandbytes", "cpu"))(x)
     want = linear(weight, None, choose("reference", "cpu"))(x)
@@ -162,3 +162,80 @@ def test_attention_against_float64() -> None:
                     k, v = (x[0, first : last + 1, head // 2].double() for x in (keys, values))
                     odds = torch.softmax(k @ q[tile, row, head].double() * d**-0.5, 0)
                     assert torch.allclose(got[tile, row, head].double(), odds @ v, atol=1e-5)
+
+
+# Which kernels run, and why.
+
+
+def test_auto_takes_the_first_that_is_usable() -> None:
+    options = available()
+    assert [option.name for option in options[:5]] == [*native.PATHS, "reference"]
+    first = next(option for option in options if option.usable)
+    assert choose("auto", "cpu") == first and first.exact and first.why
+    assert choose("reference", "cpu").usable and not choose("reference", "cpu").native
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_what_was_asked_for_runs_and_says_so(tiny: Callable[..., Path], native_path: str) -> None:
+    assert choose(native_path, "cpu", 3).threads == 3
+    assert choose(native_path, "cpu").threads == native.default_threads() >= 1
+    decoder = load(tiny("llama"), kernels=native_path, threads=2).decoder
+    assert (decoder.kernels, decoder.threads, decoder.exact) == (native_path, 2, True)
+    reference_decoder = load(tiny("llama"), kernels="reference", threads=1).decoder
+    assert (reference_decoder.kernels, reference_decoder.threads) == ("reference", 1)
+    auto = load(tiny("llama")).decoder
+    assert auto.kernels == next(option.name for option in available() if option.usable)
+
+
+def test_unknown_and_unusable_kernels_are_refused(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"kernels='avx1024' is unknown; use one of auto, avx512-vnni, .*reference"):
+        load(tiny("llama"), kernels="avx1024")
+    for name in NAMES[1:5]:
+        with pytest.raises(UserError, match=f"kernels='{name}' run on a CPU, and the device is cuda"):
+            choose(name, "cuda")
+    with pytest.raises(UserError, match="threads must be at least 1, found 0"):
+        load(tiny("llama"), threads=0)
+    monkeypatch.setattr(native, "usable", lambda path: (path == "portable", "this processor lacks the instructions"))
+    with pytest.raises(UserError, match="kernels='avx2' cannot run here: this processor lacks the instructions"):
+        load(tiny("llama"), kernels="avx2")
+    assert choose("auto", "cpu").name == "portable"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The library is looked for in an empty folder instead: an install without a compiler."""
+    monkeypatch.setattr(binding, "__file__", str(tmp_path / "binding.py"))
+    binding.library.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    binding.library.cache_clear()
+
+
+def test_an_install_without_a_compiler_works_and_says_so(
+    tiny: Callable[..., Path],
+    text: Callable[..., Tensor],
+    whole: Callable[..., Tensor],
+    elsewhere: Path,
+) -> None:
+    why = "the native kernels were not compiled when specpress was installed (no C++ compiler?)"
+    assert [(option.usable, option.why) for option in available()[:4]] == [(False, why)] * 4
+    assert choose("auto", "cpu").name == "reference"
+    decoder = load(tiny("llama")).decoder
+    assert decoder.kernels == "reference"
+    assert torch.equal(whole(decoder, text(20)), whole(load(tiny("llama"), kernels="reference").decoder, text(20)))
+    with pytest.raises(UserError, match="kernels='avx2' cannot run here: the native kernels were not compiled"):
+        load(tiny("llama"), kernels="avx2")
+    with pytest.raises(RuntimeError, match="were not compiled"):
+        native.read_bandwidth(1, size=4096)
+
+
+def test_a_damaged_library_is_as_good_as_none(elsewhere: Path) -> None:
+    (elsewhere / f"{binding.NAME}{binding.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    binding.library.cache_clear()
+    usable, why = native.usable("portable")
+    assert not usable and "cannot be loaded" in why and "install specpress again" in why
+    assert choose("auto", "cpu").name == "reference"
+
+
+def test_the_memory_is_read_at_a_plausible_speed(native_path: str) -> None:
+    assert 1e8 < native.read_bandwidth(1, size=1 << 22, passes=2) < 1e13
