@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow lint format peers clean
 
 demo: .venv/installed
 	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
@@ -34,6 +34,21 @@ NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable ".[hf,bnb,data,dev]"
+	@touch $@
+
+# llama.cpp, OpenVINO and the like, for examples/compare/engines.py: their versions contradict ours, so they have an
+# environment of their own. llama.cpp is built from source for this very processor (a C++ compiler, ten minutes).
+PEERS_PIP := .peers/bin/python -m pip install --disable-pip-version-check --quiet \
+	--constraint examples/compare/constraints.txt
+
+peers: .peers/installed
+
+.peers/installed: examples/compare/constraints.txt
+	$(PYTHON) -m venv .peers
+	$(PEERS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_PIP) --no-binary llama-cpp-python llama-cpp-python gguf
+	$(PEERS_PIP) openvino nncf optimum-intel
+	.peers/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 clean:
