@@ -9,7 +9,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from runtime.kernels.native.memory import Arena
 
 NAME = "_specpress"
 # Fastest first; the numbers are those of api.cpp.
@@ -208,10 +208,14 @@ def require() -> Any:
 
 
 class Pool:
-    """Kernel threads: the caller and `threads` − 1 others, which sleep while there is nothing to do."""
+    """Kernel threads: the caller and `threads` − 1 others, which sleep while there is nothing to do.
+
+    `arena` is the memory that the weights of its models lie in.
+    """
 
     def __init__(self, threads: int):
         self.threads = threads
+        self.arena = Arena()
         self.handle = require().specpress_pool_new(threads)
         weakref.finalize(self, require().specpress_pool_free, self.handle)
 
@@ -244,8 +248,7 @@ def read_bandwidth(threads: int, size: int = 1 << 30, passes: int = 5) -> float:
 
     Raises RuntimeError where the native library is missing.
     """
-    data = np.ones(size, dtype=np.uint8)
+    data = Arena().allocate(size).fill_(1)
     kept = c_int64()
     own = pool(threads)
-    address = data.ctypes.data
-    return max(float(require().specpress_read(own.handle, address, size, byref(kept))) for _ in range(passes))
+    return max(float(require().specpress_read(own.handle, data.data_ptr(), size, byref(kept))) for _ in range(passes))

@@ -109,8 +109,7 @@ def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Poo
     """The blocks, (bytes,) uint8 on a 64-byte boundary, and whether all codes were the scheme's."""
     library = require()
     size = int(library.specpress_packed_bytes(ctypes.byref(struct)))
-    # torch aligns what it allocates to 64 bytes.
-    out = torch.empty(size, dtype=torch.uint8)
+    out = pool.arena.allocate(size)
     sound = library.specpress_pack(
         pool.handle, ctypes.byref(struct), rows.data_ptr(), out.data_ptr(), None if sums is None else sums.data_ptr()
     )

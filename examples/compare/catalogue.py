@@ -1,0 +1,44 @@
+"""Which engines are compared, scheme by scheme, and what each of them runs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One column of a comparison.
+
+    name    as tables print it.
+    worker  module in workers/.
+    peer    runs in the peers' environment; False: in ours.
+    model   name of the model among the shape's models; "" for ours, which is written anew for each run.
+    """
+
+    name: str
+    worker: str
+    peer: bool
+    model: str
+
+
+OURS = Engine("specpress", "specpress", False, "")
+
+
+def _llama_cpp(kind: str) -> Engine:
+    return Engine(f"llama.cpp {kind}", "llama_cpp", True, f"{kind}.gguf")
+
+
+def _openvino(scheme: str) -> Engine:
+    return Engine(f"OpenVINO {scheme}", "openvino_engine", True, f"openvino-{scheme}")
+
+
+SCHEMES: dict[str, tuple[Engine, ...]] = {
+    "int4": (OURS, _llama_cpp("Q4_0"), _llama_cpp("Q4_K_M"), _openvino("int4")),
+    "int8": (OURS, _llama_cpp("Q8_0"), _openvino("int8")),
+    "ternary": (OURS, _llama_cpp("TQ2_0")),
+    "nf4": (OURS, Engine("bitsandbytes nf4", "bitsandbytes_engine", False, "bitsandbytes-nf4")),
+}
+TITLES = {
+    "int4": "int4: ours in groups of 128, OpenVINO's too, Q4_0 and Q4_K_M as llama.cpp has them",
+    "int8": "int8",
+    "ternary": "ternary (bitnet.cpp could not be run)",
+    "nf4": "nf4: bitsandbytes through transformers",
+}

@@ -1,0 +1,1 @@
+"""One program per kind of model: random weights in an engine's own format."""

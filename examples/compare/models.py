@@ -1,0 +1,97 @@
+"""The models of a comparison: random weights of one shape in each engine's own format.
+
+The peers' take minutes to make and are kept; ours takes seconds and is written anew, so that it is never out of date.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import UserError
+
+HERE = Path(__file__).parent.absolute()
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where models are made: `folder` is the shape's own, `say` tells the user what takes time."""
+
+    folder: Path
+    shape: str
+    python: Path
+    peer_python: Path
+    threads: int
+    say: Callable[[str], None]
+
+
+def make_peers(shop: Workshop, models: Sequence[str]) -> None:
+    """Makes those of the named models that are not there yet; each appears complete or not at all.
+
+    Raises UserError where a maker fails (disk, memory, or an environment that lacks a package).
+    """
+    missing = [name for name in models if not (shop.folder / name).exists()]
+    if not missing:
+        return
+    shop.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as made:
+        room = Path(made)
+        config = room / "config.json"
+        config.write_text(json.dumps(_config(shop.shape)))
+        files = [name for name in missing if name.endswith(".gguf")]
+        if files:
+            shop.say(f"making {', '.join(files)} (once; minutes)")
+            outs = [f"{Path(name).stem}={room / name}" for name in files]
+            _run(shop, True, "makers.gguf_models", str(config), str(shop.threads), *outs)
+            for name in files:
+                (room / name).rename(shop.folder / name)
+        folders = [name for name in missing if name not in files]
+        if folders:
+            shop.say("making a random checkpoint (removed at the end)")
+            _run(shop, False, "makers.random_checkpoint", str(config), str(room / "checkpoint"))
+        for name in folders:
+            shop.say(f"making {name} (once; minutes)")
+            kind, scheme = name.rsplit("-", 1)
+            checkpoint, out = str(room / "checkpoint"), str(room / name)
+            if kind == "openvino":
+                _run(shop, True, "makers.openvino_model", checkpoint, out, scheme)
+            else:
+                _run(shop, False, "makers.bitsandbytes_nf4", checkpoint, out)
+            (room / name).rename(shop.folder / name)
+
+
+@contextmanager
+def our_model(shop: Workshop, scheme: str) -> Iterator[Path]:
+    """Our model directory in a scheme, head int8 per channel; gone when the block ends."""
+    from runtime.shapes import write_shape
+
+    shop.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ours-", dir=shop.folder) as made:
+        yield write_shape(shop.shape, scheme, Path(made) / "model", head="int8")
+
+
+def _config(shape: str) -> dict[str, object]:
+    """The shape as a transformers configuration."""
+    from runtime.shapes import SHAPES
+
+    return dict(SHAPES[shape].config)
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What makers and workers are started with: the number of threads for all OpenMP code, and no network."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _run(shop: Workshop, peer: bool, module: str, *arguments: str) -> None:
+    """Makers run in a process of their own: in their environment, and giving their memory back."""
+    command = [str(shop.peer_python if peer else shop.python), "-m", module, *arguments]
+    done = subprocess.run(command, cwd=HERE, env=environment(shop.threads), capture_output=True, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["(no message)"])[-1]
+        log = shop.folder / f"{module}.log"
+        log.write_text(done.stdout + done.stderr)
+        raise UserError(f"{module} failed with exit code {done.returncode}: {last}; see {log}")
