@@ -56,13 +56,15 @@ class Checkpoint:
         """
         return self.shards[name]
 
-    def weight(self, prefix: str) -> PackedWeight | Tensor:
+    def weight(self, prefix: str, unpack: bool = True) -> PackedWeight | Tensor:
         """The weight of linear layer `prefix`: packed (bias included), or plain as stored, (N, K) for nn.Linear.
+
+        `unpack` False leaves 4-bit codes two a byte where they are stored so (PackedWeight.nibbles).
 
         Raises UserError naming the tensor that is missing, damaged or in a layout that is not read yet.
         """
         try:
-            return formats.read(self.quantization, self.shards, prefix)
+            return formats.read(self.quantization, self.shards, prefix, unpack)
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(self.path.name) else f"{self.path.name}: {text}") from error

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from runtime.blocks import Attention, Block, Mixture, Mlp
 from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.configuration import configuration, transformers_configuration
 from runtime.decoder import LlamaDecoder
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
@@ -83,11 +85,12 @@ def load(
             raise UserError(f"threads must be at least 1, found {threads}")
         torch.set_num_threads(threads)
     checkpoint = open_checkpoint(path)
-    config = _config(checkpoint)
-    architecture = describe(config.to_dict())
+    config = configuration(checkpoint)
+    architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
     if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
         from runtime.adapter import adapt
 
+        config = transformers_configuration(checkpoint)
         return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
     kernel = choose(kernels, device if device != "auto" else where.type, threads)
     return Model(build(checkpoint, architecture, config, kernel, where), checkpoint.path, config)
@@ -103,39 +106,26 @@ def _device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _config(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    kind = checkpoint.config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers"
-            " knows; use one of its decoder-only architectures"
-        )
-    try:
-        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {error}"
-        ) from error
-
-
 def build(
     checkpoint: Checkpoint, architecture: Architecture, config: Any, kernel: Kernel, device: torch.device
 ) -> Decoder:
     """The decoder of a checkpoint. Raises UserError naming a missing or misshapen tensor."""
     a = architecture
     reader = _Reader(checkpoint, kernel, device)
-    embedding = reader.table("model.embed_tokens.weight", (a.vocab, a.hidden))
+    shape = (a.vocab, a.hidden)
+    embedding: Tensor | None = reader.table("model.embed_tokens.weight", shape)
+    if kernel.native:
+        # A tied model's table lies in the head's blocks. Another is copied now, so that its file's pages can go.
+        embedding = None if a.tied or embedding is None else embedding.clone()
     blocks = tuple(_block(reader, a, number) for number in range(a.layers))
     norm = reader.vector("model.norm.weight", a.hidden)
-    head_weight: Weight = embedding if a.tied else reader.weight("lm_head", (a.vocab, a.hidden))
+    head_weight: Weight = (
+        reader.table("model.embed_tokens.weight", shape) if a.tied else reader.weight("lm_head", shape)
+    )
     head = linear(head_weight, reader.bias("lm_head"), kernel)
     if isinstance(head, NativeLinear):
-        # The table of a tied model lies in the head's blocks; another is copied, so that no file stays mapped.
-        table = None if a.tied else embedding.clone()
-        return NativeDecoder(a, config, table, blocks, norm, head, kernel)
+        return NativeDecoder(a, config, embedding, blocks, norm, head, kernel)
+    assert embedding is not None
     return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel)
 
 
@@ -148,7 +138,7 @@ class _Reader:
 
     def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
         """The (N, K) weight of a linear layer, packed or float."""
-        found = self.checkpoint.weight(prefix)
+        found = self.checkpoint.weight(prefix, unpack=not self.kernel.native)
         self._check(f"{prefix}.weight", tuple(found.shape), shape)
         return _to(found, self.device)
 

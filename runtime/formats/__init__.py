@@ -76,17 +76,21 @@ def check_supported(quantization: Any) -> None:
         )
 
 
-def read(quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str) -> PackedWeight | Tensor:
+def read(
+    quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str, unpack: bool = True
+) -> PackedWeight | Tensor:
     """The weight of linear layer `prefix`, packed or, where it is stored plain, as the (N, K) tensor that it is.
+
+    `unpack` False leaves 4-bit codes two a byte where they are stored so.
 
     `quantization` has passed `check_supported`. Raises UserError naming the tensor for anything wrong with it.
     """
     packed: PackedWeight | None = None
     method = None if quantization is None else _method(quantization)
     if method == "bitsandbytes" and nf4.holds(tensors, prefix):
-        packed = nf4.from_tensors(tensors, prefix).plain()
+        packed = nf4.from_tensors(tensors, prefix, unpack).plain()
     elif method == "compressed-tensors" and quantization is not None:
-        packed = compressed.read(quantization, tensors, prefix)
+        packed = compressed.read(quantization, tensors, prefix, unpack)
     elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):
         packed = ternary.from_tensors(tensors, prefix, ternary.scale_direction(quantization))
     if packed is None and method in ("bitsandbytes", "bitnet") and _int8_rows(tensors, prefix):

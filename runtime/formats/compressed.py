@@ -139,8 +139,8 @@ def _activation(group: Mapping[str, Any], where: str) -> Activation:
     )
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeight | None:
-    """The layer `prefix`, or None where it is stored plain.
+def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
+    """The layer `prefix`, or None where it is stored plain; 4-bit codes stay two a byte unless `unpack`.
 
     The tensors themselves say which group a layer is of, so no expression out of a file is ever run. `config` has
     passed `check`. Raises UserError for damaged tensors, or where no group or several different ones fit.
@@ -149,7 +149,7 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeig
         form = "pack-quantized"
         allowed = {int(group["weights"]["num_bits"]) for group in _groups(config, form)}
         if (bits := stored_bits(tensors, prefix, sorted(allowed))) == 4:
-            return int4.from_tensors(tensors, prefix)
+            return int4.from_tensors(tensors, prefix, unpack)
     elif f"{prefix}.weight_scale" in tensors:
         form, bits = "int-quantized", 8
     else:

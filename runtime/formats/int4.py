@@ -17,7 +17,7 @@ from runtime.formats.tensors import (
     stored_bytes,
     stored_scale_dtype,
 )
-from runtime.formats.words import read_words, write_words
+from runtime.formats.words import read_words, unpack_words, write_words
 
 # Half of the 15 steps that 4 bits span.
 STEPS = 7.5
@@ -70,14 +70,23 @@ def to_tensors(
     return tensors
 
 
-def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
+def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight:
     """Reads `pack-quantized` with 4 bits, symmetric; the group size is K over the scales of a row.
+
+    `unpack` False leaves the codes two a byte where a row is whole words.
 
     Raises UserError naming the tensor for a missing, misshapen, non-finite, asymmetric or reordered one.
     """
-    codes, scale = read_words(tensors, prefix, 4)
-    size = codes.shape[1] // scale.shape[1]
-    return PackedWeight(scheme(size), codes, scale, bias=read_bias(tensors, prefix, codes.shape[0]))
+    words, scale, inputs = read_words(tensors, prefix, 4)
+    n, groups = scale.shape
+    whole = not unpack and inputs % 8 == 0
+    return PackedWeight(
+        scheme(inputs // groups),
+        words.contiguous().view(torch.uint8) if whole else unpack_words(words, inputs, 4),
+        scale,
+        bias=read_bias(tensors, prefix, n),
+        nibbles="low" if whole else None,
+    )
 
 
 def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:

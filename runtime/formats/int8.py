@@ -30,7 +30,7 @@ from runtime.formats.tensors import (
     stored_scale_dtype,
     take,
 )
-from runtime.formats.words import read_words, write_words
+from runtime.formats.words import read_words, unpack_words, write_words
 
 # Half of the 255 steps that 8 bits span.
 STEPS = 127.5
@@ -99,7 +99,8 @@ def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-t
     UserError naming the tensor for a missing, misshapen, non-finite or asymmetric one.
     """
     if f"{prefix}.weight_packed" in tensors:
-        codes, scale = read_words(tensors, prefix, 8)
+        words, scale, inputs = read_words(tensors, prefix, 8)
+        codes = unpack_words(words, inputs, 8)
     else:
         codes, scale = _read_rows(tensors, prefix)
     (n, k), groups = codes.shape, scale.shape[1]

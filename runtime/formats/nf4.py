@@ -152,8 +152,10 @@ def holds(tensors: Tensors, prefix: str) -> bool:
     return f"{prefix}.{_STATE}" in tensors
 
 
-def from_tensors(tensors: Tensors, prefix: str) -> Nf4Weight:
+def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> Nf4Weight:
     """Reads a layer that bitsandbytes (or `to_tensors`) wrote, with and without double quantisation.
+
+    `unpack` False leaves the codes two a byte.
 
     Raises UserError naming the tensor for a missing, misshapen or non-finite one, another table, or blocks that
     straddle rows.
@@ -162,7 +164,7 @@ def from_tensors(tensors: Tensors, prefix: str) -> Nf4Weight:
     (n, k), block = state["shape"], state["blocksize"]
     name = f"{prefix}.weight"
     data = expect_shape(name, expect_dtype(name, take(tensors, name), torch.uint8), (n * k // 2, 1)).flatten()
-    codes = unpack_nibbles(data, high_first=True).view(n, k)
+    codes = unpack_nibbles(data, high_first=True).view(n, k) if unpack else data.view(n, k // 2)
     name = f"{prefix}.weight.quant_map"
     if not torch.allclose(expect_shape(name, take(tensors, name), (16,)).float(), LEVELS, atol=1e-6):
         raise UserError(f"tensor {name} is not the nf4 table; only nf4 is read")
@@ -177,6 +179,7 @@ def from_tensors(tensors: Tensors, prefix: str) -> Nf4Weight:
         codes,
         check_finite(name, expect_dtype(name, absmax, torch.float32)).view(n, -1),
         bias=read_bias(tensors, prefix, n),
+        nibbles=None if unpack else "high",
         nested=nested,
     )
 

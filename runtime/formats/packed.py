@@ -37,6 +37,8 @@ class PackedWeight:
     perm    (K,) int64 or None: activation order; codes[:, j] belongs to input perm[j].
     bias    (N,) float32 or None.
     input_scale  float32 scalar tensor or None: static activation scale ("int8-tensor").
+    nibbles  None; or, read so for kernels that take it: `codes` is (N, K / 2) uint8, two 4-bit codes a byte as the file
+            has them (int4's plus 8), the first in the "low" or the "high" half.
     """
 
     scheme: Scheme
@@ -46,8 +48,9 @@ class PackedWeight:
     perm: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
+    nibbles: Literal["low", "high"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs N, inputs K)."""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.codes.shape[0], self.codes.shape[1] * (1 if self.nibbles is None else 2)

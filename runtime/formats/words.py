@@ -57,8 +57,8 @@ def stored_bits(tensors: Tensors, prefix: str, allowed: Iterable[int]) -> int:
     return fitting[0]
 
 
-def read_words(tensors: Tensors, prefix: str, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (N, K) int8 and scale (N, G) float32 of a symmetric layer in its own input order.
+def read_words(tensors: Tensors, prefix: str, bits: int) -> tuple[Tensor, Tensor, int]:
+    """Words, scale (N, G) float32 and inputs K of a symmetric layer in its own input order.
 
     Raises UserError naming the tensor for a missing, misshapen, non-finite, asymmetric or reordered one.
     """
@@ -74,7 +74,7 @@ def read_words(tensors: Tensors, prefix: str, bits: int) -> tuple[Tensor, Tensor
         raise UserError(
             f"tensor {name} has shape {list(scale.shape)}, expected [{n}, groups] with groups that divide {k} inputs"
         )
-    return unpack_words(words, k, bits), scale.contiguous()
+    return words, scale.contiguous(), k
 
 
 def _shape(tensors: Tensors, prefix: str) -> tuple[int, int]:

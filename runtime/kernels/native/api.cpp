@@ -82,8 +82,8 @@ SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static
 SPECPRESS_API void specpress_pool_free(Pool* pool) { delete pool; }
 
 SPECPRESS_API int64_t specpress_packed_bytes(const Weights* w) { return packed_bytes(*w); }
-SPECPRESS_API int64_t specpress_pack(Pool* pool, const Weights* w, const void* rows, uint8_t* codes, int32_t* sums) {
-    return pack(*pool, *w, rows, codes, sums);
+SPECPRESS_API int64_t specpress_pack(Pool* pool, const Weights* w, const void* rows, int64_t stored, uint8_t* codes, int32_t* sums) {
+    return pack(*pool, *w, rows, codes, sums, static_cast<Rows>(stored));
 }
 SPECPRESS_API void specpress_unpack_nibbles(Pool* pool, const uint8_t* packed, int64_t bytes, int64_t high_first, int64_t minus, int8_t* codes) {
     unpack_nibbles(*pool, packed, bytes, high_first != 0, static_cast<int8_t>(minus), codes);

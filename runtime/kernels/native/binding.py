@@ -150,7 +150,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pool_new": (_P, [_I]),
     "pool_free": (None, [_P]),
     "packed_bytes": (_I, [_P]),
-    "pack": (_I, [_P, _P, _P, _P, _P]),
+    "pack": (_I, [_P, _P, _P, _I, _P, _P]),
     "unpack_nibbles": (None, [_P, _P, _I, _I, _I, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),

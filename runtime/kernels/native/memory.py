@@ -21,16 +21,16 @@ class Arena:
         """(size,) uint8 on a 64-byte boundary, zeros."""
         size = -(-size // 64) * 64
         if size >= _CHUNK // 2:
-            return _map(size)
+            return large(size)
         if self._chunk is None or self._used + size > len(self._chunk):
-            self._chunk, self._used = _map(_CHUNK), 0
+            self._chunk, self._used = large(_CHUNK), 0
         piece = self._chunk[self._used : self._used + size]
         self._used += size
         return piece
 
 
-def _map(size: int) -> Tensor:
-    """(size,) uint8 from the start of a large page. What is never touched takes no memory."""
+def large(size: int) -> Tensor:
+    """(size,) uint8, zeros, from the start of a large page. What is never touched takes no memory."""
     memory = mmap.mmap(-1, size + _PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A system without large pages refuses: the small ones work as well, a little slower.

@@ -26,22 +26,16 @@ uint32_t word(const uint8_t* p) {
     return v;
 }
 
-// `step` codes of one output, a byte each, as the four bytes that stand for them.
-uint32_t squeeze(const Weights& w, const uint8_t* c) {
-    switch (w.kind) {
-        case INT8: return word(c);
-        case NF4: return (word(c) & 0x0f0f0f0fu) | (word(c + 4) & 0x0f0f0f0fu) << 4;
-        case INT4: {
-            // A signed nibble with its top bit turned is the code plus 8.
-            const uint32_t turn = w.zero == 8 ? 0x08080808u : 0;
-            return ((word(c) ^ turn) & 0x0f0f0f0fu) | ((word(c + 4) ^ turn) & 0x0f0f0f0fu) << 4;
-        }
-        default: {
-            uint32_t out = 0;
-            for (int i = 0; i < 4; i++) out |= (((word(c + 4 * i) & 0x03030303u) + 0x01010101u) & 0x03030303u) << (2 * i);
-            return out;
-        }
-    }
+// The codes of one output that a vector has room for, a byte each, as the four bytes that stand for them. `turn` is 8 in
+// each byte where codes are signed nibbles: turning the top bit adds 8.
+template <int KIND>
+uint32_t squeeze(const uint8_t* c, uint32_t turn) {
+    if constexpr (KIND == INT8) return word(c);
+    if constexpr (KIND == INT4 || KIND == NF4) return ((word(c) ^ turn) & 0x0f0f0f0fu) | ((word(c + 4) ^ turn) & 0x0f0f0f0fu) << 4;
+    uint32_t out = 0;
+    if constexpr (KIND == TERNARY)
+        for (int i = 0; i < 4; i++) out |= (((word(c + 4 * i) & 0x03030303u) + 0x01010101u) & 0x03030303u) << (2 * i);
+    return out;
 }
 
 // The code that stands for a weight of zero, where the layout has room for inputs that do not exist.
@@ -60,8 +54,11 @@ bool sound(const Weights& w, const uint8_t* codes, int64_t size) {
 }
 
 // False: a code is not one of the scheme's.
+template <int KIND>
 bool pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes, int32_t* sums) {
-    const int64_t step = step_of(w.kind), steps = w.group / step;
+    constexpr int64_t step = KIND == INT8 ? 4 : KIND == TERNARY ? 16 : 8;
+    const uint32_t turn = KIND == INT4 && w.zero == 8 ? 0x08080808u : 0;
+    const int64_t steps = w.group / step;
     bool all_sound = true;
     uint8_t* out = codes + block * w.groups * steps * 128;
     for (int64_t g = 0; g < w.groups; g++, out += steps * 128) {
@@ -76,23 +73,48 @@ bool pack_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* c
                 for (int64_t k = 0; k < size; k++) sum += static_cast<int8_t>(row[k]);
             // Modulo 2^32, as the products that it is added to.
             if (sums) sums[(block * w.groups + g) * BLOCK + o] = static_cast<int32_t>(-128u * static_cast<uint32_t>(sum));
-            for (int64_t s = 0; s < steps; s++) {
+            const int64_t whole = row ? size / step : 0;
+            uint8_t* to = out + o * 4;
+            for (int64_t s = 0; s < whole; s++) {
+                const uint32_t squeezed = squeeze<KIND>(row + s * step, turn);
+                std::memcpy(to + s * 128, &squeezed, 4);
+            }
+            for (int64_t s = whole; s < steps; s++) {
                 uint8_t own[16];
-                const uint8_t* c = own;
-                if (row && (s + 1) * step <= size) {
-                    c = row + s * step;
-                } else {
-                    for (int64_t j = 0; j < step; j++) {
-                        const int64_t k = s * step + j;
-                        own[j] = row && k < size ? row[k] : nothing(w);
-                    }
+                for (int64_t j = 0; j < step; j++) {
+                    const int64_t k = s * step + j;
+                    own[j] = row && k < size ? row[k] : nothing(w);
                 }
-                const uint32_t squeezed = squeeze(w, c);
-                std::memcpy(out + s * 128 + o * 4, &squeezed, 4);
+                const uint32_t squeezed = squeeze<KIND>(own, turn);
+                std::memcpy(to + s * 128, &squeezed, 4);
             }
         }
     }
     return all_sound;
+}
+
+// Eight adjacent nibbles, two a byte, as the four bytes of a vector's output: nibble j beside nibble 4 + j.
+uint32_t fold(uint32_t w, bool high_first) {
+    if (high_first) w = (w >> 4 & 0x0f0f0f0fu) | (w & 0x0f0f0f0fu) << 4;
+    uint32_t low = w & 0xffffu, high = w >> 16;
+    low = (low | low << 8) & 0x00ff00ffu, high = (high | high << 8) & 0x00ff00ffu;
+    low = (low | low << 4) & 0x0f0f0f0fu, high = (high | high << 4) & 0x0f0f0f0fu;
+    return low | high << 4;
+}
+
+void fold_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes, bool high_first) {
+    const int64_t steps = w.inputs / 8, reserved = w.groups * (w.group / 8);
+    const uint32_t none = 0x01010101u * static_cast<uint32_t>(nothing(w) | nothing(w) << 4);
+    uint8_t* out = codes + block * reserved * 128;
+    for (int64_t o = 0; o < BLOCK; o++, out += 4) {
+        const int64_t n = block * BLOCK + o, there = n < w.outputs ? steps : 0;
+        const uint8_t* row = rows + n * (w.inputs / 2);
+        for (int64_t s = 0; s < there; s++) {
+            const uint32_t folded = fold(word(row + s * 4), high_first);
+            std::memcpy(out + s * 128, &folded, 4);
+        }
+        for (int64_t s = there; s < reserved; s++) std::memcpy(out + s * 128, &none, 4);
+    }
 }
 
 void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes) {
@@ -116,15 +138,23 @@ void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint
 
 int64_t packed_bytes(const Weights& w) { return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128; }
 
-bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums) {
+bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums, Rows stored) {
     const auto* bytes = static_cast<const uint8_t*>(rows);
     std::atomic<bool> all_sound{true};
     pool.run(blocks_of(w), 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; block++) {
-            if (w.kind == F32 || w.kind == BF16)
-                pack_float_block(w, bytes, block, codes);
-            else if (!pack_block(w, bytes, block, codes, w.kind == INT8 ? sums : nullptr))
-                all_sound = false;
+            bool sound = true;
+            if (stored != PLAIN)
+                fold_block(w, bytes, block, codes, stored == HIGH_FIRST);
+            else
+                switch (w.kind) {
+                case INT8: sound = pack_block<INT8>(w, bytes, block, codes, sums); break;
+                case INT4: sound = pack_block<INT4>(w, bytes, block, codes, nullptr); break;
+                case NF4: sound = pack_block<NF4>(w, bytes, block, codes, nullptr); break;
+                case TERNARY: sound = pack_block<TERNARY>(w, bytes, block, codes, nullptr); break;
+                default: pack_float_block(w, bytes, block, codes);
+            }
+            if (!sound) all_sound = false;
         }
     });
     return all_sound;

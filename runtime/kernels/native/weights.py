@@ -1,14 +1,17 @@
 """A weight in the kernels' blocks: checked here, repacked once, and kept alive as long as anything points to it."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.native.binding import BLOCK, KINDS, STEPS, Pool, WeightsStruct, require
 
+# How rows of codes are stored (pack.h, Rows).
+NIBBLES = {"low": 1, "high": 2}
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
 MAX_INPUTS = 1 << 17
@@ -62,10 +65,11 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
     if kind not in ("int8", "int4", "nf4", "ternary"):
         raise ValueError(f"no native kernel for {kind} weights")
-    codes = weight.codes
-    if codes.ndim != 2 or codes.dtype != torch.int8 or codes.device.type != "cpu":
-        raise ValueError(f"codes must be (N, K) int8 on the CPU, found {codes.dtype} {list(codes.shape)}")
-    n, k = codes.shape
+    weight = _readable(weight)
+    codes, n, k = weight.codes, *weight.shape
+    dtype = torch.int8 if weight.nibbles is None else torch.uint8
+    if codes.ndim != 2 or codes.dtype != dtype or codes.device.type != "cpu":
+        raise ValueError(f"codes must be (N, K) {dtype} on the CPU, found {codes.dtype} {list(codes.shape)}")
     if k > MAX_INPUTS:
         raise ValueError(f"{k} inputs of {kind} weights could overflow a 32-bit sum (at most {MAX_INPUTS} do not)")
     group = weight.scheme.group_size or k
@@ -80,7 +84,7 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     static = None if weight.input_scale is None else _positive("input_scale", weight.input_scale)
     # Everything fits. Only from here on pointers are taken.
     sums = torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if kind == "int8" else None
-    packed = _lay_out_codes(kind, struct, codes.contiguous(), sums, pool)
+    packed = _lay_out_codes(weight, struct, sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
     tensors = [packed, scale]
     for name, values in (("sums", sums), ("offset", offset), ("bias", bias), ("perm", perm), ("input_scale", static)):
@@ -105,14 +109,25 @@ def struct_blocks(struct: WeightsStruct) -> int:
     return -(-int(struct.outputs) // BLOCK)
 
 
-def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Pool) -> tuple[Tensor, bool]:
+def _readable(weight: PackedWeight) -> PackedWeight:
+    """The same weight with its codes one a byte, unless they are two a byte and groups are whole 64-byte vectors."""
+    k = weight.shape[1]
+    if weight.nibbles is None or (k % 8 == 0 and (weight.scheme.group_size or k) % 8 == 0):
+        return weight
+    minus = 8 if weight.scheme.kind == "int4" else 0
+    codes = unpack_nibbles(weight.codes, minus, high_first=weight.nibbles == "high")
+    return replace(weight, codes=codes, nibbles=None)
+
+
+def _lay_out(
+    struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Pool, nibbles: int = 0
+) -> tuple[Tensor, bool]:
     """The blocks, (bytes,) uint8 on a 64-byte boundary, and whether all codes were the scheme's."""
     library = require()
     size = int(library.specpress_packed_bytes(ctypes.byref(struct)))
     out = pool.arena.allocate(size)
-    sound = library.specpress_pack(
-        pool.handle, ctypes.byref(struct), rows.data_ptr(), out.data_ptr(), None if sums is None else sums.data_ptr()
-    )
+    sums_at = None if sums is None else sums.data_ptr()
+    sound = library.specpress_pack(pool.handle, ctypes.byref(struct), rows.data_ptr(), nibbles, out.data_ptr(), sums_at)
     return out, bool(sound)
 
 
@@ -120,8 +135,12 @@ def _lay_out(struct: WeightsStruct, rows: Tensor, sums: Tensor | None, pool: Poo
 _RANGES = {"int8": [(-128, 127)], "int4": [(-8, 7), (0, 15)], "nf4": [(0, 15)], "ternary": [(-1, 1)]}
 
 
-def _lay_out_codes(kind: str, struct: WeightsStruct, codes: Tensor, sums: Tensor | None, pool: Pool) -> Tensor:
+def _lay_out_codes(weight: PackedWeight, struct: WeightsStruct, sums: Tensor | None, pool: Pool) -> Tensor:
     """The blocks of codes. Raises ValueError for codes out of their range, which are looked at as they are read."""
+    kind, codes = weight.scheme.kind, weight.codes.contiguous()
+    if weight.nibbles is not None:
+        struct.zero = 8 if kind == "int4" else 0
+        return _lay_out(struct, codes, None, pool, NIBBLES[weight.nibbles])[0]
     for first, _ in _RANGES[kind]:
         struct.zero = -first if kind == "int4" else 0
         packed, sound = _lay_out(struct, codes, sums, pool)

@@ -1,0 +1,55 @@
+"""A configuration read from its file alone says the same as transformers' reading of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime.checkpoint import open_checkpoint
+from runtime.configuration import configuration, transformers_configuration
+from runtime.errors import UserError
+from runtime.family import describe
+from runtime.rotary import frequencies
+
+Tiny = Callable[..., Path]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral"])
+def test_both_readings_agree(tiny: Tiny, kind: str) -> None:
+    checkpoint = open_checkpoint(tiny(kind))
+    ours, theirs = configuration(checkpoint), transformers_configuration(checkpoint)
+    if isinstance(ours, SimpleNamespace):
+        assert describe(vars(ours)) == describe(theirs.to_dict())
+        assert torch.equal(frequencies(ours)[0], frequencies(theirs)[0])
+    assert isinstance(ours, SimpleNamespace) == (kind == "llama")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"head_dim": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"num_hidden_layers": "2"},
+        {"tie_word_embeddings": None},
+    ],
+)
+def test_what_the_file_leaves_open_is_asked_of_transformers(
+    tiny: Tiny, tmp_path: Path, change: dict[str, object]
+) -> None:
+    source = tiny("llama")
+    values = json.loads((source / "config.json").read_text())
+    target = tmp_path / "copy"
+    target.mkdir()
+    (target / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    (target / "config.json").write_text(json.dumps(values | change))
+    if "num_hidden_layers" in change or "tie_word_embeddings" in change:
+        with pytest.raises(UserError, match=next(iter(change))):
+            configuration(open_checkpoint(target))
+        return
+    assert not isinstance(configuration(open_checkpoint(target)), SimpleNamespace)
+    (target / "config.json").write_text(json.dumps(values))
+    assert isinstance(configuration(open_checkpoint(target)), SimpleNamespace)
