@@ -14,6 +14,7 @@ using namespace specpress;
 
 constexpr int64_t QUERIES = 8;  // query rows of a unit
 constexpr int64_t BLOCKS = SPLIT / KEYS;
+constexpr int64_t FEW = 16;     // rows of a forward that decodes or verifies
 
 static int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
 
@@ -255,6 +256,10 @@ static void mix_any(int64_t rows, const float* weights, const float* const* valu
     }
 }
 
+static void fetch(const float* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) __builtin_prefetch(p + i);
+}
+
 // Scores of one row to weights e^(s − max) in place, keys outside first..last to 0. Returns the maximum and the sum.
 static float soften(float* scores, int64_t count, int64_t first, int64_t last, float* sum) {
     for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
@@ -329,6 +334,12 @@ void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
                 const int64_t at = place(h, s.blocks, c.layer, u.kv_head, from).block;
                 keys[block] = static_cast<const float*>(s.keys) + at * dim * KEYS;
                 values[block] = static_cast<const float*>(s.values) + at * KEYS * wide;
+                // A few rows come upon keys that the weights have pushed out of the caches.
+                if (b.rows <= FEW) {
+                    const int64_t there = highest_last - from + 1 < KEYS ? highest_last - from + 1 : KEYS;
+                    fetch(keys[block], dim * KEYS);
+                    fetch(values[block], there * wide);
+                }
             } else {
                 widen(c, s, u.kv_head, from / KEYS, k, v);
             }

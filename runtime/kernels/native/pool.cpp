@@ -38,7 +38,7 @@ void pause() {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), born_(forks.load()) {
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), born_(forks.load()), shares_(static_cast<size_t>(threads_)) {
     count_forks();
     for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
 }
@@ -60,17 +60,23 @@ Pool::~Pool() {
 bool Pool::forked() const { return forks.load(std::memory_order_relaxed) != born_; }
 
 void Pool::take(int thread) {
-    for (;;) {
-        const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
-        if (begin >= count_) return;
-        call_(context_, thread, begin, begin + piece_ < count_ ? begin + piece_ : count_);
+    for (int turn = 0; turn < threads_; turn++) {
+        Share& share = shares_[static_cast<size_t>((thread + turn) % threads_)];
+        for (;;) {
+            const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
+            if (begin >= share.end) break;
+            call_(context_, thread, begin, begin + piece_ < share.end ? begin + piece_ : share.end);
+        }
     }
 }
 
 void Pool::share(int64_t count, int64_t piece, Call call, void* context) {
     std::lock_guard<std::mutex> one(callers_);
-    call_ = call, context_ = context, count_ = count, piece_ = piece;
-    next_.store(0, std::memory_order_relaxed);
+    call_ = call, context_ = context, piece_ = piece;
+    for (int i = 0; i < threads_; i++) {
+        shares_[static_cast<size_t>(i)].next.store(count * i / threads_, std::memory_order_relaxed);
+        shares_[static_cast<size_t>(i)].end = count * (i + 1) / threads_;
+    }
     // Nobody is inside and the last call is closed, so this opens the next one.
     state_.fetch_add(TURN | OPEN);
     if (asleep_.load() > 0) {

@@ -20,8 +20,8 @@ class Pool {
 
     int threads() const { return threads_; }
 
-    // f(thread, begin, end) over 0..count in pieces of `piece`, each taken by whichever thread is free. What f computes must
-    // not depend on the cut. One caller at a time; in a forked child the caller works alone.
+    // f(thread, begin, end) over 0..count in pieces of `piece`. Each thread walks its own share from front to back, so that
+    // what it reads is one stream, and then helps with what others have left. What f computes must not depend on the cut. One caller at a time; in a forked child the caller works alone.
     template <class F>
     void run(int64_t count, int64_t piece, F&& f) {
         if (count <= 0) return;
@@ -47,9 +47,14 @@ class Pool {
     std::mutex callers_;
     Call call_ = nullptr;
     void* context_ = nullptr;
-    int64_t count_ = 0, piece_ = 1;
+    int64_t piece_ = 1;
     std::atomic<bool> stop_{false};  // also read by a worker that comes late to a call that is over
-    alignas(64) std::atomic<int64_t> next_{0};
+    // Per thread: where its share goes on, and where it ends.
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+    std::vector<Share> shares_;
     // One word: how many workers are inside the call, whether it is open to more, and its number.
     alignas(64) std::atomic<uint64_t> state_{0};
     alignas(64) std::atomic<int> asleep_{0};

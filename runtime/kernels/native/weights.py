@@ -69,7 +69,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     codes, n, k = weight.codes, *weight.shape
     dtype = torch.int8 if weight.nibbles is None else torch.uint8
     if codes.ndim != 2 or codes.dtype != dtype or codes.device.type != "cpu":
-        raise ValueError(f"codes must be (N, K) {dtype} on the CPU, found {codes.dtype} {list(codes.shape)}")
+        shown = str(dtype).removeprefix("torch.")
+        raise ValueError(f"codes must be (N, K) {shown} on the CPU, found {codes.dtype} {list(codes.shape)}")
     if k > MAX_INPUTS:
         raise ValueError(f"{k} inputs of {kind} weights could overflow a 32-bit sum (at most {MAX_INPUTS} do not)")
     group = weight.scheme.group_size or k
