@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow lint format peers clean
+.PHONY: demo test test-slow bench lint format peers clean
 
 demo: .venv/installed
 	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
@@ -19,6 +19,11 @@ test: .venv/installed
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
 
+# Speed of the kernels and of whole forwards, beside what the memory gives: minutes, on a quiet machine.
+bench: .venv/installed
+	$(BIN)/python -m runtime.bench kernels
+	$(BIN)/python -m runtime.bench decode --prefill
+
 lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -28,8 +33,9 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
 NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
+
+# torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
 .venv/installed: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

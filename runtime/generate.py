@@ -3,7 +3,7 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runtime.drafters import Drafter
     from runtime.loading import Model
     from runtime.metrics import Metrics
+    from runtime.rows import Decoder
     from runtime.speculate import Stream
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -55,6 +56,7 @@ def main(
     ] = RuleName.COUPLED,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
+    kernels: Annotated[str, typer.Option(help="auto, avx512-vnni, avx-vnni, avx2, portable or reference.")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
@@ -67,12 +69,14 @@ def main(
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
         if draft is not None and drafter not in (None, DrafterName.MODEL):
             raise UserError(f"--draft names a model, but --drafter is {drafter.value}; leave out one of the two.")
-        model = load(target, device=device, threads=threads)
-        chosen, proposer = _drafter(model, draft, drafter, device, threads)
+        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
+        model = load(target, **options)
+        chosen, proposer = _drafter(model, draft, drafter, options)
         speculator = Speculator(model, proposer, draft_length=draft_length, verify=verify.value)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         _print(prompt, stream, quiet)
-        _summarise(stream.metrics, chosen, lossless_class(model, verify.value, sampling), quiet)
+        lossless = lossless_class(model, verify.value, sampling)
+        _summarise(stream.metrics, chosen, _kernels(model.decoder), lossless, quiet)
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -94,7 +98,7 @@ def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
 
 
 def _drafter(
-    target: "Model", draft_path: str | None, drafter: DrafterName | None, device: str, threads: int | None
+    target: "Model", draft_path: str | None, drafter: DrafterName | None, options: dict[str, Any]
 ) -> tuple[str, "Model | Drafter | None"]:
     """What was chosen, in words, and the drafter itself."""
     from runtime.loading import load
@@ -107,13 +111,23 @@ def _drafter(
             raise UserError(
                 f"--drafter model needs a draft, but {target.path.name} comes without one; give --draft DIR."
             )
-        return f"model ({Path(found).name})", load(found, device=device, threads=threads)
+        return f"model ({Path(found).name})", load(found, **options)
     from runtime.drafters.lookup import LookupDrafter
 
     return "lookup" if drafter is not None else "lookup (no draft was given, and the target has none)", LookupDrafter()
 
 
-def _summarise(metrics: "Metrics", drafter: str, lossless: str, quiet: bool) -> None:
+def _kernels(decoder: "Decoder") -> str:
+    """Which kernels ran, on how many threads; and why not the native ones, where a CPU had to do without."""
+    from runtime.kernels import available
+
+    shown = f"{decoder.kernels}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
+    native = available("cpu")[0]
+    missing = decoder.kernels == "reference" and decoder.device.type == "cpu" and not native.usable
+    return f"{shown} ({native.why})" if missing else shown
+
+
+def _summarise(metrics: "Metrics", drafter: str, kernels: str, lossless: str, quiet: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -130,6 +144,7 @@ def _summarise(metrics: "Metrics", drafter: str, lossless: str, quiet: bool) -> 
             f"{show(metrics.tokens_per_second, '.1f')} ({metrics.new_tokens} tokens, prompt included in the time)",
         ),
         ("mean target width", show(metrics.mean_width, ".2f")),
+        ("kernels", kernels),
         ("lossless class", lossless),
     ):
         table.add_row(label, value)
