@@ -1,46 +1,13 @@
 """The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
-from runtime.kv import CacheKind, Quantizer
-
-# Head dimensions are stored in whole vectors of this many floats.
-VECTOR = 16
-
-
-@dataclass(frozen=True)
-class Store:
-    """One request's memory, for all layers; `wide` is head_dim rounded up to 16.
-
-    float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
-    int8     the same, int8.
-    int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
-             values (…, 64, wide / 2) with dimension i beside i + wide / 2.
-    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for float32.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scale: Tensor
-    value_scale: Tensor
-
-    @cached_property
-    def pointers(self) -> tuple[int, int, int, int, int]:
-        """Addresses of the four, and the number of blocks."""
-        return (
-            self.keys.data_ptr(),
-            self.values.data_ptr(),
-            self.key_scale.data_ptr(),
-            self.value_scale.data_ptr(),
-            self.keys.shape[1],
-        )
+from runtime.kv import VECTOR, CacheKind, Quantizer, Store
 
 
 class ContiguousCache:
@@ -169,6 +136,3 @@ class ContiguousCache:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
         per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
         return self.layers * 2 * self.kv_heads * per_head[self.kind]
-
-
-__all__ = ["VECTOR", "CacheKind", "ContiguousCache", "Store"]

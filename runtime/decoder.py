@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Attention, Block, Linear, Mixture, Mlp
-from runtime.cache import CacheKind, ContiguousCache
+from runtime.cache import ContiguousCache
 from runtime.family import Architecture
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
+from runtime.kv import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Block, Mixture, Mlp
-from runtime.cache import CacheKind, ContiguousCache
+from runtime.cache import ContiguousCache
 from runtime.errors import UserError
 from runtime.family import Architecture
 from runtime.kernels.dispatch import Joined, Kernel
@@ -32,6 +32,7 @@ from runtime.kernels.native.binding import (
     require,
 )
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
+from runtime.kv import CacheKind
 from runtime.layout import Reserved, reserve
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows

@@ -5,6 +5,7 @@
 // one key after the other under the split's own maximum, then split after split (Milakov and Gimelshein's online softmax,
 // 1805.02867; the fixed split is FlashDecoding's). So a row's bits depend neither on its neighbours nor on its slots.
 // Prefill, decoding, verification and trees are this one function.
+#include "cache.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -16,156 +17,12 @@ constexpr int64_t QUERIES = 8;  // query rows of a unit
 constexpr int64_t BLOCKS = SPLIT / KEYS;
 constexpr int64_t FEW = 16;     // rows of a forward that decodes or verifies
 
-static int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
-
 // Floats of scratch: scaled queries, weights of a split, a split's sums, all sums, and a split's keys and values.
 int64_t attention_scratch(const Heads& h) {
     return QUERIES * (padded(h.dim) * 3 + SPLIT) + SPLIT * (h.dim + padded(h.dim)) + 4 * LANES;
 }
 
 int64_t tile_rows() { return QUERIES; }
-
-// ------------------------------------------------------------------------------------------------------ the cache
-struct Place {
-    int64_t block, inside;
-};
-static Place place(const Heads& h, int64_t blocks, int64_t layer, int64_t head, int64_t slot) {
-    return {((layer * blocks + slot / KEYS) * h.kv_heads + head), slot % KEYS};
-}
-
-static int8_t nibble(const uint8_t* p, bool high) { return static_cast<int8_t>((high ? *p >> 4 : *p & 15) - 8); }
-static void set_nibble(uint8_t* p, bool high, int32_t code) {
-    const uint8_t raw = static_cast<uint8_t>(code + 8);
-    *p = high ? static_cast<uint8_t>((*p & 0x0f) | raw << 4) : static_cast<uint8_t>((*p & 0xf0) | raw);
-}
-
-// Symmetric codes of one row within ±limit; the scale is absmax / limit (0 for zeros).
-static float round_row(const float* x, int64_t dim, float limit, int32_t* codes) {
-    float most = 0.0f;
-    for (int64_t i = 0; i < dim; i++) most = std::fabs(x[i]) > most || x[i] != x[i] ? std::fabs(x[i]) : most;
-    const float scale = most / limit;
-    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    if (std::isinf(inverse)) inverse = 0.0f;
-    for (int64_t i = 0; i < dim; i++) {
-        const float v = std::nearbyint(x[i] * inverse);
-        codes[i] = v != v ? 0 : static_cast<int32_t>(v < -limit ? -limit : v > limit ? limit : v);
-    }
-    return scale;
-}
-
-// Stores one row's keys and values, all heads, at a slot.
-void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
-    const int64_t dim = h.dim, wide = padded(dim);
-    for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += dim) {
-        const Place at = place(h, s.blocks, layer, head, slot);
-        if (h.cache_kind == CACHE_F32) {
-            float* k = static_cast<float*>(s.keys) + at.block * dim * KEYS + at.inside;
-            for (int64_t d = 0; d < dim; d++) k[d * KEYS] = key[d];
-            std::memcpy(static_cast<float*>(s.values) + (at.block * KEYS + at.inside) * wide, value, static_cast<size_t>(dim) * 4);
-            continue;
-        }
-        const bool four_bits = h.cache_kind == CACHE_INT4;
-        const float limit = four_bits ? 7.0f : 127.0f;
-        float scaled[1024];
-        int32_t codes[1024];
-        const float* factor = h.key_factor ? h.key_factor + (layer * h.kv_heads + head) * dim : nullptr;
-        for (int64_t d = 0; d < dim; d++) scaled[d] = factor ? key[d] / factor[d] : key[d];
-        s.key_scale[at.block * KEYS + at.inside] = round_row(scaled, dim, limit, codes);
-        uint8_t* k = static_cast<uint8_t*>(s.keys);
-        if (four_bits) {
-            k += at.block * dim * (KEYS / 2) + at.inside % (KEYS / 2);
-            for (int64_t d = 0; d < dim; d++) set_nibble(k + d * (KEYS / 2), at.inside >= KEYS / 2, codes[d]);
-        } else {
-            k += at.block * dim * KEYS + at.inside;
-            for (int64_t d = 0; d < dim; d++) k[d * KEYS] = static_cast<uint8_t>(codes[d]);
-        }
-        s.value_scale[at.block * KEYS + at.inside] = round_row(value, dim, limit, codes);
-        uint8_t* v = static_cast<uint8_t*>(s.values);
-        if (four_bits) {
-            v += (at.block * KEYS + at.inside) * (wide / 2);
-            for (int64_t d = 0; d < dim; d++) set_nibble(v + d % (wide / 2), d >= wide / 2, codes[d]);
-        } else {
-            v += (at.block * KEYS + at.inside) * wide;
-            for (int64_t d = 0; d < dim; d++) v[d] = static_cast<uint8_t>(codes[d]);
-        }
-    }
-}
-
-// One key and value of the cache as floats: out keys with a stride of KEYS, out values adjacent.
-static void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, float* key, float* value) {
-    const Heads& h = c.heads;
-    const int64_t dim = h.dim, wide = padded(dim);
-    const Place at = place(h, s.blocks, c.layer, head, slot);
-    for (int64_t d = dim; d < wide; d++) value[d] = 0.0f;
-    if (h.cache_kind == CACHE_F32) {
-        const float* k = static_cast<const float*>(s.keys) + at.block * dim * KEYS + at.inside;
-        for (int64_t d = 0; d < dim; d++) key[d * KEYS] = k[d * KEYS];
-        std::memcpy(value, static_cast<const float*>(s.values) + (at.block * KEYS + at.inside) * wide, static_cast<size_t>(dim) * 4);
-        return;
-    }
-    const float ks = s.key_scale[at.block * KEYS + at.inside], vs = s.value_scale[at.block * KEYS + at.inside];
-    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
-    const auto* k = static_cast<const uint8_t*>(s.keys);
-    const auto* v = static_cast<const uint8_t*>(s.values);
-    for (int64_t d = 0; d < dim; d++) {
-        int8_t code, other;
-        if (h.cache_kind == CACHE_INT4) {
-            code = nibble(k + (at.block * dim + d) * (KEYS / 2) + at.inside % (KEYS / 2), at.inside >= KEYS / 2);
-            other = nibble(v + (at.block * KEYS + at.inside) * (wide / 2) + d % (wide / 2), d >= wide / 2);
-        } else {
-            code = static_cast<int8_t>(k[(at.block * dim + d) * KEYS + at.inside]);
-            other = static_cast<int8_t>(v[(at.block * KEYS + at.inside) * wide + d]);
-        }
-        const float x = static_cast<float>(code) * ks;
-        key[d * KEYS] = factor ? x * factor[d] : x;
-        value[d] = static_cast<float>(other) * vs;
-    }
-}
-
-static inline F16 low_nibbles(const uint8_t* p) {
-    int8_t codes[LANES];
-    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] & 15) - 8);
-    return load_bytes(codes);
-}
-static inline F16 high_nibbles(const uint8_t* p) {
-    int8_t codes[LANES];
-    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] >> 4) - 8);
-    return load_bytes(codes);
-}
-
-// A whole quantised block as floats: the operations of `recall`, sixteen at a time.
-static void widen(const AttentionCall& c, const Store& s, int64_t head, int64_t block, float* keys, float* values) {
-    const Heads& h = c.heads;
-    const int64_t dim = h.dim, wide = padded(dim);
-    const int64_t at = place(h, s.blocks, c.layer, head, block * KEYS).block;
-    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
-    const bool four_bits = h.cache_kind == CACHE_INT4;
-    const auto* k = static_cast<const uint8_t*>(s.keys) + at * dim * (four_bits ? KEYS / 2 : KEYS);
-    const auto* v = static_cast<const uint8_t*>(s.values) + at * KEYS * (four_bits ? wide / 2 : wide);
-    F16 scale[KEYS / LANES];
-    for (int64_t j = 0; j < KEYS / LANES; j++) scale[j] = load(s.key_scale + at * KEYS + j * LANES);
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t j = 0; j < KEYS / LANES; j++) {
-            F16 code = !four_bits            ? load_bytes(reinterpret_cast<const int8_t*>(k) + d * KEYS + j * LANES)
-                       : j < KEYS / LANES / 2 ? low_nibbles(k + d * (KEYS / 2) + j * LANES)
-                                              : high_nibbles(k + d * (KEYS / 2) + (j - KEYS / LANES / 2) * LANES);
-            F16 x = mul(code, scale[j]);
-            store(keys + d * KEYS + j * LANES, factor ? mul(x, set(factor[d])) : x);
-        }
-    for (int64_t j = 0; j < KEYS; j++) {
-        const F16 by = set(s.value_scale[at * KEYS + j]);
-        float* out = values + j * wide;
-        if (!four_bits) {
-            for (int64_t d = 0; d < wide; d += LANES)
-                store(out + d, mul(load_bytes(reinterpret_cast<const int8_t*>(v) + j * wide + d), by));
-        } else {
-            for (int64_t d = 0; d < wide; d++) {
-                const uint8_t raw = v[j * (wide / 2) + d % (wide / 2)];
-                out[d] = static_cast<float>((d >= wide / 2 ? raw >> 4 : raw & 15) - 8) * s.value_scale[at * KEYS + j];
-            }
-        }
-    }
-}
 
 // ----------------------------------------------------------------------------------------------------- the products
 // Scores of M queries against V · 16 keys.

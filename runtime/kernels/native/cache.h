@@ -1,0 +1,25 @@
+// Where keys and values lie in the cache (kernels.h, Store), and their way back to floats.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace SPECPRESS_PATH {
+
+// Floats that a value takes: head dimensions are stored in whole vectors.
+inline int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
+
+struct Place {
+    int64_t block, inside;
+};
+inline Place place(const specpress::Heads& h, int64_t blocks, int64_t layer, int64_t head, int64_t slot) {
+    return {((layer * blocks + slot / specpress::KEYS) * h.kv_heads + head), slot % specpress::KEYS};
+}
+
+// One key and value of the cache as floats: out keys with a stride of KEYS, out values adjacent.
+void recall(const specpress::AttentionCall& c, const specpress::Store& s, int64_t head, int64_t slot, float* key, float* value);
+
+// A whole quantised block as floats: the operations of `recall`, sixteen at a time.
+void widen(const specpress::AttentionCall& c, const specpress::Store& s, int64_t head, int64_t block, float* keys, float* values);
+
+}  // namespace SPECPRESS_PATH
