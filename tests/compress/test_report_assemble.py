@@ -164,9 +164,12 @@ def test_commands_lose_their_directories(command: str, shown: str) -> None:
     assert assemble.scrub_command(command) == shown
 
 
-def test_the_machine_is_described(facts: RunFacts) -> None:
-    import torch
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_the_machine_is_described(facts: RunFacts, kernels: str) -> None:
+    from runtime import load
+    from runtime.kernels import available
 
-    found = assemble.describe_machine(torch.device("cpu"))
+    found = assemble.describe_machine(load(facts.model, kernels=kernels).decoder)
     assert found["cpu"] and found["cores"] >= 1 and found["device"] == "cpu"
-    assert found["instruction_path"] == torch.backends.cpu.get_cpu_capability()
+    best = next(kernel.name for kernel in available() if kernel.usable)
+    assert found["instruction_path"] == (best if kernels == "auto" else "reference")
