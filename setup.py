@@ -42,7 +42,7 @@ class BuildKernels(build_ext):
         temporary = Path(self.build_temp)
         objects: list[str] = []
         macros: list[tuple[str, str | None]] = []
-        for name, flags in {**PATHS, "portable": []}.items():
+        for name, flags in {"portable": [], **PATHS}.items():
             try:
                 objects += self._compile(KERNELS, temporary / name, [("SPECPRESS_PATH", name)], flags)
             except CCompilerError:
