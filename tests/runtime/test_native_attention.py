@@ -197,3 +197,17 @@ def test_what_lies_behind_a_row_does_not_reach_it(native_path: str, kind: CacheK
         got = one(native_path, held, queries, [97, 98, 99])
         assert torch.equal(got, one(native_path, twin, queries, [97, 98, 99]))
     assert not torch.equal(one(native_path, held, queries[:1], [100]), one(native_path, twin, queries[:1], [100]))
+
+
+@pytest.mark.parametrize("per_kv", [1, 4])
+def test_a_row_never_meets_a_later_rows_infinity(native_path: str, per_kv: int) -> None:
+    """Rows of one request share a unit; what a later one stored must not reach the earlier ones, not even times 0."""
+    for last in (66, 513):
+        held = keys("float32", per_kv, 2, 64, tokens=600)
+        positions = list(range(last - 6, last + 2))
+        queries = torch.randn(len(positions), held.heads, 64, generator=generator(3))
+        want = one(native_path, held, queries, positions)
+        held.cache.store(held.request).values[LAYER, last // 64, :, last % 64] = torch.inf
+        got = one(native_path, held, queries, positions)
+        assert torch.equal(got[:6], want[:6])
+        assert not torch.isfinite(got[6:]).any()

@@ -50,24 +50,30 @@ static inline void score(const float* q, int64_t dim, int64_t wide, const float*
         for (int v = 0; v < V; v++) store(scores + m * SPLIT + v * LANES, acc[m][v]);
 }
 
-// Σ_j weight_j · value_j over `count` keys, V · 16 dimensions from `from`.
+// Keys first..last of a split, and whether `out` holds the sum over those before.
+struct Range {
+    int64_t first, last;
+    bool more;
+};
+
+// Σ_j weight_j · value_j over a range of keys, V · 16 dimensions from `from`.
 template <int M, int V>
-static inline void mix(const float* weights, const float* const* values, int64_t count, int64_t wide, int64_t from, float* out) {
+static inline void mix(const float* weights, const float* const* values, Range r, int64_t wide, int64_t from, float* out) {
     F16 acc[M][V];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) acc[m][v] = zero();
-    for (int64_t begin = 0; begin < count; begin += KEYS) {
-        const float* p = values[begin / KEYS] + from;
-        const int64_t end = count - begin < KEYS ? count - begin : KEYS;
-        for (int64_t j = 0; j < end; j++) {
+        for (int v = 0; v < V; v++) acc[m][v] = r.more ? load(out + m * wide + from + v * LANES) : zero();
+    for (int64_t begin = r.first; begin < r.last;) {
+        const int64_t block = begin / KEYS, end = r.last < (block + 1) * KEYS ? r.last : (block + 1) * KEYS;
+        const float* p = values[block] + (begin % KEYS) * wide + from;
+        for (; begin < end; begin++, p += wide) {
             F16 x[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) x[v] = load(p + j * wide + v * LANES);
+            for (int v = 0; v < V; v++) x[v] = load(p + v * LANES);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                const F16 w = set(weights[m * SPLIT + begin + j]);
+                const F16 w = set(weights[m * SPLIT + begin]);
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v++) acc[m][v] = fma(w, x[v], acc[m][v]);
             }
@@ -87,11 +93,11 @@ static void score_rows(const float* q, int64_t dim, int64_t wide, const float* c
 }
 
 template <int M>
-static void mix_rows(const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
+static void mix_rows(const float* weights, const float* const* values, Range r, int64_t wide, float* out) {
     constexpr int V = M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
     int64_t from = 0;
-    for (; from + V * LANES <= wide; from += V * LANES) mix<M, V>(weights, values, count, wide, from, out);
-    for (; from < wide; from += LANES) mix<M, 1>(weights, values, count, wide, from, out);
+    for (; from + V * LANES <= wide; from += V * LANES) mix<M, V>(weights, values, r, wide, from, out);
+    for (; from < wide; from += LANES) mix<M, 1>(weights, values, r, wide, from, out);
 }
 
 template <int M = MAX_ROWS>
@@ -104,12 +110,12 @@ static void score_any(int64_t rows, const float* q, int64_t dim, int64_t wide, c
     }
 }
 template <int M = MAX_ROWS>
-static void mix_any(int64_t rows, const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
+static void mix_any(int64_t rows, const float* weights, const float* const* values, Range r, int64_t wide, float* out) {
     if constexpr (M > 0) {
         if (rows == M)
-            mix_rows<M>(weights, values, count, wide, out);
+            mix_rows<M>(weights, values, r, wide, out);
         else
-            mix_any<M - 1>(rows, weights, values, count, wide, out);
+            mix_any<M - 1>(rows, weights, values, r, wide, out);
     }
 }
 
@@ -216,7 +222,17 @@ void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
         }
         for (int64_t m = 0; m < count; m += MAX_ROWS) {
             const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-            mix_any(rows, weights + m * SPLIT, values, keys_here, wide, part + m * wide);
+            // Together over what all of them see, then each over its own rest: a row never meets a later row's value, not
+            // even with weight 0, which would turn an infinity there into a NaN here.
+            int64_t seen[QUERIES], common = keys_here;
+            for (int64_t i = m; i < m + rows; i++) {
+                const int64_t own = b.position[u.row + i / per_row] - base + 1;
+                seen[i] = own < 0 ? 0 : own < keys_here ? own : keys_here;
+                common = seen[i] < common ? seen[i] : common;
+            }
+            mix_any(rows, weights + m * SPLIT, values, {0, common, false}, wide, part + m * wide);
+            for (int64_t i = m; i < m + rows; i++)
+                if (seen[i] > common) mix_any(1, weights + i * SPLIT, values, {common, seen[i], true}, wide, part + i * wide);
         }
         for (int64_t m = 0; m < count; m++) {
             const int64_t last = b.position[u.row + m / per_row];
