@@ -16,10 +16,9 @@ from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from runtime.bench_output import Plan
-    from runtime.bench_rounds import Row
+    from runtime.bench_rounds import Memory, Row
 
-    # Takes a scheme and a way to ask for the memory's speed.
-    Measure = Callable[[str, Callable[[], float | None]], list[Row]]
+    Measure = Callable[[str, Memory], list[Row]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -55,8 +54,8 @@ def kernels(
 
         plan = _plan("kernels", shape, scheme, head, widths, threads, kernels, rounds, json_file)
 
-        def measure(name: str, bandwidth: Callable[[], float | None]) -> "list[Row]":
-            return time_layers(plan.shape, name, plan.head, plan.kernel, plan.widths, plan.rounds, bandwidth)
+        def measure(name: str, memory: "Memory") -> "list[Row]":
+            return time_layers(plan.shape, name, plan.head, plan.kernel, plan.widths, plan.rounds, memory)
 
         _run(plan, measure)
 
@@ -160,11 +159,11 @@ def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None)
     from runtime.bench_layers import forward_bytes
     from runtime.loading import load
 
-    def measure(scheme: str, bandwidth: Callable[[], float | None]) -> "list[Row]":
+    def measure(scheme: str, memory: "Memory") -> "list[Row]":
         read = forward_bytes(plan.shape, scheme, plan.head, plan.kernel)
         with _model(plan, scheme, work) as path:
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name).decoder
-            return time_forwards(decoder, scheme, tasks, plan.rounds, read, bandwidth)
+            return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory)
 
     return measure
 
@@ -198,28 +197,23 @@ def _run(plan: "Plan", measure: "Measure") -> None:
     from rich.console import Console
 
     from runtime.bench_output import header, print_rows, report, write
-    from runtime.bench_rounds import fastest, read_bandwidth
+    from runtime.bench_rounds import Memory
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 100)
     notes = Console(stderr=True, highlight=False)
     console.print(header(plan), soft_wrap=True)
     everything: list[Row] = []
-    speeds: dict[str, float | None] = {}
+    readings: dict[str, list[float]] = {}
     for scheme in plan.schemes:
-        before = read_bandwidth(plan.threads)
-
-        def bandwidth(scheme: str = scheme, before: float | None = before) -> float | None:
-            # Machines change state: asked before and after, the better one holds.
-            speeds[scheme] = fastest(before, read_bandwidth(plan.threads))
-            return speeds[scheme]
-
+        memory = Memory(plan.threads)
         # Shows nothing where standard error is not a terminal.
         with notes.status(f"{scheme}: writing, loading, timing"):
-            found = measure(scheme, bandwidth)
+            found = measure(scheme, memory)
         everything += found
-        print_rows(console, plan.command, scheme, found, speeds[scheme])
+        readings[scheme] = memory.readings
+        print_rows(console, plan.command, scheme, found, memory.readings)
     if plan.json_file is not None:
-        write(plan.json_file, report(plan, everything, speeds))
+        write(plan.json_file, report(plan, everything, readings))
 
 
 if __name__ == "__main__":

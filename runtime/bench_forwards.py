@@ -20,14 +20,14 @@ def time_forwards(
     tasks: Sequence[Task],
     rounds: int,
     read: int | None,
-    bandwidth: Callable[[], float | None],
+    memory: Callable[[], float | None],
 ) -> list[Row]:
     """Rows for tasks (what, width).
 
     "prefill" is a prompt of `width` tokens from an empty cache, logits of its last row. Everything else is `width`
     rows after `CONTEXT` tokens with the logits of each: a chain, or for "tree" a binary tree. The cache is rolled back
-    before each forward, outside its time. over_width_1 compares with the chain of one row. `bandwidth` is asked when
-    the rounds are over.
+    before each forward, outside its time. over_width_1 compares with the chain of one row. `memory` measures the
+    memory's speed.
     """
     cache = decoder.new_cache()
     longest = max((width for what, width in tasks if what != "prefill"), default=1)
@@ -42,12 +42,11 @@ def time_forwards(
         rows = tree(after, width) if what == "tree" else Rows.chains([(after, CONTEXT, width)])
         return _forward(decoder, cache, after, CONTEXT, ids[:width], rows, last=False)
 
-    seconds = interleaved({task: step(*task) for task in tasks}, rounds)
-    speed = bandwidth()
-    base = next((taken for (what, width), taken in seconds.items() if width == 1 and what != "prefill"), None)
+    samples = interleaved({task: step(*task) for task in tasks}, rounds, memory)
+    base = next((taken for (what, width), taken in samples.items() if width == 1 and what != "prefill"), None)
     return [
-        row(what, scheme, width, taken, read, speed, None if what == "prefill" else base)
-        for (what, width), taken in seconds.items()
+        row(what, scheme, width, taken, read, None if what == "prefill" else base)
+        for (what, width), taken in samples.items()
     ]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from time import perf_counter
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from runtime.bench_rounds import Row, bytes_read, cache_bytes, interleaved, row
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
+from runtime.kernels.native.layers import NativeLinear
 from runtime.shapes import SHAPES, block_layers, random_weight
 
 Product = Callable[[Tensor], Tensor]
@@ -69,13 +71,13 @@ def time_layers(
     kernel: Kernel,
     widths: Sequence[int],
     rounds: int,
-    bandwidth: Callable[[], float | None],
+    memory: Callable[[], float | None],
 ) -> list[Row]:
     """Each kind of layer alone, and "all" of a forward one after the other, at each width.
 
     A row's time is that of one layer (or of the layers of one forward), the mean of a pass over copies that together
-    exceed the caches. `bandwidth` is asked when the rounds are over. Raises UserError for kernels that do not say what
-    they read.
+    exceed the caches. `memory` measures the memory's speed. Raises UserError for kernels that do not say what they
+    read.
     """
     kinds = layers(shape, scheme, head)
     needed = _CACHES * cache_bytes()
@@ -98,23 +100,27 @@ def time_layers(
     inputs = {(kind.name, width): torch.randn(width, kind.inputs) for kind in kinds for width in widths}
 
     def task(name: str, width: int) -> Callable[[], float]:
-        calls = [(product, inputs[kind, width]) for kind, product in passes[name]]
+        calls = [_on(product, inputs[kind, width]) for kind, product in passes[name]]
 
         def run() -> float:
             since = perf_counter()
-            for product, x in calls:
-                product(x)
+            for call in calls:
+                call()
             return (perf_counter() - since) / units[name]
 
         return run
 
     with torch.inference_mode():
-        seconds = interleaved({(name, width): task(name, width) for name in passes for width in widths}, rounds)
-    speed = bandwidth()
+        tasks = {(name, width): task(name, width) for name in passes for width in widths}
+        samples = interleaved(tasks, rounds, memory)
     return [
-        row(name, scheme, width, taken, read[name], speed, seconds.get((name, 1)))
-        for (name, width), taken in seconds.items()
+        row(name, scheme, width, taken, read[name], samples.get((name, 1))) for (name, width), taken in samples.items()
     ]
+
+
+def _on(product: Product, x: Tensor) -> Callable[[], Tensor]:
+    """As a decoder calls its layers: with nothing to check or to allocate."""
+    return product.on(x) if isinstance(product, NativeLinear) else partial(product, x)
 
 
 def _forwards(kinds: Sequence[Layer], made: dict[str, list[Product]], count: int) -> list[tuple[str, Product]]:

@@ -5,10 +5,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runtime.bench_forwards import CONTEXT
-from runtime.bench_rounds import WARM_UP, Row, fastest, machine
+from runtime.bench_rounds import WARM_UP, Row, machine
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 
@@ -40,16 +41,19 @@ def header(plan: Plan) -> str:
     )
 
 
-def print_rows(console: "Console", command: str, scheme: str, rows: Sequence[Row], bandwidth: float | None) -> None:
-    """One table; `bandwidth` in bytes per second."""
+def print_rows(console: "Console", command: str, scheme: str, rows: Sequence[Row], memory: Sequence[float]) -> None:
+    """One table; `memory`: readings of its speed in bytes per second."""
     from rich import box
     from rich.table import Table
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    memory = "not measured (needs the native kernels)" if bandwidth is None else f"{bandwidth / 1e9:.1f} GB/s"
-    table = Table(title=f"{scheme}; memory {memory}", title_justify="left", box=box.SIMPLE)
+    speed = "not measured (needs the native kernels)"
+    if memory:
+        low, middle, high = (value / 1e9 for value in (min(memory), median(memory), max(memory)))
+        speed = f"{middle:.1f} GB/s ({low:.1f} to {high:.1f})"
+    table = Table(title=f"{scheme}; memory {speed}", title_justify="left", box=box.SIMPLE)
     table.add_column(command)
     verify = command == "verify"
     for name in ("γ" if verify else "width", "ms median", "ms min", "tokens/s", "GB/s", "of bandwidth", "over width 1"):
@@ -70,13 +74,17 @@ def print_rows(console: "Console", command: str, scheme: str, rows: Sequence[Row
         console.print("Above 100% of the memory's speed: caches held weights, or the memory's speed changed.\n")
 
 
-def report(plan: Plan, rows: Sequence[Row], bandwidths: Mapping[str, float | None]) -> dict[str, Any]:
-    """What goes into the file; bandwidths in bytes per second, null where the native kernels are missing."""
+def report(plan: Plan, rows: Sequence[Row], memory: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """What goes into the file; bandwidths in bytes per second, null where the native kernels are missing.
+
+    `memory`: by scheme the readings of its speed.
+    """
+    every = [reading for readings in memory.values() for reading in readings]
     return {
         "machine": machine(),
         "threads": plan.threads,
         "kernels": plan.kernel.name,
-        "bandwidth": fastest(*bandwidths.values()),
+        "bandwidth": median(every) if every else None,
         "protocol": {
             "command": plan.command,
             "shape": plan.shape,
@@ -87,7 +95,8 @@ def report(plan: Plan, rows: Sequence[Row], bandwidths: Mapping[str, float | Non
             "warm_up_rounds": WARM_UP,
             "order": "each round times everything of one scheme once",
             "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
-            "bandwidth_by_scheme": dict(bandwidths),
+            "share_of_bandwidth": "of the better reading before and after each sample; median over the rounds",
+            "bandwidth_by_scheme": {scheme: median(found) if found else None for scheme, found in memory.items()},
         },
         "rows": [asdict(row) for row in rows],
     }

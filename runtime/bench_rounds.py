@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,8 @@ class Row:
     ms_median, ms_min  of one forward or product, over the rounds.
     tokens_per_second  width over the median.
     gb_per_second      weight bytes that one forward or product reads, over the median; None where they are unknown.
-    share_of_bandwidth that over the memory's reading speed; None where one of the two is unknown.
+    share_of_bandwidth those bytes per second over the memory's reading speed around them, the median over the rounds;
+                       None where one of the two is unknown.
     over_width_1       the median over that of width 1; None where width 1 was not timed.
     """
 
@@ -44,34 +45,51 @@ class Row:
     over_width_1: float | None
 
 
-def interleaved(tasks: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
-    """Seconds of each task in each round. A round runs all tasks once, so that a slow minute hits all alike."""
-    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one task, and the memory's speed around it in bytes per second; None where nothing measures it."""
+
+    seconds: float
+    bandwidth: float | None
+
+
+def interleaved(
+    tasks: Mapping[Key, Callable[[], float]], rounds: int, read: Callable[[], float | None]
+) -> dict[Key, list[Sample]]:
+    """What each task took in each round. A round runs all tasks once, so that a slow minute hits all alike.
+
+    Memory's speed changes within seconds on shared machines: `read` measures it between any two tasks, and the better
+    of the readings before and after a task is the one that the task is held against.
+    """
+    samples: dict[Key, list[Sample]] = {key: [] for key in tasks}
     for number in range(WARM_UP + rounds):
+        before = read()
         for key, task in tasks.items():
             taken = task()
+            after = read()
             if number >= WARM_UP:
-                seconds[key].append(taken)
-    return seconds
+                samples[key].append(Sample(taken, fastest(before, after)))
+            before = after
+    return samples
 
 
 def row(
     what: str,
     scheme: str,
     width: int,
-    seconds: list[float],
+    samples: Sequence[Sample],
     read: int | None,
-    bandwidth: float | None,
-    base: list[float] | None,
+    base: Sequence[Sample] | None,
 ) -> Row:
-    """A row from the seconds of all rounds.
+    """A row from the samples of all rounds.
 
-    read       bytes of weights that are read in those seconds.
-    bandwidth  bytes per second.
-    base       seconds of the same at width 1.
+    read  bytes of weights that are read in a sample's seconds.
+    base  samples of the same at width 1.
     """
+    seconds = [sample.seconds for sample in samples]
     middle = median(seconds)
     speed = None if read is None else read / middle
+    shares = [read / s.seconds / s.bandwidth for s in samples if read is not None and s.bandwidth is not None]
     return Row(
         what=what,
         engine=ENGINE,
@@ -81,8 +99,8 @@ def row(
         ms_min=min(seconds) * 1e3,
         tokens_per_second=width / middle,
         gb_per_second=None if speed is None else speed / 1e9,
-        share_of_bandwidth=None if speed is None or bandwidth is None else speed / bandwidth,
-        over_width_1=None if base is None else middle / median(base),
+        share_of_bandwidth=median(shares) if shares else None,
+        over_width_1=None if base is None else middle / median(sample.seconds for sample in base),
     )
 
 
@@ -96,9 +114,22 @@ def bytes_read(layer: Any) -> int | None:
     return None
 
 
-def read_bandwidth(threads: int) -> float | None:
-    """Bytes per second at which the memory is read; None without the native library, which measures it."""
-    return native.read_bandwidth(threads) if native.usable("portable")[0] else None
+class Memory:
+    """The memory's reading speed, measured as often as it is called: `readings` in bytes per second.
+
+    Without the native library, which measures it, a call gives None.
+    """
+
+    def __init__(self, threads: int):
+        self.readings: list[float] = []
+        size = max(1 << 28, 4 * cache_bytes())
+        self._read = native.bandwidth_reader(threads, size) if native.usable("portable")[0] else None
+
+    def __call__(self) -> float | None:
+        if self._read is None:
+            return None
+        self.readings.append(self._read())
+        return self.readings[-1]
 
 
 def fastest(*speeds: float | None) -> float | None:

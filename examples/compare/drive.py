@@ -10,6 +10,7 @@ from typing import Any
 
 from models import HERE, environment
 
+from runtime.bench_rounds import Sample, fastest
 from runtime.errors import UserError
 
 
@@ -40,19 +41,22 @@ class Start:
 
 @dataclass(frozen=True)
 class Measured:
-    """One engine's milliseconds: per width, and for the prefill; in the order in which they were taken."""
+    """What one engine took: per width, and for the prefill; in the order in which it was measured."""
 
     name: str
     weight_bytes: int
     facts: dict[str, str]
-    forwards: dict[int, list[float]] = field(default_factory=dict)
-    prefills: list[float] = field(default_factory=list)
+    forwards: dict[int, list[Sample]] = field(default_factory=dict)
+    prefills: list[Sample] = field(default_factory=list)
 
 
-def measure(starts: Sequence[Start], plan: Plan, say: Callable[[str], None]) -> list[Measured]:
+def measure(
+    starts: Sequence[Start], plan: Plan, memory: Callable[[], float | None], say: Callable[[str], None]
+) -> list[Measured]:
     """Rounds over all workers, each round beginning with another one; every worker measures every width in its turn.
 
-    Raises UserError where a worker ends before its time.
+    `memory` measures the memory's speed, between any two requests: it changes within seconds on shared machines. Raises
+    UserError where a worker ends before its time.
     """
     with ExitStack() as stack:
         workers = []
@@ -71,13 +75,15 @@ def measure(starts: Sequence[Start], plan: Plan, say: Callable[[str], None]) -> 
             due = plan.prefill > 0 and every > 0 and number % every == 0 and number // every < plan.prefill_rounds
             turn = number % len(workers)
             for worker, found in workers[turn:] + workers[:turn]:
+                before = memory()
                 for request in _requests(plan, due, plan.repeats):
-                    ms = worker.ask(request)["ms"]
-                    (
-                        found.prefills
-                        if request["do"] == "prefill"
-                        else found.forwards.setdefault(request["width"], [])
-                    ).extend(ms)
+                    ms, after = worker.ask(request)["ms"], memory()
+                    samples = [Sample(one / 1e3, fastest(before, after)) for one in ms]
+                    if request["do"] == "prefill":
+                        found.prefills.extend(samples)
+                    else:
+                        found.forwards.setdefault(request["width"], []).extend(samples)
+                    before = after
         return [found for _, found in workers]
 
 

@@ -142,7 +142,7 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
     from models import our_model
     from tables import Compared, rows
 
-    from runtime.kernels.native import read_bandwidth
+    from runtime.bench_rounds import Memory
 
     def start(engine: Engine, ours: Path) -> Start:
         return Start(
@@ -155,11 +155,9 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
 
     shop.say(f"{scheme}: writing our model")
     with our_model(shop, scheme) as ours:
-        # Machines change state: memory is timed before and after, the better one holds.
-        before = read_bandwidth(plan.threads)
-        found = measure([start(engine, ours) for engine in SCHEMES[scheme]], plan, shop.say)
-    bandwidth = max(before, read_bandwidth(plan.threads))
-    return Compared(scheme, bandwidth, tuple(found), tuple(rows(scheme, found, plan, bandwidth)))
+        memory = Memory(plan.threads)
+        found = measure([start(engine, ours) for engine in SCHEMES[scheme]], plan, memory, shop.say)
+    return Compared(scheme, tuple(memory.readings), tuple(found), tuple(rows(scheme, found, plan)))
 
 
 def _cpu() -> str:

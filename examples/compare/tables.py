@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from catalogue import OURS, TITLES
 from drive import Measured, Plan
 
+from runtime.bench_rounds import Sample
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
 class Row:
     """One engine at one width; `prefill` marks the forward whose last row alone has logits.
 
-    gb_per_second is the weights' bytes over the median time, share_of_bandwidth its share of the machine's reading
-    speed, over_width_1 the median over that at width 1 (None where that was not measured, and for prefill).
+    gb_per_second is the weights' bytes over the median time, share_of_bandwidth the median share that the bytes per
+    second have of the memory's reading speed around them (None where nothing measured it), over_width_1 the median over
+    that at width 1 (None where that was not measured, and for prefill).
     """
 
     engine: str
@@ -28,7 +31,7 @@ class Row:
     ms_min: float
     tokens_per_second: float
     gb_per_second: float
-    share_of_bandwidth: float
+    share_of_bandwidth: float | None
     over_width_1: float | None
 
 
@@ -45,23 +48,23 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Compared:
-    """One scheme: the machine's reading speed in bytes per second, what each engine took, and that as rows."""
+    """One scheme: readings of the memory's speed in bytes per second, what each engine took, and that as rows."""
 
     scheme: str
-    bandwidth: float
+    memory: tuple[float, ...]
     engines: tuple[Measured, ...]
     rows: tuple[Row, ...]
 
 
-def rows(scheme: str, found: Sequence[Measured], plan: Plan, bandwidth: float) -> list[Row]:
+def rows(scheme: str, found: Sequence[Measured], plan: Plan) -> list[Row]:
     """Engine by engine: the widths, then the prefill."""
     out = []
     for engine in found:
-        base = median(engine.forwards[1]) if engine.forwards.get(1) else None
+        base = median(s.seconds for s in engine.forwards[1]) * 1e3 if engine.forwards.get(1) else None
         for width, samples in engine.forwards.items():
-            out.append(_row(engine, scheme, width, samples, bandwidth, base))
+            out.append(_row(engine, scheme, width, samples, base))
         if engine.prefills:
-            out.append(_row(engine, scheme, plan.prefill, engine.prefills, bandwidth, None, prefill=True))
+            out.append(_row(engine, scheme, plan.prefill, engine.prefills, None, prefill=True))
     return out
 
 
@@ -69,12 +72,13 @@ def _row(
     engine: Measured,
     scheme: str,
     width: int,
-    samples: list[float],
-    bandwidth: float,
+    samples: Sequence[Sample],
     base: float | None,
     prefill: bool = False,
 ) -> Row:
-    ms = median(samples)
+    taken = [sample.seconds * 1e3 for sample in samples]
+    ms = median(taken)
+    shares = [engine.weight_bytes / s.seconds / s.bandwidth for s in samples if s.bandwidth is not None]
     speed = engine.weight_bytes / ms * 1e3
     return Row(
         engine=engine.name,
@@ -82,10 +86,10 @@ def _row(
         width=width,
         prefill=prefill,
         ms_median=ms,
-        ms_min=min(samples),
+        ms_min=min(taken),
         tokens_per_second=width / ms * 1e3,
         gb_per_second=speed / 1e9,
-        share_of_bandwidth=speed / bandwidth,
+        share_of_bandwidth=median(shares) if shares else None,
         over_width_1=None if base is None else ms / base,
     )
 
@@ -119,11 +123,13 @@ def print_scheme(console: "Console", compared: Compared) -> None:
             f"{row.ms_min:.2f}",
             f"{row.tokens_per_second:.1f}",
             f"{row.gb_per_second:.1f}",
-            f"{row.share_of_bandwidth:.0%}",
+            "-" if row.share_of_bandwidth is None else f"{row.share_of_bandwidth:.0%}",
             "-" if row.over_width_1 is None else f"{row.over_width_1:.2f}",
         )
     console.print(table)
-    console.print(f"memory read at {compared.bandwidth / 1e9:.1f} GB/s")
+    if compared.memory:
+        low, middle, high = (f(compared.memory) / 1e9 for f in (min, median, max))
+        console.print(f"memory read at {middle:.1f} GB/s ({low:.1f} to {high:.1f})")
     for engine in compared.engines:
         facts = {"weights read": f"{engine.weight_bytes / 1e6:.0f} MB"} | engine.facts
         console.print(f"{engine.name}: " + "; ".join(f"{key} {value}" for key, value in facts.items()), soft_wrap=True)
@@ -159,7 +165,7 @@ def report(plan: Plan, compared: Sequence[Compared]) -> dict[str, Any]:
             "prefill_rounds": plan.prefill_rounds,
             "repeats": plan.repeats,
         },
-        "bandwidth": {one.scheme: one.bandwidth for one in compared},
+        "bandwidth": {one.scheme: median(one.memory) if one.memory else None for one in compared},
         "engines": {
             one.scheme: {engine.name: {"weight_bytes": engine.weight_bytes} | engine.facts for engine in one.engines}
             for one in compared

@@ -15,7 +15,7 @@ from runtime import bench_layers
 from runtime.bench import app
 from runtime.bench_forwards import CONTEXT, tree
 from runtime.bench_layers import Layer, copies, forward_bytes, layers
-from runtime.bench_rounds import WARM_UP, Row, bytes_read, cache_bytes, fastest, interleaved, machine, row
+from runtime.bench_rounds import WARM_UP, Row, Sample, bytes_read, cache_bytes, fastest, interleaved, machine, row
 from runtime.errors import UserError
 from runtime.kernels import native
 from runtime.kernels.dispatch import choose, linear
@@ -33,8 +33,8 @@ HAS_NATIVE = native.usable("portable")[0]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bandwidth over 16 MiB, and caches of 64 KiB: the figures do not matter here."""
     if HAS_NATIVE:
-        small = native.read_bandwidth
-        monkeypatch.setattr(native, "read_bandwidth", lambda threads: small(threads, 1 << 24, 1))
+        reader = native.bandwidth_reader
+        monkeypatch.setattr(native, "bandwidth_reader", lambda threads, size: reader(threads, 1 << 24))
     monkeypatch.setattr(bench_layers, "cache_bytes", lambda: 1 << 16)
 
 
@@ -164,16 +164,24 @@ def test_rounds_are_interleaved_and_the_first_do_not_count() -> None:
 
         return run
 
-    seconds = interleaved({"a": task("a"), "b": task("b")}, 3)
+    speeds = iter(range(100))
+    samples = interleaved({"a": task("a"), "b": task("b")}, 3, lambda: float(next(speeds) % 5))
     assert calls == ["a", "b"] * (WARM_UP + 3)
-    assert seconds == {"a": [5.0, 7.0, 9.0], "b": [6.0, 8.0, 10.0]}
+    # Readings go 0 1 2, 3 4 0, then 1 2 3, 4 0 1, 2 3 4: the better one of two neighbours counts.
+    assert samples == {
+        "a": [Sample(5.0, 2.0), Sample(7.0, 4.0), Sample(9.0, 3.0)],
+        "b": [Sample(6.0, 3.0), Sample(8.0, 1.0), Sample(10.0, 4.0)],
+    }
+    unmeasured = interleaved({"a": task("a")}, 1, lambda: None)
+    assert unmeasured == {"a": [Sample(13.0, None)]}
 
 
 def test_a_row() -> None:
-    assert row("x", "int8", 4, [0.2, 0.1, 0.4], 10**9, 10**10, [0.1]) == Row(
-        "x", "specpress", "int8", 4, 200.0, 100.0, 20.0, 5.0, 0.5, 2.0
-    )
-    unknown = row("x", "int8", 4, [0.2], None, None, None)
+    # Shares: 5 of 10, 10 of 50, 2.5 of 10 GB/s.
+    samples = [Sample(0.2, 10e9), Sample(0.1, 50e9), Sample(0.4, 10e9)]
+    found = row("x", "int8", 4, samples, 10**9, [Sample(0.1, 1e9)])
+    assert found == Row("x", "specpress", "int8", 4, 200.0, 100.0, 20.0, 5.0, 0.25, 2.0)
+    unknown = row("x", "int8", 4, [Sample(0.2, None)], None, None)
     assert unknown.gb_per_second is None and unknown.share_of_bandwidth is None and unknown.over_width_1 is None
     assert fastest(None, 2.0, 3.0) == 3.0 and fastest(None) is None
     assert cache_bytes() > 1 << 10 and set(machine()) == {"cpu", "cores", "system"}

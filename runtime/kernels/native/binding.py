@@ -3,6 +3,7 @@
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -243,12 +244,12 @@ def default_threads() -> int:
     return max(1, len(cores))
 
 
-def read_bandwidth(threads: int, size: int = 1 << 30, passes: int = 5) -> float:
-    """Bytes per second at which `threads` threads read memory: the best of several passes over `size` bytes.
+def bandwidth_reader(threads: int, size: int = 1 << 28) -> Callable[[], float]:
+    """Each call reads `size` bytes once, on `threads` threads, and gives the bytes per second.
 
-    Raises RuntimeError where the native library is missing.
+    `size` is to be well above what the caches hold. Raises RuntimeError where the native library is missing.
     """
     data = Arena().allocate(size).fill_(1)
     kept = c_int64()
-    own = pool(threads)
-    return max(float(require().specpress_read(own.handle, data.data_ptr(), size, byref(kept))) for _ in range(passes))
+    own, read = pool(threads), require().specpress_read
+    return lambda: float(read(own.handle, data.data_ptr(), size, byref(kept)))

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,14 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises ValueError unless x is (T, K) float32 on the CPU."""
+        return self.on(x)()
+
+    def on(self, x: Tensor) -> Callable[[], Tensor]:
+        """The product with x as a call that allocates nothing, for whoever makes it again and again on the same memory.
+
+        Each call reads x as it is then, and returns the same y. Raises ValueError as calling the layer does, and what x
+        holds is copied where it is not contiguous.
+        """
         n, k = self.weight.shape
         if x.ndim != 2 or x.shape[1] != k or x.dtype != torch.float32 or x.device.type != "cpu":
             raise ValueError(f"this layer takes (T, {k}) float32 on the CPU, found {x.dtype} {list(x.shape)}")
@@ -67,11 +76,12 @@ class NativeLinear:
         if not self._runner:
             self._runner["it"] = Runner(self.weight, self.path, self.pool)
             self._runner["projection"] = project([self.weight])
-        require().specpress_project(
-            self._runner["it"].handle,
-            ctypes.byref(self._runner["projection"]),
-            x.data_ptr(),
-            x.shape[0],
-            y.data_ptr(),
-        )
-        return y
+        handle, projection = self._runner["it"].handle, ctypes.byref(self._runner["projection"])
+        call, read, rows, written = require().specpress_project, x.data_ptr(), x.shape[0], y.data_ptr()
+
+        def product(layer: "NativeLinear" = self, x: Tensor = x) -> Tensor:
+            # The defaults keep alive what the pointers point to.
+            call(handle, projection, read, rows, written)
+            return y
+
+        return product

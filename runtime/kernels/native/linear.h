@@ -25,6 +25,8 @@ constexpr int64_t AHEAD = 4096;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+inline int64_t scale_bytes(const Weights& w) { return w.scale_type == specpress::SCALE_F32 ? 4 : 2; }
+
 inline F16 load_scale(const Weights& w, int64_t index) {
     if (w.scale_type == specpress::SCALE_F32) return load(static_cast<const float*>(w.scale) + index);
     const uint16_t* half = static_cast<const uint16_t*>(w.scale) + index;
@@ -63,24 +65,30 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
     const Scheme scheme(w);
+    // The scales are a second stream, too thin for the processor to fetch ahead by itself.
+    const int64_t apart = scale_bytes(w), ahead = (AHEAD / ((size / STEP) * 128) + 1) * BLOCK;
+    const uint8_t* scales = static_cast<const uint8_t*>(w.scale);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * BLOCK;
-        // One row alone has too few sums to keep the multipliers busy: it gets every other product a sum of its own.
-        constexpr int SETS = M == 1 && STEP > 4 ? 2 : 1;
+        prefetch(scales + (at + ahead) * apart);
+        prefetch(scales + (at + ahead) * apart + 64);
+        // A few rows have too few sums to keep the multipliers busy: every other product goes to a second set of them.
+        constexpr int SETS = 2 * M <= MAX_ROWS && STEP > 4 ? 2 : 1;
         I16 acc[SETS * M][2];
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             acc[m][0] = scheme.start(w, at, sums[m * groups + g]);
             acc[m][1] = scheme.start(w, at + LANES, sums[m * groups + g]);
         }
-        if constexpr (SETS == 2) acc[1][0] = acc[1][1] = seti(0);
+        for (int m = M; m < SETS * M; m++) acc[m][0] = acc[m][1] = seti(0);
         for (int64_t k = 0; k < size; k += STEP, codes += 128) {
             prefetch(codes + AHEAD);
             prefetch(codes + AHEAD + 64);
             const B64 left = load64(codes), right = load64(codes + 64);
             scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
         }
-        if constexpr (SETS == 2) acc[0][0] = addi(acc[0][0], acc[1][0]), acc[0][1] = addi(acc[0][1], acc[1][1]);
+        for (int m = M; m < SETS * M; m++)
+            acc[m - M][0] = addi(acc[m - M][0], acc[m][0]), acc[m - M][1] = addi(acc[m - M][1], acc[m][1]);
         x += size;
         const F16 scale[2] = {load_scale(w, at), load_scale(w, at + LANES)};
 #pragma GCC unroll 8
