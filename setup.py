@@ -75,7 +75,7 @@ setup(
             sources=[f"{HERE}/{name}.cpp" for name in [*KERNELS, *COMMON]],
             depends=[
                 f"{HERE}/{name}.h"
-                for name in ("vec", "kernels", "linear", "float_linear", "cache", "pool", "pack", "decoder")
+                for name in ("vec", "kernels", "paths", "linear", "float_linear", "cache", "pool", "pack", "decoder")
             ],
             language="c++",
             optional=True,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runtime.commands import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def kernels(
     json_file: _Json = None,
 ) -> None:
     """Times each linear layer alone, and all of a forward's together, on weights that no cache holds."""
-    with _mistakes():
+    with without_traceback():
         from runtime.bench_layers import time_layers
 
         plan = _plan("kernels", shape, scheme, head, widths, threads, kernels, rounds, json_file)
@@ -74,7 +75,7 @@ def decode(
     json_file: _Json = None,
 ) -> None:
     """Times forwards of the whole model after 64 tokens, with the logits of every row."""
-    with _mistakes():
+    with without_traceback():
         from runtime.bench_forwards import PREFILL
 
         plan = _plan("decode", shape, scheme, head, widths, threads, kernels, rounds, json_file)
@@ -96,25 +97,13 @@ def verify(
     json_file: _Json = None,
 ) -> None:
     """Times verifying γ = width − 1 drafted tokens in one forward, over a forward of one token."""
-    with _mistakes():
+    with without_traceback():
         plan = _plan("verify", shape, scheme, head, widths, threads, kernels, rounds, json_file)
         tasks = [("chain", width) for width in dict.fromkeys((1, *plan.widths))]
         if tree:
             # Up to two rows a tree is a chain.
             tasks += [("tree", width) for width in plan.widths if width > 2]
         _run(plan, _forwards(plan, tasks, work))
-
-
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
 
 
 def _plan(

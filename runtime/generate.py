@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from runtime.commands import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
-    try:
+    with without_traceback():
         # Imported here: torch takes longer to load than `--help` may take.
         from runtime.loading import load
         from runtime.sampling import Sampling
@@ -77,12 +78,6 @@ def main(
         _print(prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)
         _summarise(stream.metrics, chosen, _kernels(model.decoder), lossless, quiet)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
 
 
 def _print(prompt: str, stream: "Stream", quiet: bool) -> None:

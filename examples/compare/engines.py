@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from catalogue import OURS, SCHEMES, Engine
 
+from runtime.commands import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Runs llama.cpp, OpenVINO, bitsandbytes and Specpress on one shape and prints a table per scheme."""
-    try:
+    with without_traceback():
         _run(
             shape,
             scheme,
@@ -60,12 +61,6 @@ def main(
             work,
             json_file,
         )
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
 
 
 def _run(

@@ -12,17 +12,7 @@
 #include <numeric>
 
 #include "check.h"
-
-namespace portable { extern const specpress::Path path; }
-#ifdef SPECPRESS_AVX2
-namespace avx2 { extern const specpress::Path path; }
-#endif
-#ifdef SPECPRESS_AVXVNNI
-namespace avxvnni { extern const specpress::Path path; }
-#endif
-#ifdef SPECPRESS_AVX512
-namespace avx512 { extern const specpress::Path path; }
-#endif
+#include "paths.h"
 
 // api.cpp; bit 1: this processor has the path's instructions.
 extern "C" int64_t specpress_path(int64_t number);

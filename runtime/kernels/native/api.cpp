@@ -5,20 +5,10 @@
 
 #include "decoder.h"
 #include "pack.h"
+#include "paths.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
-#endif
-
-namespace portable { extern const specpress::Path path; }
-#ifdef SPECPRESS_AVX2
-namespace avx2 { extern const specpress::Path path; }
-#endif
-#ifdef SPECPRESS_AVXVNNI
-namespace avxvnni { extern const specpress::Path path; }
-#endif
-#ifdef SPECPRESS_AVX512
-namespace avx512 { extern const specpress::Path path; }
 #endif
 
 using namespace specpress;
