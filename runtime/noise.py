@@ -46,14 +46,15 @@ class _Key(ISeedSequence):
         return np.array(self._words, dtype=dtype)
 
 
-def uniforms(seed: int, position: int, stream: Stream, count: int) -> NDArray[np.float64]:
+def uniforms(seed: int, position: int, stream: Stream, count: int, lane: int = 0) -> NDArray[np.float64]:
     """`count` float64 numbers in the open interval (0, 1); a smaller count is a prefix of a larger one.
 
-    `seed` is in [0, 2**64), `position` ≥ 0.
+    `seed` is in [0, 2**64), `position` ≥ 0. `lane` ≥ 0 tells apart what one position needs several independent times,
+    as the nodes of a tree do.
     """
     # Raw words rather than Generator.random: numpy promises that they never change from release to release.
     # numpy documents any ISeedSequence here; its stubs name only the one that it ships.
-    key, counter = _Key(seed, position), np.array((0, 0, 0, stream), dtype=np.uint64)
+    key, counter = _Key(seed, position), np.array((0, 0, lane, stream), dtype=np.uint64)
     words: NDArray[np.uint64] = np.random.Philox(key, counter=counter).random_raw(count)  # type: ignore[arg-type]
     # 52 bits and a half step: every value is exact, and neither 0 nor 1 can occur (their logarithms would be infinite).
     # The bits are made into the fraction of a number in [1, 2), which takes no memory and no conversion.
