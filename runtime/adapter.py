@@ -101,7 +101,7 @@ class Adapter:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises ValueError for trees: transformers' caches hold chains."""
+        """See rows.Decoder. Raises UserError for trees: transformers' caches hold chains."""
         if not isinstance(cache, AdapterCache):
             raise TypeError(f"the adapter needs the cache of its new_cache(), not {type(cache).__name__}")
         wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
@@ -114,7 +114,10 @@ class Adapter:
             while end < len(request) and request[end] == request[first]:
                 end += 1
             if parent[first:end] != [-1, *range(first, end - 1)]:
-                raise ValueError("the adapter verifies chains, not trees")
+                raise UserError(
+                    f"{type(self.model).__name__} runs through transformers, which takes chains of tokens and no trees;"
+                    " choose another drafter than tree."
+                )
             if position[first] != cache.length(request[first]):
                 raise ValueError(f"row {first} is at position {position[first]}, the cache ends at another")
             chosen = [i - first for i in wanted if first <= i < end]

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.commands import without_traceback
-from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.drafters import Drafter
-    from runtime.loading import Model
     from runtime.metrics import Metrics
     from runtime.rows import Decoder
     from runtime.speculate import Stream
@@ -21,11 +18,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class DrafterName(StrEnum):
-    """Who proposes tokens."""
+    """Who proposes tokens; with a plus the second where the first finds nothing."""
 
     NONE = "none"
     MODEL = "model"
+    TREE = "tree"
     LOOKUP = "lookup"
+    SUFFIX = "suffix"
+    LOOKUP_MODEL = "lookup+model"
+    SUFFIX_MODEL = "suffix+model"
 
 
 class RuleName(StrEnum):
@@ -33,6 +34,7 @@ class RuleName(StrEnum):
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    TYPICAL = "typical"
 
 
 @app.command()
@@ -42,6 +44,9 @@ def main(
     draft: Annotated[str | None, typer.Option(help="A draft model's directory; by default the run's own.")] = None,
     drafter: Annotated[
         DrafterName | None, typer.Option(help="By default model where there is a draft, otherwise lookup.")
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="For the drafter suffix: a text file that the text may resemble.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -55,6 +60,9 @@ def main(
         RuleName,
         typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most."),
     ] = RuleName.COUPLED,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow --verify typical, which changes what is written.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     kernels: Annotated[str, typer.Option(help="auto, avx512-vnni, avx-vnni, avx2, portable or reference.")] = "auto",
@@ -63,21 +71,21 @@ def main(
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
     with without_traceback():
         # Imported here: torch takes longer to load than `--help` may take.
+        from runtime.drafters.choose import choose
         from runtime.loading import load
         from runtime.sampling import Sampling
         from runtime.speculate import Speculator, lossless_class
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-        if draft is not None and drafter not in (None, DrafterName.MODEL):
-            raise UserError(f"--draft names a model, but --drafter is {drafter.value}; leave out one of the two.")
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         model = load(target, **options)
-        chosen, proposer = _drafter(model, draft, drafter, options)
-        speculator = Speculator(model, proposer, draft_length=draft_length, verify=verify.value)
+        chosen = choose(model, drafter and drafter.value, draft, corpus, verify.value, options)
+        speculator = Speculator(model, chosen.drafter, draft_length=draft_length, verify=verify.value, lossy=lossy)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         _print(prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)
-        _summarise(stream.metrics, chosen, _kernels(model.decoder), lossless, quiet)
+        shown = f"{speculator.drafter.name}{chosen.note}"
+        _summarise(stream.metrics, shown, _kernels(model.decoder), lossless, quiet)
 
 
 def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
@@ -90,26 +98,6 @@ def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
     if not quiet:
         sys.stdout.write("\n\n")
         sys.stdout.flush()
-
-
-def _drafter(
-    target: "Model", draft_path: str | None, drafter: DrafterName | None, options: dict[str, Any]
-) -> tuple[str, "Model | Drafter | None"]:
-    """What was chosen, in words, and the drafter itself."""
-    from runtime.loading import load
-
-    found = draft_path if draft_path is not None else target.draft_path
-    if drafter is DrafterName.NONE:
-        return "none", None
-    if drafter is DrafterName.MODEL or (drafter is None and found is not None):
-        if found is None:
-            raise UserError(
-                f"--drafter model needs a draft, but {target.path.name} comes without one; give --draft DIR."
-            )
-        return f"model ({Path(found).name})", load(found, **options)
-    from runtime.drafters.lookup import LookupDrafter
-
-    return "lookup" if drafter is not None else "lookup (no draft was given, and the target has none)", LookupDrafter()
 
 
 def _kernels(decoder: "Decoder") -> str:

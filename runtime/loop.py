@@ -14,7 +14,7 @@ from runtime.drafters.model import PREFILL_ROWS
 from runtime.metrics import Clock, Metrics
 from runtime.rows import Decoder, Out, Rows, integers
 from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
-from runtime.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, require_sound
+from runtime.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, require_sound, typical
 
 
 @dataclass(eq=False)
@@ -140,6 +140,8 @@ class Loop:
         rows = Distributions(logits, *context)
         if self._rule == "coupled":
             return coupled(rows, draft, position, sampling.seed, request.noise.exponential)
+        if self._rule == "typical":
+            return typical(rows, draft, position, sampling.seed, request.noise.exponential)
         return rejection(rows, draft, position, sampling.seed)
 
     def _roll_back(self, one: Live, before: int, path: list[int]) -> None:

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from runtime.drafters import Draft, Drafter, Outcome, Request
-from runtime.drafters.model import ModelDrafter
+from runtime.drafters.reencoded import model_drafter
 from runtime.errors import UserError
 from runtime.loop import Loop
 from runtime.metrics import Clock, Metrics
 from runtime.sampling import Sampling
 from runtime.verify import Rule
-from runtime.vocabulary import Detokenizer, encode, require_same_vocabulary
+from runtime.vocabulary import Detokenizer, encode
 
 if TYPE_CHECKING:
     from runtime.loading import Model
 
-LosslessClass = Literal["exact", "measured", "distribution"]
+LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
 MAX_DRAFT_LENGTH = 64
 
 
@@ -85,11 +85,13 @@ class Speculator:
     """Decodes with a target and a drafter.
 
     target        what `runtime.load` returns.
-    draft         another such model with the same vocabulary, any Drafter, or None for plain decoding.
+    draft         another such model, any Drafter, or None for plain decoding. A model with another vocabulary drafts
+                  text, which is encoded again for the target (`drafter.name` says so).
     draft_length  γ: tokens drafted a round, 0 to 64.
     verify        the rule for requests that sample; greedy requests need none.
+    lossy         allows the rule `typical`, whose text is not distributed as the target's.
 
-    Raises UserError for a draft length out of range, an unknown rule, or a draft with another vocabulary.
+    Raises UserError for a draft length out of range, an unknown rule, or a lossy one without `lossy`.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Speculator:
         draft: "Model | Drafter | None" = None,
         draft_length: int = 4,
         verify: Rule = "coupled",
+        lossy: bool = False,
     ) -> None:
         if not 0 <= draft_length <= MAX_DRAFT_LENGTH:
             raise UserError(
@@ -106,6 +109,11 @@ class Speculator:
         if verify not in get_args(Rule):
             raise UserError(
                 f"verify must be one of {', '.join(get_args(Rule))}, but is {verify!r}; choose one of them."
+            )
+        if verify == "typical" and not lossy:
+            raise UserError(
+                "verify typical changes the distribution of the text, which has to be asked for; "
+                "add lossy=True (--lossy), or choose coupled or rejection."
             )
         self.target = target
         self.draft_length = draft_length
@@ -164,8 +172,7 @@ class Speculator:
             return NoDrafter()
         if hasattr(draft, "propose"):
             return cast(Drafter, draft)
-        require_same_vocabulary(self.target.tokenizer, draft.tokenizer)
-        return ModelDrafter(draft, self.verify, self.target.decoder.vocab_size)
+        return model_drafter(self.target, draft, self.verify)
 
     def _request(
         self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Sequence[int] | None
@@ -220,10 +227,10 @@ def _finish(request: Request) -> Literal["stop", "length"]:
 
 
 def lossless_class(target: "Model", verify: Rule, sampling: Sampling) -> LosslessClass:
-    """What speculation promises: "exact" or "measured" (the same tokens as plain decoding), or "distribution".
+    """What speculation promises: "exact" or "measured" (the same tokens as plain decoding), "distribution", or "lossy".
 
     "measured": the target's kernels do not promise the same bits at every width, so mismatches have to be counted.
     """
-    if verify == "rejection" and not sampling.greedy:
-        return "distribution"
+    if verify != "coupled" and not sampling.greedy:
+        return "distribution" if verify == "rejection" else "lossy"
     return "exact" if target.decoder.exact else "measured"

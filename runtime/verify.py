@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.drafters import Draft
 from runtime.noise import Stream, exponential, pick, race, uniforms
 
-Rule = Literal["coupled", "rejection"]
+Rule = Literal["coupled", "rejection", "typical"]
 Noise = Callable[[int, int, int], NDArray[np.float64]]
 
 
@@ -96,8 +96,11 @@ def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -
     """Leviathan's rule (2211.17192), in a tree over siblings in order (SpecInfer, 2305.09781).
 
     A token x drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise p becomes norm(max(p − q, 0)),
-    from which the next sibling is judged or, after the last, the next token is drawn. Without `probs` a token was not
-    drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
+    from which the next sibling is judged or, after the last, the next token is drawn. For siblings drawn without
+    replacement q is what was left of the node's distribution (recursive rejection sampling: 2402.14160). Without
+    `probs` a token was not drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
+    That the output is the target's holds for every draft in which the decision to draw a token (another sibling, or
+    children of a node) depends on tokens drawn before it only.
     position  absolute position of the first draft token.
     Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
     """
@@ -121,6 +124,51 @@ def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -
             distribution = _residual(distribution, proposal)
         else:
             return Verdict(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
+
+
+def typical(
+    target_rows: TargetRows,
+    draft: Draft,
+    position: int,
+    seed: int,
+    noise: Noise = exponential,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Verdict:
+    """Medusa's typical acceptance (2401.10774), of the longest path; lossy: the text is not the target's.
+
+    A token is typical where p > min(epsilon, delta · exp(−H(p))), H being the entropy of p in nats (eta sampling:
+    Hewitt et al. 2022, 2210.15191), or where it is the most probable one, so that there always is one. What is typical
+    is accepted, however improbable the draft made it; the token after it is sampled among the typical ones of p, with
+    the position's shared noise.
+    position  absolute position of the first draft token.
+    noise     the function `exponential`, or a memo of it.
+    """
+    below = children(draft)
+    longest: list[int] = []
+    # Depth first, in draft order: of equally long paths the first one found is taken.
+    open_paths: list[list[int]] = [[]]
+    while open_paths:
+        path = open_paths.pop()
+        if len(path) > len(longest):
+            longest = path
+        node = path[-1] if path else -1
+        if node not in below:
+            continue
+        allowed = _typical(target_rows[node + 1].numpy(), epsilon, delta)
+        open_paths += [[*path, child] for child in reversed(below[node]) if allowed[draft.tokens[child]] > 0]
+    last = _typical(target_rows[(longest[-1] if longest else -1) + 1].numpy(), epsilon, delta)
+    return Verdict(longest, race(last, noise(seed, position + len(longest), len(last))))
+
+
+def _typical(row: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
+    """(V,) probabilities with 0 for what is not typical (not normalised again)."""
+    held = row[row > 0]
+    threshold = min(epsilon, delta * float(np.exp((held * np.log(held)).sum())))
+    out = np.where(row > threshold, row, 0.0)
+    best = int(row.argmax())
+    out[best] = row[best]
+    return out
 
 
 def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:

@@ -37,11 +37,16 @@ class Detokenizer:
         return text
 
 
+def same_vocabulary(target: Any, draft: Any) -> bool:
+    """Whether the two tokenizers give every id to the same token."""
+    return bool(target.get_vocab() == draft.get_vocab())
+
+
 def require_same_vocabulary(target: Any, draft: Any) -> None:
     """Raises UserError naming the first id that the two tokenizers give to different tokens."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
+    if same_vocabulary(target, draft):
         return
+    ours, theirs = target.get_vocab(), draft.get_vocab()
     ours, theirs = {id_: token for token, id_ in ours.items()}, {id_: token for token, id_ in theirs.items()}
     first = min(id_ for id_ in ours.keys() | theirs.keys() if ours.get(id_) != theirs.get(id_))
 

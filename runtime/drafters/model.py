@@ -90,6 +90,12 @@ class ModelDrafter:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
 
+    def revise(self, request: Request, length: int) -> None:
+        """Says that the request's tokens have changed from index `length` on, which those of a text never do."""
+        if request.id in self._texts:
+            text = self._texts[request.id]
+            text.agreed = min(text.agreed, length)
+
     def close(self, request: Request) -> None:
         """Frees the request's cache."""
         text = self._texts.pop(request.id, None)

@@ -15,7 +15,7 @@ from runtime.errors import UserError
 from runtime.metrics import Metrics, total
 from runtime.sampling import Sampling
 from runtime.speculate import Speculator, Stream, lossless_class
-from runtime.vocabulary import Detokenizer
+from runtime.vocabulary import Detokenizer, require_same_vocabulary
 
 Fake = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9] * 40, [1, 2, 3, 1, 2, 3, 1, 2], [300, 4]]
@@ -345,8 +345,11 @@ def test_user_mistakes(fake: Fake, tiny: Callable[..., Path]) -> None:
         with pytest.raises(UserError, match="draft_length must be from 0 to 64"):
             Speculator(target, draft_length=gamma)
     Speculator(target, draft_length=64)
-    with pytest.raises(UserError, match="verify must be one of coupled, rejection"):
+    with pytest.raises(UserError, match="verify must be one of coupled, rejection, typical, but is 'hopeful'"):
         Speculator(target, verify="hopeful")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="typical changes the distribution of the text"):
+        Speculator(target, verify="typical")
+    Speculator(target, verify="typical", lossy=True)
     with pytest.raises(UserError, match="one sampling for each of the 2 prompts"):
         speculator.generate([[1], [2]], sampling=[Sampling()])
 
@@ -362,8 +365,11 @@ def test_a_draft_with_another_vocabulary(fake: Fake, tiny: Callable[..., Path], 
         text = changed if name == "tokenizer.json" else (tiny("llama") / name).read_text().replace("<end>", "<fin>")
         (tmp_path / name).write_text(text, encoding="utf-8")
     draft.tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    speculator = Speculator(target, draft)
+    assert speculator.drafter.name == "model (re-encoded)"
+    assert speculator.generate(PROMPTS, 20)[1].tokens == plain(target, [PROMPTS[1]], max_new_tokens=20)[0]
     with pytest.raises(UserError, match="token 0 is '<end>' in the target and '<fin>' in the draft"):
-        Speculator(target, draft)
+        require_same_vocabulary(target.tokenizer, draft.tokenizer)
 
 
 def test_logits_that_are_not_finite_stop_the_run(fake: Fake) -> None:
@@ -383,6 +389,8 @@ def test_lossless_classes(fake: Fake) -> None:
     assert lossless_class(exact, "coupled", warm) == lossless_class(exact, "rejection", Sampling()) == "exact"
     assert lossless_class(other, "coupled", warm) == lossless_class(other, "coupled", Sampling()) == "measured"
     assert lossless_class(exact, "rejection", warm) == lossless_class(other, "rejection", warm) == "distribution"
+    assert lossless_class(exact, "typical", warm) == "lossy"
+    assert lossless_class(exact, "typical", Sampling()) == "exact"  # greedy requests are judged greedily
 
 
 # The real decoder.

@@ -1,0 +1,89 @@
+"""A drafter by its name, as the commands take it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.drafters import Drafter
+from runtime.drafters.chained import ChainedDrafter
+from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.reencoded import model_drafter
+from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.tree import TreeDrafter
+from runtime.errors import UserError
+from runtime.loading import load
+from runtime.verify import Rule
+from runtime.vocabulary import require_same_vocabulary
+
+if TYPE_CHECKING:
+    from runtime.loading import Model
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a `Speculator` takes as its draft, and what is to be said after the drafter's name."""
+
+    drafter: "Model | Drafter | None"
+    note: str = ""
+
+
+def choose(
+    target: "Model",
+    name: str | None = None,
+    draft: str | Path | None = None,
+    corpus: Path | None = None,
+    verify: Rule = "coupled",
+    options: dict[str, Any] | None = None,
+) -> Chosen:
+    """The drafter of this name: none, model, tree, lookup, suffix, or two with a plus between them.
+
+    name     None: model where there is a draft, otherwise lookup.
+    draft    the draft model's directory; None: the target's own, where its run folder has one.
+    corpus   a text file for suffix.
+    verify   the rule that will judge.
+    options  of `load`, for the draft model.
+
+    Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
+    a file that cannot be read, and an unknown name.
+    """
+    found = draft if draft is not None else target.draft_path
+    kinds = name.split("+") if name is not None else ["lookup" if found is None else "model"]
+    uses_draft = "model" in kinds or "tree" in kinds
+    if draft is not None and not uses_draft:
+        raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two.")
+    if corpus is not None and "suffix" not in kinds:
+        raise UserError(
+            f"--corpus is for the drafter suffix, but --drafter is {'+'.join(kinds)}; leave out the corpus."
+        )
+    if uses_draft and found is None:
+        raise UserError(f"--drafter {name} needs a draft, but {target.path.name} comes without one; give --draft DIR.")
+    if kinds == ["none"]:
+        return Chosen(None)
+    model = load(found, **(options or {})) if uses_draft and found is not None else None
+    made = [_make(kind, target, model, corpus, verify) for kind in kinds]
+    note = f" ({Path(found).name})" if model is not None and found is not None else ""
+    if name is None and model is None:
+        note = " (no draft was given, and the target has none)"
+    return Chosen(made[0] if len(made) == 1 else ChainedDrafter(made), note)
+
+
+def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule) -> Drafter:
+    vocab_size = target.decoder.vocab_size
+    if kind == "lookup":
+        return LookupDrafter()
+    if kind == "suffix":
+        return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
+    if kind == "model" and draft is not None:
+        return model_drafter(target, draft, verify)
+    if kind == "tree" and draft is not None:
+        require_same_vocabulary(target.tokenizer, draft.tokenizer)
+        return TreeDrafter(draft, verify=verify, vocab_size=vocab_size)
+    raise UserError(f"drafter must be one of none, model, tree, lookup, suffix, but is {kind}; choose one of them.")
+
+
+def _tokens(target: "Model", corpus: Path) -> list[int]:
+    try:
+        text = corpus.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--corpus: {corpus} is not a text file that can be read; give a UTF-8 file.") from error
+    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
