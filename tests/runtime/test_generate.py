@@ -32,7 +32,7 @@ def command(*arguments: object) -> Any:
 
 def test_quiet_prints_the_text_and_nothing_else(run_folder: Path) -> None:
     expected = Speculator(load(run_folder / "model")).generate([PROMPT], max_new_tokens=20)[0].text
-    for drafter in ("none", "model", "lookup"):
+    for drafter in ("none", "model", "tree", "lookup", "suffix", "lookup+model", "suffix+model"):
         result = command(
             "--target",
             run_folder / "model",
@@ -63,6 +63,39 @@ def test_without_a_draft_lookup_is_taken_and_said(tiny: Tiny) -> None:
     assert "lookup" in result.stdout and "no draft was given" not in result.stdout
 
 
+def test_a_corpus_and_a_lossy_rule(run_folder: Path, tmp_path: Path) -> None:
+    common = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 30, "--quiet")
+    alone = command(*common, "--drafter", "suffix")
+    (tmp_path / "corpus.txt").write_text(PROMPT + alone.stdout, encoding="utf-8")
+    result = command(*common, "--drafter", "suffix", "--corpus", tmp_path / "corpus.txt")
+    assert result.exit_code == 0 and result.stdout == alone.stdout
+    assert accepted(result.stderr) > accepted(alone.stderr)
+    lossy = command(*common, "--temperature", 1, "--verify", "typical", "--lossy")
+    assert lossy.exit_code == 0 and "lossy" in lossy.stderr
+
+
+def accepted(summary: str) -> int:
+    """Accepted tokens, as the command's table shows them."""
+    line = next(line for line in summary.splitlines() if line.startswith("α"))
+    return int(line.split("(")[1].split()[0])
+
+
+def test_a_draft_with_another_tokenizer_is_named(tiny: Tiny, run_folder: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "other"
+    shutil.copytree(tiny("llama", num_hidden_layers=1), draft)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (draft / name).read_text(encoding="utf-8").replace("<end>", "<fin>")
+        (draft / name).write_text(text, encoding="utf-8")
+    common = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    result = command(*common, "--draft", draft)
+    assert result.exit_code == 0 and "model (re-encoded) (other)" in result.stdout
+    refused = command(*common, "--draft", draft, "--drafter", "tree")
+    assert refused.exit_code == 2 and "vocabulary differs" in refused.stderr
+    (draft / "tokenizer.json").unlink()
+    refused = command(*common, "--draft", draft)
+    assert refused.exit_code == 2 and "no tokenizer could be read" in refused.stderr
+
+
 def test_a_seed_s_text(run_folder: Path) -> None:
     def text(*more: object) -> str:
         options = ("--temperature", 0.9, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1)
@@ -85,6 +118,10 @@ def test_a_seed_s_text(run_folder: Path) -> None:
         (("--prompt", ""), "prompt must hold"),
         (("--drafter", "model"), "--drafter model needs a draft"),
         (("--drafter", "lookup", "--draft", "anywhere"), "leave out one of the two"),
+        (("--drafter", "tree"), "--drafter tree needs a draft"),
+        (("--drafter", "suffix", "--corpus", "no-such-file.txt"), "no-such-file.txt is not a text file"),
+        (("--drafter", "lookup", "--corpus", "a.txt"), "--corpus is for the drafter suffix"),
+        (("--verify", "typical"), "typical changes the distribution"),
         (("--device", "tpu"), "device"),
     ],
 )
