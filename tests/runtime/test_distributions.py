@@ -303,11 +303,11 @@ def test_rounds_with_every_processor(
     rule: Rule, shape: str, processor: str, kind: str, chi_squared: ChiSquared
 ) -> None:
     p, q = rows("target", PROCESSORS[processor]), rows(kind, PROCESSORS[processor])
-    assert p_value(chi_squared, counted(rule, p, q, shape, 20_000), p) > LEAST
+    assert p_value(chi_squared, counted(rule, p, q, shape, 4000), p) > LEAST
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
 @pytest.mark.parametrize("rule", RULES)
 def test_200_000_rounds(rule: Rule, shape: str, chi_squared: ChiSquared) -> None:
     p, q = rows("target", PROCESSORS["plain"]), rows("adversarial", PROCESSORS["plain"])
@@ -447,15 +447,17 @@ def test_texts_of_a_broken_rule_are_noticed(
     assert text_p_value(chi_squared, counts, expected) < 1e-9
 
 
+WITH_MODEL = [(name, kind) for name in ("chain", "static", "dynamic") for kind in DRAFTS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("name", ["chain", "static", "dynamic", "lookup", "suffix"])
+@pytest.mark.parametrize(("name", "kind"), [*WITH_MODEL, ("lookup", "none"), ("suffix", "none")])
 @pytest.mark.parametrize("rule", RULES)
-def test_10_000_texts(rule: Rule, name: str, processor: str, kind: str, markov: Any, chi_squared: ChiSquared) -> None:
-    if name in ("lookup", "suffix") and kind != "good":
-        pytest.skip("these drafters have no model")
-    expected = expected_text(PROCESSORS[processor], PROMPT_TOKENS)
-    drafter = drafter_of(name, markov(kind), rule)
-    counts = written(markov("target"), drafter, rule, PROCESSORS[processor], 10_000)
+def test_10_000_texts(rule: Rule, name: str, kind: str, markov: Any, chi_squared: ChiSquared) -> None:
+    """Every processor occurs with both rules, and with chains and trees."""
+    number = WITH_MODEL.index((name, kind)) if kind != "none" else 1
+    sampling = list(PROCESSORS.values())[number % len(PROCESSORS)]
+    expected = expected_text(sampling, PROMPT_TOKENS)
+    drafter = drafter_of(name, None if kind == "none" else markov(kind), rule)
+    counts = written(markov("target"), drafter, rule, sampling, 10_000)
     assert text_p_value(chi_squared, counts, expected) > LEAST
