@@ -7,7 +7,8 @@ together with its next draft. One request is a batch of one: the same loop serve
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,9 +46,8 @@ class Live:
         return self.request.prompt_length + self.request.max_new_tokens
 
 
-@dataclass(frozen=True)
-class Work:
-    """One request's part of a forward: `count` of its tokens from `first` on, then its draft of at most `budget`.
+class Work(NamedTuple):
+    """One request's part of a forward: `fed` of its tokens from `first` on, then its draft of at most `budget`.
 
     judged    whether its last token is among them, so that a next one comes of it.
     decoding  whether it goes on with its text, rather than with its prompt or with what it had before it was put back.
@@ -55,7 +55,7 @@ class Work:
 
     one: Live
     first: int
-    count: int
+    fed: int
     budget: int
     judged: bool
     decoding: bool
@@ -156,10 +156,11 @@ class Engine:
         """What goes into the next forward; requests that the cache has no room for are put back."""
         while self._live:
             work = self._wanted()
-            for budgeted in (work, [_without_draft(part) for part in work]):
-                needs = {_handle(part.one): part.count + part.budget for part in budgeted}
-                if not self._cache.shortage(needs):
-                    return budgeted
+            if self._fits(work):
+                return work
+            work = [part._replace(budget=0) for part in work]
+            if self._fits(work):
+                return work
             if len(self._live) == 1:
                 raise UserError(
                     "the cache ran out of pages with one request left in it: other requests hold the rest; give it more"
@@ -167,16 +168,22 @@ class Engine:
             self._put_back(max(self._live, key=lambda one: one.number))
         return []
 
+    def _fits(self, work: Sequence[Work]) -> bool:
+        return not self._cache.shortage({_handle(part.one): part.fed + part.budget for part in work})
+
     def _wanted(self) -> list[Work]:
         """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
-        pending = {one.number: len(one.request.tokens) - self._cache.length(_handle(one)) for one in self._live}
-        decoding = [one for one in self._live if pending[one.number] == 1 and one.metrics.arrivals[0]]
-        gamma = self._gamma(decoding)
-        room = MIXED_ROWS if decoding else PREFILL_ROWS
+        held = [self._cache.length(_handle(one)) for one in self._live]
+        decoding = [
+            one.metrics.arrivals[0] != [] and len(one.request.tokens) == first + 1
+            for one, first in zip(self._live, held, strict=True)
+        ]
+        gamma = self._gamma([one for one, ready in zip(self._live, decoding, strict=True) if ready])
+        room = MIXED_ROWS if any(decoding) else PREFILL_ROWS
         work = []
-        for one in self._live:
-            first, count = len(one.request.tokens) - pending[one.number], pending[one.number]
-            if one in decoding:
+        for one, first, ready in zip(self._live, held, decoding, strict=True):
+            count = len(one.request.tokens) - first
+            if ready:
                 # A round adds the target's own token as well, so the last token of a text needs no draft.
                 work.append(Work(one, first, 1, max(0, min(gamma, one.request.missing - 1)), True, True))
             elif room > 0:
@@ -271,7 +278,7 @@ class Engine:
         learned = []
         for part in work:
             m, draft = part.one.metrics, drafts.get(part.one.number, _EMPTY)
-            rows = part.count + len(draft.tokens)
+            rows = part.fed + len(draft.tokens)
             target_share = rows / width
             draft_share = 1 / len(drafts) if part.one.number in drafts else 0.0
             spent = (drafted - started) * draft_share + (ended - drafted) * target_share
@@ -322,10 +329,6 @@ def _handle(one: Live) -> int:
     return one.handle
 
 
-def _without_draft(part: Work) -> Work:
-    return replace(part, budget=0)
-
-
 def _rows(work: Sequence[Work], drafts: dict[int, Draft]) -> tuple[Tensor, Rows, Tensor | None]:
     """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
     tokens: list[int] = []
@@ -335,10 +338,10 @@ def _rows(work: Sequence[Work], drafts: dict[int, Draft]) -> tuple[Tensor, Rows,
     at: list[int] = []
     for part in work:
         text, draft = part.one.request.tokens, drafts.get(part.one.number, _EMPTY)
-        base, last = len(tokens), part.first + part.count
+        base, last = len(tokens), part.first + part.fed
         tokens += text[part.first : last]
         position += range(part.first, last)
-        parent += [-1, *range(base, base + part.count - 1)]
+        parent += [-1, *range(base, base + part.fed - 1)]
         if part.judged:
             end = len(tokens) - 1
             at += range(end, end + 1 + len(draft.tokens))
