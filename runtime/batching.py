@@ -95,9 +95,12 @@ class Engine:
         """Whether any request has not ended."""
         return bool(self._live or self._waiting)
 
-    def add(self, request: Request, metrics: Metrics) -> None:
-        """Takes a request on; the next `step` may begin it. Raises UserError where the cache can never hold it."""
-        one = Live(request, self._count, metrics, self.clock.now())
+    def add(self, request: Request, metrics: Metrics, came: float | None = None) -> None:
+        """Takes a request on; the next `step` may begin it. `came`: when its times begin to count (None: now).
+
+        Raises UserError where the cache can never hold it.
+        """
+        one = Live(request, self._count, metrics, self.clock.now() if came is None else came)
         handle = self._cache.open(one.capacity)  # refuses what is too large, here and not in the middle of a batch
         self._cache.close(handle)
         metrics.requests, metrics.prompt_tokens, metrics.arrivals = 1, request.prompt_length, [[]]
