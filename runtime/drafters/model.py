@@ -41,7 +41,7 @@ class _Text:
 
 
 @dataclass
-class _Drafting:
+class Drafting:
     """One request's draft while it grows."""
 
     request: Request
@@ -74,7 +74,7 @@ class ModelDrafter:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
-        drafting = [_Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
+        drafting = [Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
         growing = [d for d in drafting if d.budget > 0]
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
@@ -143,7 +143,7 @@ class ModelDrafter:
         known = logits[:, : self._vocab_size]
         return known, finite_choices(known, "draft")
 
-    def _choose(self, drafting: _Drafting, logits: Logits, choice: int) -> None:
+    def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
         """Adds one token after logits (1, V), whose argmax is `choice`."""
         request, drafted = drafting.request, drafting.tokens
         sampling, position = request.sampling, len(request.tokens) + len(drafted)
