@@ -12,9 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import Model, Speculator, formats, load
+from runtime.checkpoint import open_checkpoint
+from runtime.configuration import configuration
 from runtime.drafters.nested import NestedDrafter
 from runtime.errors import UserError
+from runtime.family import describe
 from runtime.formats import int8
+from runtime.kernels.dispatch import Kernel
+from runtime.loading import build
 from runtime.metrics import total
 from runtime.native import NativeDecoder
 from runtime.rows import Decoder, Rows
@@ -208,6 +213,15 @@ def test_int8_groups_are_refused(tiny_packed: TinyPacked, tmp_path: Path, kernel
     load(tmp_path / "m", kernels=kernels)
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj has int8 groups of 16 inputs"):
         load(tmp_path / "m", kernels=kernels, planes=True)
+
+
+def test_a_library_s_kernels_are_refused(tiny_packed: TinyPacked) -> None:
+    checkpoint = open_checkpoint(tiny_packed("int8"))
+    architecture = describe(checkpoint.config)
+    assert architecture is not None
+    kernel = Kernel("bitsandbytes", True, "", exact=False)
+    with pytest.raises(UserError, match="planes need Specpress' own kernels, found 'bitsandbytes'"):
+        build(checkpoint, architecture, configuration(checkpoint), kernel, torch.device("cpu"), planes=True)
 
 
 def test_a_model_that_transformers_runs_is_refused(tiny: Tiny) -> None:
