@@ -132,7 +132,7 @@ def _plan(
     chosen = tuple(dict.fromkeys(schemes or SCHEMES))
     for name in chosen:
         if name == _NESTED and command != "decode":
-            raise UserError("--scheme nested is for `decode`, which times its draft too; int8 has the same products")
+            raise UserError("--scheme nested is for `decode`, which times its draft too; name int8 here")
         model_config(shape, _stored(name), head)
     parts = [part.strip() for part in widths.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _WIDEST for part in parts):
