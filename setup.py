@@ -14,7 +14,7 @@ from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformErro
 
 HERE = "runtime/kernels/native"
 # Compiled for each path …
-KERNELS = ["int8", "int4", "nf4", "ternary", "bf16", "f32", "rows", "cache", "attention", "path"]
+KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "cache", "attention", "path"]
 # … and once.
 COMMON = ["api", "decoder", "pool", "pack"]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.blocks import Attention, Block, Linear, Mixture, Mlp
+from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
 from runtime.cache import ContiguousCache
 from runtime.family import Architecture
 from runtime.kernels import reference
@@ -19,6 +19,7 @@ from runtime.kv import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
+from runtime.upper import upper_parts, weight_bytes
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
@@ -47,12 +48,31 @@ class LlamaDecoder:
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
         self.kernels = kernel.name
+        self._config, self._kernel = config, kernel
         self._rotary = RotaryTable(config, self.device)
 
     @property
     def threads(self) -> int:
         """torch's, which these kernels use."""
         return torch.get_num_threads()
+
+    @property
+    def parts(self) -> Parts:
+        """All weights."""
+        return Parts(self.embedding, self.blocks, self.norm, self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "LlamaDecoder":
+        """This decoder on the upper halves of its int8 codes (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        return LlamaDecoder(self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel)
 
     def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
         """An empty contiguous cache that holds keys and values as float32, int8 or int4."""

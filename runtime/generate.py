@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.metrics import Metrics
     from runtime.rows import Decoder
     from runtime.speculate import Stream
+    from runtime.verify import Rule
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,6 +27,7 @@ class DrafterName(StrEnum):
     NONE = "none"
     MODEL = "model"
     LOOKUP = "lookup"
+    NESTED = "nested"
 
 
 class RuleName(StrEnum):
@@ -41,7 +43,8 @@ def main(
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     draft: Annotated[str | None, typer.Option(help="A draft model's directory; by default the run's own.")] = None,
     drafter: Annotated[
-        DrafterName | None, typer.Option(help="By default model where there is a draft, otherwise lookup.")
+        DrafterName | None,
+        typer.Option(help="By default model where there is a draft, otherwise lookup; nested: int8 targets."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -74,8 +77,8 @@ def main(
         if draft is not None and drafter not in (None, DrafterName.MODEL):
             raise UserError(f"--draft names a model, but --drafter is {drafter.value}; leave out one of the two.")
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
-        model = load(target, **options)
-        chosen, proposer = _drafter(model, draft, drafter, options)
+        model = load(target, planes=drafter is DrafterName.NESTED, **options)
+        chosen, proposer = _drafter(model, draft, drafter, verify.value, options)
         speculator = Speculator(model, proposer, draft_length=draft_length, verify=verify.value)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         _print(prompt, stream, quiet)
@@ -96,7 +99,7 @@ def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
 
 
 def _drafter(
-    target: "Model", draft_path: str | None, drafter: DrafterName | None, options: dict[str, Any]
+    target: "Model", draft_path: str | None, drafter: DrafterName | None, rule: "Rule", options: dict[str, Any]
 ) -> tuple[str, "Model | Drafter | None"]:
     """What was chosen, in words, and the drafter itself."""
     from runtime.loading import load
@@ -104,6 +107,10 @@ def _drafter(
     found = draft_path if draft_path is not None else target.draft_path
     if drafter is DrafterName.NONE:
         return "none", None
+    if drafter is DrafterName.NESTED:
+        from runtime.drafters.nested import NestedDrafter
+
+        return "nested (the target's upper four bits)", NestedDrafter(target, rule)
     if drafter is DrafterName.MODEL or (drafter is None and found is not None):
         if found is None:
             raise UserError(

@@ -4,14 +4,13 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, pointer
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.blocks import Block, Mixture, Mlp
+from runtime.blocks import Block, Mixture, Mlp, Parts
 from runtime.cache import ContiguousCache
 from runtime.errors import UserError
 from runtime.family import Architecture
@@ -36,6 +35,7 @@ from runtime.kv import CacheKind
 from runtime.layout import Reserved, reserve
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
+from runtime.upper import upper_parts, weight_bytes
 
 _EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT64 = np.dtype(np.int64)
@@ -72,10 +72,11 @@ class NativeDecoder:
         self.kernels, self.threads = kernel.name, kernel.threads
         self._rotary = RotaryTable(config, self.device)
         self._pool: Pool = pool(kernel.threads)
-        self._parts = _Parts(embedding, blocks, norm, head)
+        self.parts = Parts(embedding, blocks, norm, head)
+        self._config, self._kernel = config, kernel
         rotated = 2 * self._rotary.upto(0)[0].shape[1]
         self._native: dict[CacheKind, _Native] = {}
-        self._make = lambda kind, factor: _Native(architecture, self._parts, rotated, kind, factor, kernel, self._pool)
+        self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
         self._zeros = np.zeros(0, dtype=_INT64)
         self._chain = np.zeros(0, dtype=_INT64)
 
@@ -83,6 +84,20 @@ class NativeDecoder:
         """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
         a = self.architecture
         return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "NativeDecoder":
+        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        head = _linear(p.head)
+        return NativeDecoder(self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -183,23 +198,13 @@ def _tails(reserved: Sequence[Reserved], position: Any) -> tuple[Any, Any, Any, 
     return slot, tail_from, tail_at, np.array(tail, dtype=_INT64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """Everything that the native model points into."""
-
-    embedding: Tensor | None
-    blocks: tuple[Block, ...]
-    norm: Tensor
-    head: NativeLinear
-
-
 class _Native:
     """The native decoder for one kind of cache, and the structs it was made from."""
 
     def __init__(
         self,
         a: Architecture,
-        parts: _Parts,
+        parts: Parts,
         rotated: int,
         kind: CacheKind,
         factor: Tensor | None,
@@ -233,7 +238,7 @@ class _Native:
             attention_scaling=a.head_dim**-0.5,
             layer=layers,
             norm=parts.norm.data_ptr(),
-            head=pointer(parts.head.weight.struct),
+            head=pointer(_linear(parts.head).weight.struct),
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
         )

@@ -218,6 +218,7 @@ def packed_weight(
     perm: bool = False,
     bias: bool = False,
     static: bool = False,
+    planes: bool = False,
     seed: int = 0,
 ) -> PackedWeight:
     """Random codes over all that the kind allows (int4: `unsigned` 0..15), random scales and whatever else is asked."""
@@ -237,6 +238,7 @@ def packed_weight(
         perm=torch.randperm(k, generator=g) if perm else None,
         bias=torch.randn(n, generator=g) if bias else None,
         input_scale=torch.tensor(0.02) if static else None,
+        planes=planes,
     )
 
 

@@ -63,6 +63,15 @@ def test_without_a_draft_lookup_is_taken_and_said(tiny: Tiny) -> None:
     assert "lookup" in result.stdout and "no draft was given" not in result.stdout
 
 
+def test_nested_drafts_with_the_target_s_own_weights(tiny_packed: Callable[[str], Path]) -> None:
+    options = ("--target", tiny_packed("int8"), "--prompt", PROMPT, "--max-new-tokens", 24, "--temperature", 0.8)
+    plain, drafted = (command(*options, "--quiet", "--drafter", name) for name in ("none", "nested"))
+    assert plain.exit_code == drafted.exit_code == 0 and drafted.stdout == plain.stdout
+    assert "nested (the target's upper four bits)" in drafted.stderr and "exact" in drafted.stderr
+    rejected = command(*options, "--drafter", "nested", "--verify", "rejection")
+    assert rejected.exit_code == 0 and "distribution" in rejected.stdout
+
+
 def test_a_seed_s_text(run_folder: Path) -> None:
     def text(*more: object) -> str:
         options = ("--temperature", 0.9, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1)
@@ -85,6 +94,7 @@ def test_a_seed_s_text(run_folder: Path) -> None:
         (("--prompt", ""), "prompt must hold"),
         (("--drafter", "model"), "--drafter model needs a draft"),
         (("--drafter", "lookup", "--draft", "anywhere"), "leave out one of the two"),
+        (("--drafter", "nested"), "has no int8 layers; compress it to int8, or choose another drafter than nested"),
         (("--device", "tpu"), "device"),
     ],
 )

@@ -62,10 +62,10 @@ bool machine_has(int64_t number) {
 // Bit 0: compiled in; bit 1: this machine has the instructions.
 SPECPRESS_API int64_t specpress_path(int64_t number) { return (path_of(number) ? 1 : 0) | (machine_has(number) ? 2 : 0); }
 
-// Sizes of the structs that Python mirrors, so that a stale library is noticed and not run.
+// Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
-    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads);
+    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads), sizes[7] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }

@@ -15,9 +15,9 @@ from runtime.kernels.native.memory import Arena
 NAME = "_specpress"
 # Fastest first; the numbers are those of api.cpp.
 PATHS = ("avx512-vnni", "avx-vnni", "avx2", "portable")
-KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5}
+KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
 # Inputs that one 64-byte vector holds of each of its 16 outputs.
-STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16}
+STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
 BLOCK = 32
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 
@@ -180,9 +180,10 @@ def library() -> tuple[Any | None, str]:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"the native kernels cannot be loaded ({error}); install specpress again"
-    sizes = (c_int64 * len(_SIZES))()
+    sizes = (c_int64 * (len(_SIZES) + 1))()
     loaded.specpress_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(struct) for struct in _SIZES]:
+    # A library that knows fewer kinds would jump into nothing where a new one is asked of it.
+    if list(sizes) != [*(ctypes.sizeof(struct) for struct in _SIZES), len(KINDS)]:
         return None, "the native kernels are of another version than this code; install specpress again"
     return loaded, ""
 

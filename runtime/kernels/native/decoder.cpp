@@ -17,7 +17,7 @@ bool same_want(const Weights& a, const Weights& b) {
 int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 int64_t bytes_per_block(const Weights& w) {
-    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 ? 8 : w.kind == TERNARY ? 2 : 4;
+    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 || w.kind == NESTED ? 8 : w.kind == TERNARY ? 2 : 4;
     return w.groups * w.group * BLOCK * bits / 8;
 }
 
