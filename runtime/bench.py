@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 _WIDEST = 512
 # An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.
 _NESTED = "nested"
-_ShapeName = Annotated[str, typer.Option(help="tinyllama-1.1b, llama-3.2-1b, qwen2.5-0.5b or pair.")]
+_ShapeName = Annotated[str, typer.Option(help="tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b or pair.")]
 _Scheme = Annotated[
     list[str] | None,
     typer.Option(

@@ -115,7 +115,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
 )
-"""The shapes by name: three published models, a draft of a tenth of the first one's bytes, and examples/pair's target."""
+"""The shapes by name: three published models, a draft of a tenth of the first's bytes, and examples/pair's target."""
 
 
 def write_shape(
