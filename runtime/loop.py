@@ -126,6 +126,7 @@ class Loop:
             self._roll_back(one, before, path)
             outcomes.append(Outcome(request, path, len(path), _along(out.hidden[base:end], path)))
             one.metrics.arrivals[0] += [clock.now()] * len(gained)
+            one.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
             base = end
         return outcomes
 

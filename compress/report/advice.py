@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+from runtime.metrics import predicted_speedup
+
 MAX_DRAFT_LENGTH = 16
 # A longer draft must gain at least this much over a shorter one: less is within the noise of a measurement.
 _WORTH_LENGTHENING = 1.01
@@ -70,11 +72,6 @@ def width_cost(widths: Mapping[int, float], width: int) -> float:
     at = min(max(bisect_left([w for w, _ in points], width), 1), len(points) - 1)
     (left, low), (right, high) = points[at - 1], points[at]
     return low + (high - low) * (width - left) / (right - left)
-
-
-def predicted_speedup(tau: float, draft_length: int, c: float, v: float) -> float:
-    """τ / (γc + v): speed over plain decoding of the same target."""
-    return tau / (draft_length * c + v)
 
 
 def iid_speedup(p: float, draft_length: int, c: float, v: float) -> float:
