@@ -3,6 +3,7 @@
 transformers' kernels pick their order of operations by shape, so the lossless class is `measured`, not `exact`.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ class AdapterCache:
 
         handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
         self._caches[handle] = DynamicCache(config=self._model.config)
+        return handle
+
+    def fork(self, request: int) -> int:
+        """A copy of the request's cache under a handle of its own."""
+        handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
+        self._caches[handle] = copy.deepcopy(self._caches[request])
         return handle
 
     def close(self, request: int) -> None:

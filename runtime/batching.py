@@ -18,6 +18,7 @@ from runtime.errors import UserError
 from runtime.metrics import Clock, Metrics
 from runtime.rows import Cache, Decoder, Rows, integers
 from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
+from runtime.stopping import kept
 from runtime.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, require_sound
 
 # Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
@@ -233,15 +234,15 @@ class Engine:
             verdict = self._judge(one.request, draft, logits[base:end], choices[base:end])
             request, before = one.request, len(one.request.tokens)
             gained = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
-            stopped = next((i for i, token in enumerate(gained) if token in request.stop_tokens), None)
-            if stopped is not None:
-                gained = gained[: stopped + 1]
+            count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
+            gained = gained[:count]
             path = verdict.path[: len(gained)]
             request.tokens += gained
             request.noise.forget(len(request.tokens))
-            request.finished = stopped is not None or request.missing <= 0
+            request.finished = stopped or request.missing <= 0
             self._roll_back(_handle(one), before, path, len(draft.tokens))
             outcomes.append(Outcome(request, path, len(path), _along(hidden[base:end], path)))
+            one.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
             one.metrics.arrivals[0] += [self.clock.now() - one.started] * len(gained)
             base = end
         return outcomes
@@ -249,9 +250,9 @@ class Engine:
     def _judge(self, request: Request, draft: Draft, logits: Logits, choices: list[int]) -> Verdict:
         """`choices`: the argmax of each row of the logits."""
         sampling, position = request.sampling, len(request.tokens)
-        if sampling.greedy and not sampling.penalised:
+        if sampling.greedy and sampling.plain:
             return greedy(choices, draft)
-        context = (sampling, request.tokens, paths(draft), request.prompt_length)
+        context = (sampling, request.tokens, paths(draft), request.prompt_length, request.stop_tokens)
         if sampling.greedy:
             return greedy(greedy_choices(logits, *context), draft)
         rows = Distributions(logits, *context)

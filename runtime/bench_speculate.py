@@ -8,9 +8,9 @@ from typing import Any
 
 from runtime.batching import Engine
 from runtime.controller import Controller
-from runtime.costs import StepCosts, predicted_speedup, width_cost
+from runtime.costs import StepCosts, width_cost
 from runtime.drafters import Drafter, Request
-from runtime.metrics import Metrics, total
+from runtime.metrics import Metrics, predicted_speedup, total
 from runtime.rows import Cache, Decoder
 from runtime.sampling import Sampling
 from runtime.verify import Rule

@@ -1,6 +1,7 @@
 """The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -68,6 +69,14 @@ class ContiguousCache:
             size = capacity * self.bytes_per_token() / 1e9
             raise UserError(f"a cache of {capacity} tokens needs {size:.1f} GB, which this machine refused") from error
         self._length[handle] = 0
+        return handle
+
+    def fork(self, request: int) -> int:
+        """A handle for a request of its own that holds the same tokens and has the same capacity."""
+        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
+        held = self._store[request]
+        self._store[handle] = Store(*(getattr(held, part.name).clone() for part in fields(held)))
+        self._length[handle] = self._length[request]
         return handle
 
     def close(self, request: int) -> None:

@@ -103,8 +103,3 @@ def width_cost(widths: Mapping[int, float], width: float) -> float:
     at = min(max(bisect_left([w for w, _ in points], width), 1), len(points) - 1)
     (left, low), (right, high) = points[at - 1], points[at]
     return low + (high - low) * (width - left) / (right - left)
-
-
-def predicted_speedup(tau: float, draft_length: float, c: float, v: float) -> float:
-    """τ / (γc + v): speed over plain decoding of the same target."""
-    return tau / (draft_length * c + v)

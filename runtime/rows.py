@@ -62,6 +62,9 @@ class Cache(Protocol):
     def open(self, capacity: int) -> int:
         """A handle for a new request of at most `capacity` tokens."""
 
+    def fork(self, request: int) -> int:
+        """A handle for a new request that holds the same tokens; from here on the two do not touch each other."""
+
     def close(self, request: int) -> None:
         """Forgets the request; its handle may be given out again."""
 

@@ -12,7 +12,8 @@ from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.model import ModelDrafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics
-from runtime.sampling import Sampling
+from runtime.sampling import Sampling, require_known
+from runtime.stopping import Stop, StopStrings, resolve
 from runtime.verify import Rule
 from runtime.vocabulary import Detokenizer, encode, require_same_vocabulary
 
@@ -33,9 +34,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """One finished text: `text` and `tokens` are the new part (a stop token is in `tokens`, not in `text`).
+    """One finished text: `text` and `tokens` are the new part.
 
-    finish  "stop": a stop token; "length": max_new_tokens, or the target's positions, are used up.
+    What ended the text is in `tokens`, not in `text`: a stop token, or the tokens of a stop string.
+    finish  "stop": a stop token or string; "length": max_new_tokens, or the target's positions, are used up.
     """
 
     text: str
@@ -121,12 +123,13 @@ class Speculator:
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stop | None = None,
         **options: Any,
     ) -> Stream:
         """Continues one text; yields a Piece a round.
 
-        stop     token ids that end the text; None: the model's own; (): none.
+        stop     token ids and texts that end the text; None: the model's own ids; (): none. Ids replace the model's
+                 own, texts come on top of them.
         options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`.
 
         Raises UserError for an empty or too long prompt and for values out of range, here and not at the first piece.
@@ -140,7 +143,7 @@ class Speculator:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stop | None = None,
         **options: Any,
     ) -> list[Result]:
         """Continues many texts at once, all live ones in the same forwards; arguments and errors as for `stream`.
@@ -183,30 +186,32 @@ class Speculator:
         return ModelDrafter(draft, self.verify, self.target.decoder.vocab_size)
 
     def _request(
-        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Sequence[int] | None
+        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Stop | None
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-        decoder = self.target.decoder
-        tokens = encode(self.target.tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
+        if sampling.min_tokens > max_new_tokens:
+            raise UserError(
+                f"min_tokens must be at most max_new_tokens ({max_new_tokens}), but is {sampling.min_tokens}; "
+                "change one of the two."
+            )
+        decoder, tokenizer = self.target.decoder, self.target.tokenizer
+        require_known(sampling, decoder.vocab_size)
+        tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
+        stop_tokens, strings = resolve(stop, self.target, decoder.vocab_size)
         return Request(
             id=next(self._ids),
             tokens=tokens,
             prompt_length=len(tokens),
             sampling=sampling,
             max_new_tokens=min(max_new_tokens, decoder.max_positions - len(tokens)),
-            stop_tokens=self._stop_tokens() if stop is None else frozenset(stop),
+            stop_tokens=stop_tokens,
+            stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
         )
-
-    def _stop_tokens(self) -> frozenset[int]:
-        found = self.target.end_tokens
-        if not found and self.target.tokenizer.eos_token_id is not None:
-            return frozenset([self.target.tokenizer.eos_token_id])
-        return found
 
     def _result(self, request: Request, metrics: Metrics) -> Result:
         prompt, new = request.tokens[: request.prompt_length], request.new_tokens
-        text = Detokenizer(self.target.tokenizer, prompt).add(new, last=True)
+        text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
         return Result(text, new, prompt, _finish(request), metrics)
 
     def _pieces(self, request: Request, metrics: Metrics) -> Generator[Piece, None, None]:
@@ -220,7 +225,7 @@ class Speculator:
                     continue
                 tokens = request.tokens[shown:]
                 shown = len(request.tokens)
-                piece = Piece(text.add(tokens, last=request.finished), tokens)
+                piece = Piece(_shown(request, text, tokens), tokens)
                 engine.clock.pause()
                 yield piece
                 engine.clock.resume()
@@ -233,7 +238,16 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
 
 
 def _finish(request: Request) -> Literal["stop", "length"]:
-    return "stop" if request.tokens[-1] in request.stop_tokens else "length"
+    return "stop" if request.stopped else "length"
+
+
+def _shown(request: Request, detokenizer: Detokenizer, tokens: list[int]) -> str:
+    """The text that a request's latest tokens complete, without what ended the text."""
+    if request.stop_strings is not None:
+        return request.stop_strings.release(last=request.finished)
+    if request.ends_with_stop_token:
+        tokens = tokens[:-1]
+    return detokenizer.add(tokens, last=request.finished)
 
 
 def lossless_class(target: "Model", verify: Rule, sampling: Sampling) -> LosslessClass:

@@ -147,10 +147,10 @@ class ModelDrafter:
         """Adds one token after logits (1, V), whose argmax is `choice`."""
         request, drafted = drafting.request, drafting.tokens
         sampling, position = request.sampling, len(request.tokens) + len(drafted)
-        if sampling.greedy and not sampling.penalised:
+        if sampling.greedy and sampling.plain:
             drafted.append(choice)
             return
-        rest = (sampling, request.tokens, [drafted], request.prompt_length)
+        rest = (sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
             drafted.append(greedy_choices(logits, *rest)[0])
             return

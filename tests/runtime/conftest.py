@@ -39,6 +39,11 @@ class ListCache:
         self.capacity[handle] = capacity
         return handle
 
+    def fork(self, request: int) -> int:
+        handle = self.open(self.capacity[request])
+        self.slots[handle] = list(self.slots[request])
+        return handle
+
     def close(self, request: int) -> None:
         del self.slots[request], self.capacity[request]
 

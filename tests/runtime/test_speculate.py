@@ -225,6 +225,8 @@ def test_metrics_add_up(fake: Fake) -> None:
     assert metrics.target_forwards == metrics.rounds
     assert metrics.target_rows == metrics.rounds + metrics.drafted
     assert len(metrics.drafted_at) == len(metrics.accepted_at) == 4
+    assert sum(metrics.draft_lengths) == metrics.rounds and metrics.draft_lengths[4] > 1
+    assert metrics.kv_bytes == 8 * (metrics.prompt_tokens + metrics.new_tokens)
     assert metrics.accepted_by_position == pytest.approx(np.divide(metrics.accepted_at, metrics.drafted_at).tolist())
     assert metrics.seconds >= metrics.draft_seconds + metrics.target_seconds + metrics.prompt_seconds > 0
     assert all(times == sorted(times) and len(times) == 31 for times in metrics.arrivals)
