@@ -3,7 +3,7 @@
 transformers' kernels pick their order of operations by shape, so the lossless class is `measured`, not `exact`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,17 @@ class AdapterCache:
     def close(self, request: int) -> None:
         """Frees the request's cache."""
         del self._caches[request]
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Nothing is shared here: 0."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared here."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Every request has its memory from the start: 0."""
+        return 0
 
     def of(self, request: int) -> Any:
         """The transformers cache of a request."""

@@ -1,6 +1,6 @@
 """The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,17 @@ class ContiguousCache:
     def close(self, request: int) -> None:
         """Frees the request's memory."""
         del self._store[request], self._length[request]
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Nothing is shared here: 0."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared here."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Every request has its memory from the start: 0."""
+        return 0
 
     def store(self, request: int) -> Store:
         """The request's memory, for kernels."""

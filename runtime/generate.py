@@ -50,7 +50,10 @@ def main(
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before get less probable.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    draft_length: Annotated[int, typer.Option(help="Tokens drafted a round, 0 to 64.")] = 4,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens drafted a round, 0 to 64.", show_default="what pays most, chosen every round"),
+    ] = None,
     verify: Annotated[
         RuleName,
         typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most."),

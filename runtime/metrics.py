@@ -19,6 +19,8 @@ class Metrics:
     draft_seconds, target_seconds, seconds  a request's share of its rounds' wall time: a round of N requests gives
                      each an N-th, so that sums over requests are wall times. Target time includes the verdict.
                      `seconds` covers the prompt too, which alone took `prompt_seconds`.
+    reused_tokens    tokens of the prompt whose keys and values were in the cache already.
+    preemptions      how often a request gave its pages back for others and was read again later.
     arrivals         for each request, when each of its new tokens came, counted from the request's start. Tokens of one
                      round come together.
     """
@@ -35,6 +37,8 @@ class Metrics:
     target_seconds: float = 0.0
     prompt_seconds: float = 0.0
     seconds: float = 0.0
+    reused_tokens: int = 0
+    preemptions: int = 0
     arrivals: list[list[float]] = field(default_factory=list)
 
     @property

@@ -4,7 +4,7 @@ A row is one token of one request at one logical position, after a parent row. P
 chain or a tree, and batches of all of these at once are the same call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -64,6 +64,15 @@ class Cache(Protocol):
 
     def close(self, request: int) -> None:
         """Forgets the request; its handle may be given out again."""
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Takes over what the cache already holds of a new request's text, all but its last token; returns how many."""
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Says which tokens the request's slots hold, so that others may adopt them."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Pages that are lacking for needs[request] more rows of each request; 0: they fit."""
 
     def length(self, request: int) -> int:
         """Tokens stored (slots: a tree's rows count each)."""

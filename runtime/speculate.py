@@ -1,4 +1,4 @@
-"""`Speculator`: prompts in, texts out, as a stream or as a batch; the rounds themselves are in loop.py."""
+"""`Speculator`: prompts in, texts out, as a stream or as a batch; the rounds themselves are in batching.py."""
 
 import dataclasses
 import itertools
@@ -6,11 +6,12 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from runtime.batching import Engine
+from runtime.controller import Controller
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.model import ModelDrafter
 from runtime.errors import UserError
-from runtime.loop import Loop
-from runtime.metrics import Clock, Metrics
+from runtime.metrics import Metrics
 from runtime.sampling import Sampling
 from runtime.verify import Rule
 from runtime.vocabulary import Detokenizer, encode, require_same_vocabulary
@@ -86,7 +87,7 @@ class Speculator:
 
     target        what `runtime.load` returns.
     draft         another such model with the same vocabulary, any Drafter, or None for plain decoding.
-    draft_length  γ: tokens drafted a round, 0 to 64.
+    draft_length  γ: tokens drafted a round, 0 to 64; None: what pays most, chosen every round by what was measured.
     verify        the rule for requests that sample; greedy requests need none.
 
     Raises UserError for a draft length out of range, an unknown rule, or a draft with another vocabulary.
@@ -96,10 +97,10 @@ class Speculator:
         self,
         target: "Model",
         draft: "Model | Drafter | None" = None,
-        draft_length: int = 4,
+        draft_length: int | None = None,
         verify: Rule = "coupled",
     ) -> None:
-        if not 0 <= draft_length <= MAX_DRAFT_LENGTH:
+        if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
             raise UserError(
                 f"draft_length must be from 0 to {MAX_DRAFT_LENGTH}, but is {draft_length}; choose another."
             )
@@ -111,7 +112,8 @@ class Speculator:
         self.draft_length = draft_length
         self.verify: Rule = verify
         self.drafter = self._drafter(draft)
-        self._loop = Loop(target.decoder, self.drafter, draft_length, verify)
+        self.controller = Controller() if draft_length is None else None
+        self._cache = target.decoder.new_cache()
         self._ids = itertools.count()
 
     def stream(
@@ -155,9 +157,22 @@ class Speculator:
             for prompt, one in zip(cast("Sequence[str | Sequence[int]]", prompts), each, strict=True)
         ]
         metrics = [Metrics() for _ in requests]
-        for _ in self._loop.run(requests, metrics, Clock()):
-            pass
+        engine = self._engine()
+        try:
+            for request, measured in zip(requests, metrics, strict=True):
+                engine.add(request, measured)
+            while engine.busy:
+                engine.step()
+        finally:
+            engine.close()
         return [self._result(request, measured) for request, measured in zip(requests, metrics, strict=True)]
+
+    def _engine(self) -> Engine:
+        if isinstance(self.drafter, NoDrafter):
+            length: int | Controller = 0
+        else:
+            length = self.controller if self.draft_length is None else self.draft_length  # type: ignore[assignment]
+        return Engine(self.target.decoder, self.drafter, length, self.verify, self._cache)
 
     def _drafter(self, draft: "Model | Drafter | None") -> Drafter:
         if draft is None:
@@ -195,20 +210,22 @@ class Speculator:
         return Result(text, new, prompt, _finish(request), metrics)
 
     def _pieces(self, request: Request, metrics: Metrics) -> Generator[Piece, None, None]:
-        clock = Clock()
         text = Detokenizer(self.target.tokenizer, request.tokens)
         shown = len(request.tokens)
-        rounds = self._loop.run([request], [metrics], clock)
+        engine = self._engine()
         try:
-            for _ in rounds:
+            engine.add(request, metrics)
+            while engine.busy:
+                if not engine.step():
+                    continue
                 tokens = request.tokens[shown:]
                 shown = len(request.tokens)
                 piece = Piece(text.add(tokens, last=request.finished), tokens)
-                clock.pause()
+                engine.clock.pause()
                 yield piece
-                clock.resume()
+                engine.clock.resume()
         finally:
-            rounds.close()
+            engine.close()
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
