@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "decoder.h"
+#include "noise.h"
 #include "pack.h"
 #include "paths.h"
 
@@ -92,6 +93,10 @@ SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, cons
 }
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {
     decoder->project(*p, x, rows, y);
+}
+
+SPECPRESS_API void specpress_uniforms(uint64_t seed, uint64_t position, uint64_t lane, uint64_t stream, int64_t count, double* out) {
+    uniforms(seed, position, lane, stream, count, out);
 }
 
 // Single operations, for whoever composes them in another order, and for the tests.
