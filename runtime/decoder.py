@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
 from runtime.cache import ContiguousCache
 from runtime.family import Architecture
+from runtime.inputs import checked_cache
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
@@ -81,17 +82,12 @@ class LlamaDecoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
-        if not isinstance(cache, ContiguousCache):
-            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-        if len(tokens) != len(rows):
-            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
+        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.plan."""
+        held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
             empty = self.embedding.new_empty
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, found {tokens.min()}..{tokens.max()}")
-        layout = plan(rows, cache)
+        layout = plan(rows, held)
         cos, sin = self._rotary.at(rows.position)
         a = self.architecture
         x = self.embedding[tokens.to(self.device)].float()
@@ -99,7 +95,7 @@ class LlamaDecoder:
             x = x * a.embedding_scale
         for number, block in enumerate(self.blocks):
             normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
-            x = x + self._attend(normed, block.attention, number, layout, cache, cos, sin)
+            x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
             normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
             x = x + (self._mix(normed, block.mlp) if isinstance(block.mlp, Mixture) else self._mlp(normed, block.mlp))
         if logits_at is not None:

@@ -6,7 +6,7 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Rows:
     parent: Tensor
 
     def __len__(self) -> int:
-        return len(self.request)
+        return self.request.numel()
 
     @staticmethod
     def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
@@ -112,4 +112,23 @@ class Decoder(Protocol):
 
         tokens (T,) int64. Row i attends to what the cache held of its request before the call, its ancestors through
         `parent`, and itself.
+        """
+
+
+@runtime_checkable
+class GreedyChains(Protocol):
+    """What a decoder may offer besides: a whole greedy draft in one call."""
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """Appends every row, and then continues each request by itself for steps[i] tokens of its own choosing.
+
+        tokens, rows  as for `forward`; chains, of which each request's last row is continued.
+        steps         one number of new tokens, 1 or more, for each request in order.
+        limit         only the logits of tokens below it take part; the largest is chosen, the first of equals.
+
+        Returns (requests, max(steps)) int64, −1 behind a request's last token. The cache then holds the rows and all
+        new tokens but each request's last.
+
+        Raises FloatingPointError where `forward` would give logits with a NaN, an infinity, or nothing above −inf; the
+        cache may then hold any of the tokens.
         """

@@ -241,11 +241,16 @@ def finite_choices(logits: Logits, model: str) -> list[int]:
     """
     choices, values = _largest(host(logits))
     if not all(map(math.isfinite, values)):
-        raise UserError(
-            f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
-            "activations overflow, so check the checkpoint."
-        )
+        raise not_finite(model)
     return choices
+
+
+def not_finite(model: str) -> UserError:
+    """What to raise for logits of "the target" or "the draft" that are no numbers."""
+    return UserError(
+        f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
+        "activations overflow, so check the checkpoint."
+    )
 
 
 def _largest(logits: Logits) -> tuple[list[int], list[float]]:

@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime.errors import UserError
-from runtime.noise import Memo, Stream, exponential, pick, race, uniforms
+from runtime.kernels.native.binding import library
+from runtime.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
 from runtime.sampling import Distributions, Sampling, finite_choices, greedy_choices, probabilities
 
 CASES = [
@@ -293,3 +296,22 @@ def test_a_race_is_never_won_by_the_impossible() -> None:
     row = np.array([0.0, 0.25, 0.75, 0.0])
     drawn = [race(row, exponential(seed, 3, 4)) for seed in range(400)]
     assert set(drawn) == {1, 2} and 60 < drawn.count(1) < 140
+
+
+@pytest.mark.skipif(library()[0] is None, reason=library()[1])
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**63),
+    stream=st.sampled_from(Stream),
+    count=st.integers(0, 70),
+)
+def test_native_noise_is_numpy_s(seed: int, position: int, stream: Stream, count: int) -> None:
+    native, other = uniforms(seed, position, stream, count), by_numpy(seed, position, stream, count)
+    assert native.dtype == other.dtype and np.array_equal(native, other)
+    assert count == 0 or not np.array_equal(native, by_numpy(seed ^ 1, position, stream, count))
+
+
+def test_noise_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_it = exponential(7, 30, 5000)
+    monkeypatch.setattr("runtime.noise.library", lambda: (None, "left out"))
+    assert np.array_equal(exponential(7, 30, 5000), with_it)

@@ -4,7 +4,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -156,12 +156,15 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
     "forward": (None, [_P, _P, _P, _P, _P, _I, _P, _P]),
+    "draft": (_I, [_P, _P, _P, _P, _I, _P, _I, _P, _I]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),
     "gated": (None, [_I, _P, _P, _I, _I, _P]),
+    "largest": (_I, [_I, _P, _I, _I]),
     "rotate": (None, [_I, _P, _I, _I, _I, _I, _P, _P]),
     "remember": (None, [_I, _P, _I, _P, _I, _P, _P, _P]),
     "attend": (None, [_I, _P, _P, _I, _I, c_float, _P, _P, _P]),
+    "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
     "read": (c_double, [_P, _P, _I, _P]),
 }
 

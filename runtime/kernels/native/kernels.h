@@ -109,6 +109,9 @@ struct Path {
     void (*choose)(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which);
     int64_t (*attention_scratch)(const Heads& h);  // floats
     int64_t (*tile_rows)();
+    // Where the first `limit` of `size` logits are largest, the first of equals; -1: among all of them is a NaN or +inf, or
+    // among the first nothing above -inf.
+    int64_t (*largest)(const float* x, int64_t size, int64_t limit);
     bool unsigned_dot;
 };
 
