@@ -48,6 +48,7 @@ class Ratio:
 
     ratio  median over rounds of the two rates in the same round, with the lowest and the highest: above 1, ours is the
            faster.
+    same_drafter  the same for our best draft length with the peer's kind of drafter; None where we did not run it.
     """
 
     engine: str
@@ -58,6 +59,7 @@ class Ratio:
     ratio: float
     ratio_min: float
     ratio_max: float
+    same_drafter: float | None
 
 
 def rows(found: Sequence[Decoded], work: Work) -> list[Row]:
@@ -123,6 +125,7 @@ def ratios(found: Sequence[Decoded]) -> list[Ratio]:
             _fastest([o for o in peers if (o.way.engine, o.way.drafter) == (engine, drafter)]),
         )
         over = _over(best.turns, theirs.turns)
+        same = [one for one in ours if one.way.drafter == drafter]
         out.append(
             Ratio(
                 engine=engine,
@@ -133,6 +136,7 @@ def ratios(found: Sequence[Decoded]) -> list[Ratio]:
                 ratio=median(over),
                 ratio_min=min(over),
                 ratio_max=max(over),
+                same_drafter=median(_over(_fastest(same).turns, theirs.turns)) if same else None,
             )
         )
     return out
@@ -199,10 +203,11 @@ def print_ratios(console: "Console", found: Sequence[Ratio]) -> None:
     )
     for name in ("theirs", "ours"):
         table.add_column(name)
-    for name in ("ratio", "lowest", "highest"):
+    for name in ("ratio", "lowest", "highest", "same drafter"):
         table.add_column(name, justify="right")
     for r in found:
-        figures = (f"{value:.2f}" for value in (r.ratio, r.ratio_min, r.ratio_max))
+        figures = [f"{value:.2f}" for value in (r.ratio, r.ratio_min, r.ratio_max)]
+        figures.append("-" if r.same_drafter is None else f"{r.same_drafter:.2f}")
         table.add_row(way(r.engine, r.drafter, r.draft_length), way(OURS, r.ours, r.ours_draft_length), *figures)
     console.print(table)
 

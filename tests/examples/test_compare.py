@@ -88,7 +88,8 @@ def test_ratios_take_each_side_at_its_best_draft_length(compare: Any) -> None:
     plain, model = compare("standings").ratios(found)
     assert (plain.engine, plain.drafter, plain.ours, plain.ours_draft_length) == ("openvino", "none", "lookup", 5)
     assert (plain.ratio, plain.ratio_min, plain.ratio_max) == (3.0, 2.0, 4.0)
-    assert (model.drafter, model.draft_length, model.ratio_max) == ("model", None, 0.5)
+    assert plain.same_drafter == pytest.approx((4 / 3 + 1) / 2)
+    assert (model.drafter, model.draft_length, model.ratio_max, model.same_drafter) == ("model", None, 0.5, None)
 
 
 def test_draft_lengths_multiply_the_ways_that_draft(compare: Any) -> None:
