@@ -42,7 +42,7 @@ NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
 	$(PIP) --editable ".[hf,bnb,data,dev]"
 	@touch $@
 
-# llama.cpp, OpenVINO and the like, for examples/compare/engines.py: their versions contradict ours, so they have an
+# llama.cpp, OpenVINO and the like, for examples/compare: their versions contradict ours, so they have an
 # environment of their own. llama.cpp is built from source for this very processor (a C++ compiler, ten minutes).
 PEERS_PIP := .peers/bin/python -m pip install --disable-pip-version-check --quiet \
 	--constraint examples/compare/constraints.txt
@@ -53,7 +53,7 @@ peers: .peers/installed
 	$(PYTHON) -m venv .peers
 	$(PEERS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_PIP) --no-binary llama-cpp-python llama-cpp-python gguf
-	$(PEERS_PIP) openvino nncf optimum-intel
+	$(PEERS_PIP) openvino openvino-genai nncf optimum-intel
 	.peers/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 

@@ -14,9 +14,9 @@ from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformErro
 
 HERE = "runtime/kernels/native"
 # Compiled for each path …
-KERNELS = ["int8", "int4", "nf4", "ternary", "bf16", "f32", "rows", "cache", "attention", "path"]
+KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "cache", "attention", "path"]
 # … and once.
-COMMON = ["api", "decoder", "pool", "pack"]
+COMMON = ["api", "decoder", "draft", "noise", "pool", "pack"]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -75,7 +75,18 @@ setup(
             sources=[f"{HERE}/{name}.cpp" for name in [*KERNELS, *COMMON]],
             depends=[
                 f"{HERE}/{name}.h"
-                for name in ("vec", "kernels", "paths", "linear", "float_linear", "cache", "pool", "pack", "decoder")
+                for name in (
+                    "vec",
+                    "kernels",
+                    "paths",
+                    "linear",
+                    "float_linear",
+                    "cache",
+                    "pool",
+                    "pack",
+                    "decoder",
+                    "noise",
+                )
             ],
             language="c++",
             optional=True,

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 _WIDEST = 512
-_ShapeName = Annotated[str, typer.Option(help="tinyllama-1.1b, llama-3.2-1b, qwen2.5-0.5b or pair.")]
+# An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.
+_NESTED = "nested"
+_ShapeName = Annotated[str, typer.Option(help="tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b or pair.")]
 _Scheme = Annotated[
     list[str] | None,
-    typer.Option(help="f32, bf16, int8, int4, nf4 or ternary; may be repeated.", show_default="all"),
+    typer.Option(
+        help="f32, bf16, int8, int4, nf4 or ternary (decode also: nested); may be repeated.", show_default="all"
+    ),
 ]
 _Head = Annotated[str, typer.Option(help="int8: a packed output head; keep: as the architecture has it, plain.")]
 _Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
@@ -127,7 +131,9 @@ def _plan(
 
     chosen = tuple(dict.fromkeys(schemes or SCHEMES))
     for name in chosen:
-        model_config(shape, name, head)
+        if name == _NESTED and command != "decode":
+            raise UserError("--scheme nested is for `decode`, which times its draft too; name int8 here")
+        model_config(shape, _stored(name), head)
     parts = [part.strip() for part in widths.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _WIDEST for part in parts):
         raise UserError(f"--widths: expected numbers from 1 to {_WIDEST} with commas between them, found {widths!r}")
@@ -142,17 +148,32 @@ def _plan(
     return Plan(command, shape, chosen, head, found, choose(kernels, "cpu", count), count, rounds, json_file)
 
 
+def _stored(scheme: str) -> str:
+    """The scheme of the model on disk."""
+    return "int8" if scheme == _NESTED else scheme
+
+
 def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
     """Measures a scheme on a model on disk."""
     from runtime.bench_forwards import time_forwards
     from runtime.bench_layers import forward_bytes
+    from runtime.bench_rounds import layers_bytes
+    from runtime.decoder import LlamaDecoder
     from runtime.loading import load
+    from runtime.native import NativeDecoder
+    from runtime.upper import linears
 
     def measure(scheme: str, memory: "Memory") -> "list[Row]":
-        read = forward_bytes(plan.shape, scheme, plan.head, plan.kernel)
-        with _model(plan, scheme, work) as path:
-            decoder = load(path, threads=plan.threads, kernels=plan.kernel.name).decoder
-            return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory)
+        nested = scheme == _NESTED
+        read = None if nested else forward_bytes(plan.shape, scheme, plan.head, plan.kernel)
+        with _model(plan, _stored(scheme), work) as path:
+            decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
+            if not nested:
+                return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory)
+            assert isinstance(decoder, NativeDecoder | LlamaDecoder)
+            draft = decoder.upper()
+            read, less = (layers_bytes(linears(d.parts)) for d in (decoder, draft))
+            return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory, (draft, less))
 
     return measure
 

@@ -21,16 +21,40 @@ def time_forwards(
     rounds: int,
     read: int | None,
     memory: Callable[[], float | None],
+    draft: tuple[Decoder, int | None] | None = None,
 ) -> list[Row]:
     """Rows for tasks (what, width).
 
     "prefill" is a prompt of `width` tokens from an empty cache, logits of its last row. Everything else is `width`
     rows after `CONTEXT` tokens with the logits of each: a chain, or for "tree" a binary tree. The cache is rolled back
     before each forward, outside its time. over_width_1 compares with the chain of one row. `memory` measures the
-    memory's speed.
+    memory's speed. `draft` is another decoder and the weight bytes that its forward reads: a row "draft" of width 1, of
+    which over_width_1 is what a draft step costs in steps of the target.
     """
-    cache = decoder.new_cache()
     longest = max((width for what, width in tasks if what != "prefill"), default=1)
+    step = _steps(decoder, longest)
+    steps = {task: step(*task) for task in tasks}
+    if draft is not None:
+        steps["draft", 1] = _steps(draft[0], longest)("draft", 1)
+    samples = interleaved(steps, rounds, memory)
+    own = [task for task in tasks if task[0] != "prefill" and task[1] == 1]
+    base = samples[own[0]] if own else None
+    return [
+        row(
+            what,
+            scheme,
+            width,
+            taken,
+            draft[1] if what == "draft" and draft is not None else read,
+            None if what == "prefill" else base,
+        )
+        for (what, width), taken in samples.items()
+    ]
+
+
+def _steps(decoder: Decoder, longest: int) -> Callable[[str, int], Callable[[], float]]:
+    """Makes the forward of a task: (what, width) to a call that gives its seconds."""
+    cache = decoder.new_cache()
     after = cache.open(CONTEXT + longest)
     ids = torch.randint(0, decoder.vocab_size, (max(PREFILL, longest),), generator=torch.Generator().manual_seed(0))
     decoder.forward(ids[:CONTEXT], Rows.chains([(after, 0, CONTEXT)]), cache, integers([CONTEXT - 1]))
@@ -42,12 +66,7 @@ def time_forwards(
         rows = tree(after, width) if what == "tree" else Rows.chains([(after, CONTEXT, width)])
         return _forward(decoder, cache, after, CONTEXT, ids[:width], rows, last=False)
 
-    samples = interleaved({task: step(*task) for task in tasks}, rounds, memory)
-    base = next((taken for (what, width), taken in samples.items() if width == 1 and what != "prefill"), None)
-    return [
-        row(what, scheme, width, taken, read, None if what == "prefill" else base)
-        for (what, width), taken in samples.items()
-    ]
+    return step
 
 
 def tree(request: int, width: int) -> Rows:

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Row:
     """One thing that was timed, at one width.
 
-    what               "decode", "prefill", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head", "all".
+    what               "decode", "prefill", "draft", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head",
+                       "all".
     ms_median, ms_min  of one forward or product, over the rounds.
     tokens_per_second  width over the median.
     gb_per_second      weight bytes that one forward or product reads, over the median; None where they are unknown.
@@ -112,6 +113,17 @@ def bytes_read(layer: Any) -> int | None:
         held = [getattr(layer, field.name) for field in fields(layer)]
         return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
     return None
+
+
+def layers_bytes(layers: Iterable[Any]) -> int | None:
+    """Bytes that one product of each layer reads; None where one of them does not say."""
+    total = 0
+    for layer in layers:
+        read = bytes_read(layer)
+        if read is None:
+            return None
+        total += read
+    return total
 
 
 class Memory:

@@ -47,3 +47,13 @@ class Block:
     attention: Attention
     mlp_norm: Tensor
     mlp: Mlp | Mixture
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """All weights of a decoder. `embedding` None: its rows are the head's."""
+
+    embedding: Tensor | None
+    blocks: tuple[Block, ...]
+    norm: Tensor
+    head: Linear

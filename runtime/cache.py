@@ -1,6 +1,7 @@
 """The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -70,9 +71,28 @@ class ContiguousCache:
         self._length[handle] = 0
         return handle
 
+    def fork(self, request: int) -> int:
+        """A handle for a request of its own that holds the same tokens and has the same capacity."""
+        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
+        held = self._store[request]
+        self._store[handle] = Store(*(getattr(held, part.name).clone() for part in fields(held)))
+        self._length[handle] = self._length[request]
+        return handle
+
     def close(self, request: int) -> None:
         """Frees the request's memory."""
         del self._store[request], self._length[request]
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Nothing is shared here: 0."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared here."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Every request has its memory from the start: 0."""
+        return 0
 
     def store(self, request: int) -> Store:
         """The request's memory, for kernels."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.blocks import Attention, Block, Linear, Mixture, Mlp
+from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
 from runtime.cache import ContiguousCache
 from runtime.family import Architecture
+from runtime.inputs import checked_cache
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
@@ -19,6 +20,7 @@ from runtime.kv import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
+from runtime.upper import upper_parts, weight_bytes
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
@@ -47,12 +49,31 @@ class LlamaDecoder:
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
         self.kernels = kernel.name
+        self._config, self._kernel = config, kernel
         self._rotary = RotaryTable(config, self.device)
 
     @property
     def threads(self) -> int:
         """torch's, which these kernels use."""
         return torch.get_num_threads()
+
+    @property
+    def parts(self) -> Parts:
+        """All weights."""
+        return Parts(self.embedding, self.blocks, self.norm, self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "LlamaDecoder":
+        """This decoder on the upper halves of its int8 codes (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        return LlamaDecoder(self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel)
 
     def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
         """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
@@ -61,17 +82,12 @@ class LlamaDecoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
-        if not isinstance(cache, ContiguousCache):
-            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-        if len(tokens) != len(rows):
-            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
+        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.plan."""
+        held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
             empty = self.embedding.new_empty
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, found {tokens.min()}..{tokens.max()}")
-        layout = plan(rows, cache)
+        layout = plan(rows, held)
         cos, sin = self._rotary.at(rows.position)
         a = self.architecture
         x = self.embedding[tokens.to(self.device)].float()
@@ -79,7 +95,7 @@ class LlamaDecoder:
             x = x * a.embedding_scale
         for number, block in enumerate(self.blocks):
             normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
-            x = x + self._attend(normed, block.attention, number, layout, cache, cos, sin)
+            x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
             normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
             x = x + (self._mix(normed, block.mlp) if isinstance(block.mlp, Mixture) else self._mlp(normed, block.mlp))
         if logits_at is not None:

@@ -1,6 +1,8 @@
 """`python -m runtime.generate`: continues a prompt, speculatively, and says how well it went."""
 
 import sys
+import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.commands import without_traceback
+from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.metrics import Metrics
+    from runtime.loading import Model
     from runtime.rows import Decoder
+    from runtime.sampling import Sampling
     from runtime.speculate import Stream
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -27,6 +31,7 @@ class DrafterName(StrEnum):
     SUFFIX = "suffix"
     LOOKUP_MODEL = "lookup+model"
     SUFFIX_MODEL = "suffix+model"
+    NESTED = "nested"
 
 
 class RuleName(StrEnum):
@@ -43,7 +48,8 @@ def main(
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     draft: Annotated[str | None, typer.Option(help="A draft model's directory; by default the run's own.")] = None,
     drafter: Annotated[
-        DrafterName | None, typer.Option(help="By default model where there is a draft, otherwise lookup.")
+        DrafterName | None,
+        typer.Option(help="By default model where there is a draft, otherwise lookup; nested: int8 targets."),
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option(help="For the drafter suffix: a text file that the text may resemble.")
@@ -54,8 +60,21 @@ def main(
     top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens of this mass.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most probable one.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before get less probable.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logit of every generated token.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once per earlier generation of it.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="Added to a token's logit. Repeatable.", metavar="ID:VALUE")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output and is not shown. Repeatable.")
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not stop before this many tokens.")] = 0,
+    beams: Annotated[int | None, typer.Option(help="Beam search of this width, without speculation.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    draft_length: Annotated[int, typer.Option(help="Tokens drafted a round, 0 to 64.")] = 4,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens drafted a round, 0 to 64.", show_default="what pays most, chosen every round"),
+    ] = None,
     verify: Annotated[
         RuleName,
         typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most."),
@@ -76,16 +95,87 @@ def main(
         from runtime.sampling import Sampling
         from runtime.speculate import Speculator, lossless_class
 
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
+        sampling = Sampling(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            seed,
+            _bias(logit_bias or []),
+            min_tokens,
+        )
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
-        model = load(target, **options)
+        if beams is not None:
+            _require_plain(sampling, stop, draft, drafter)
+            _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
+            return
+        model = load(target, planes=drafter is DrafterName.NESTED, **options)
         chosen = choose(model, drafter and drafter.value, draft, corpus, verify.value, options)
         speculator = Speculator(model, chosen.drafter, draft_length=draft_length, verify=verify.value, lossy=lossy)
-        stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+        stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)
-        shown = f"{speculator.drafter.name}{chosen.note}"
-        _summarise(stream.metrics, shown, _kernels(model.decoder), lossless, quiet)
+        lines = [
+            ("drafter", f"{speculator.drafter.name}{chosen.note}"),
+            *stream.metrics.summary(),
+            ("ended by", str(stream.finish)),
+        ]
+        _summarise([*lines, ("kernels", _kernels(model.decoder)), ("lossless class", lossless)], quiet)
+
+
+def _bias(entries: list[str]) -> dict[int, float]:
+    """`ID:VALUE` of each `--logit-bias`. Raises UserError for another form, or an id that is given twice."""
+    bias: dict[int, float] = {}
+    for entry in entries:
+        try:
+            token, value = entry.split(":")
+            id_, added = int(token), float(value)
+        except ValueError:
+            raise UserError(f"--logit-bias must be ID:VALUE, such as 13:-100, but is {entry!r}; change it.") from None
+        if id_ in bias:
+            raise UserError(f"--logit-bias names token {id_} twice; leave out one of the two.")
+        bias[id_] = added
+    return bias
+
+
+def _require_plain(
+    sampling: "Sampling", stop: list[str] | None, draft: str | None, drafter: DrafterName | None
+) -> None:
+    """Beam search looks for the most probable text: nothing is sampled, penalised, drafted or stopped by a text."""
+    if not (sampling.greedy and sampling.plain):
+        raise UserError(
+            "--beams looks for the most probable text as the model has it; leave out temperature, penalties, "
+            "--logit-bias and --min-tokens, or --beams."
+        )
+    if stop:
+        raise UserError("--beams ends with the model's own stop tokens only; leave out --stop, or --beams.")
+    if draft is not None or drafter not in (None, DrafterName.NONE):
+        raise UserError("--beams searches without speculation; leave out --draft and --drafter, or --beams.")
+
+
+def _search(model: "Model", prompt: str, beams: int, max_new_tokens: int, quiet: bool) -> None:
+    """Prints the best text that a beam search finds."""
+    from runtime.beam import beam_search
+
+    # The tokenizer is read at its first use, which takes longer than a short text.
+    tokens = model.tokenizer(prompt)["input_ids"]
+    started = time.perf_counter()
+    found = beam_search(model, tokens, beams, max_new_tokens)
+    spent = time.perf_counter() - started
+    sys.stdout.write(found[0].text if quiet else f"{prompt}{found[0].text}\n\n")
+    sys.stdout.flush()
+    count = len(found[0].tokens)
+    lines = [
+        ("beams", str(beams)),
+        ("score", f"{found[0].score:.4f} (sum of log-probabilities / tokens)"),
+        ("scores of the others", ", ".join(f"{beam.score:.4f}" for beam in found[1:]) or "-"),
+        ("tokens/s", f"{count / spent:.1f} ({count} tokens, prompt included in the time)"),
+        ("kernels", _kernels(model.decoder)),
+    ]
+    _summarise(lines, quiet)
 
 
 def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
@@ -110,26 +200,12 @@ def _kernels(decoder: "Decoder") -> str:
     return f"{shown} ({native.why})" if missing else shown
 
 
-def _summarise(metrics: "Metrics", drafter: str, kernels: str, lossless: str, quiet: bool) -> None:
+def _summarise(lines: Sequence[tuple[str, str]], quiet: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     table = Table(show_header=False, box=None, pad_edge=False)
-    for label, value in (
-        ("drafter", drafter),
-        ("α accepted / drafted", f"{show(metrics.acceptance_rate, '.3f')} ({metrics.accepted} / {metrics.drafted})"),
-        ("τ tokens a round", show(metrics.tokens_per_round, ".2f")),
-        (
-            "tokens/s",
-            f"{show(metrics.tokens_per_second, '.1f')} ({metrics.new_tokens} tokens, prompt included in the time)",
-        ),
-        ("mean target width", show(metrics.mean_width, ".2f")),
-        ("kernels", kernels),
-        ("lossless class", lossless),
-    ):
+    for label, value in lines:
         table.add_row(label, value)
     Console(stderr=quiet, highlight=False).print(table)
 

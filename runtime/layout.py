@@ -1,5 +1,6 @@
 """Where each row's keys lie: the tiles of one forward, worked out once and used by every layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +91,10 @@ def plan(rows: Rows, cache: ContiguousCache) -> Layout:
     )
 
 
-def reserve(rows: Rows, cache: ContiguousCache) -> list[Reserved]:
+def reserve(rows: Rows, cache: ContiguousCache, further: Sequence[int] | None = None) -> list[Reserved]:
     """Takes slots for the rows of each request, having checked all rows first: a refusal leaves the cache as it was.
 
+    further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
     Raises ValueError as `plan` says.
     """
     request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
@@ -107,24 +109,38 @@ def reserve(rows: Rows, cache: ContiguousCache) -> list[Reserved]:
         end = first
         while end < len(request) and request[end] == handle:
             end += 1
-        length = cache.length(handle)
-        chain = True
-        for row in range(first, end):
-            above = parent[row]
-            if above != -1 and not first <= above < row:
-                raise ValueError(f"row {row} has parent {above}, which is not an earlier row of its request")
-            expected = length if above == -1 else position[above] + 1
-            if position[row] != expected:
-                raise ValueError(f"row {row} is at position {position[row]}, its parent's successor is {expected}")
-            chain = chain and above == (row - 1 if row > first else -1)
-        if length + end - first > cache.capacity(handle):
-            raise ValueError(f"{length} + {end - first} tokens do not fit a cache of {cache.capacity(handle)}")
-        parents = None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
+        length, count = cache.length(handle), end - first
+        parents = None
+        # Nearly all rows are a chain in order, which is seen at once.
+        if position[first:end] != [*range(length, length + count)] or parent[first:end] != [-1, *range(first, end - 1)]:
+            parents = _parents(position, parent, first, end, length)
+        if further is not None:
+            if parents is not None:
+                raise ValueError(f"the rows of request {handle} are no chain")
+            count += further[len(out)] if len(out) < len(further) else 0
+        if length + count > cache.capacity(handle):
+            raise ValueError(f"{length} + {count} tokens do not fit a cache of {cache.capacity(handle)}")
         out.append(Reserved(handle, first, end - first, length, parents))
         first = end
-    for part in out:
-        cache.reserve(part.request, part.count)
+    if further is not None and len(further) != len(out):
+        raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
+    for part, more in zip(out, further or [0] * len(out), strict=True):
+        cache.reserve(part.request, part.count + more)
     return out
+
+
+def _parents(position: list[int], parent: list[int], first: int, end: int, length: int) -> list[int] | None:
+    """Parents of the rows first..end among themselves; None where they are a chain after all."""
+    chain = True
+    for row in range(first, end):
+        above = parent[row]
+        if above != -1 and not first <= above < row:
+            raise ValueError(f"row {row} has parent {above}, which is not an earlier row of its request")
+        expected = length if above == -1 else position[above] + 1
+        if position[row] != expected:
+            raise ValueError(f"row {row} is at position {position[row]}, its parent's successor is {expected}")
+        chain = chain and above == (row - 1 if row > first else -1)
+    return None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
 
 
 def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:

@@ -1,7 +1,7 @@
 """`load`: a model directory, ours or anybody's, becomes a decoder and its tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime.blocks import Attention, Block, Mixture, Mlp
+from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
 from runtime.decoder import LlamaDecoder
@@ -22,6 +22,7 @@ from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
 from runtime.rotary import STATIC_TYPES, rope_type
 from runtime.rows import Decoder
+from runtime.upper import has_planes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +68,12 @@ class Model:
 
 
 def load(
-    path: str | Path, device: str = "cpu", threads: int | None = None, kernels: str = "auto", adapter: bool = False
+    path: str | Path,
+    device: str = "cpu",
+    threads: int | None = None,
+    kernels: str = "auto",
+    adapter: bool = False,
+    planes: bool = False,
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
 
@@ -76,6 +82,7 @@ def load(
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
     adapter  run through transformers even where the decoder knows the architecture.
+    planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
     """
@@ -90,10 +97,15 @@ def load(
     if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
         from runtime.adapter import adapt
 
+        if planes:
+            raise UserError(
+                f"{checkpoint.path.name}: transformers runs this model, and `nested` needs Specpress' own kernels;"
+                " choose another drafter"
+            )
         config = transformers_configuration(checkpoint)
         return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
     kernel = choose(kernels, device if device != "auto" else where.type, threads)
-    return Model(build(checkpoint, architecture, config, kernel, where), checkpoint.path, config)
+    return Model(build(checkpoint, architecture, config, kernel, where, planes), checkpoint.path, config)
 
 
 def _device(device: str) -> torch.device:
@@ -107,11 +119,21 @@ def _device(device: str) -> torch.device:
 
 
 def build(
-    checkpoint: Checkpoint, architecture: Architecture, config: Any, kernel: Kernel, device: torch.device
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    config: Any,
+    kernel: Kernel,
+    device: torch.device,
+    planes: bool = False,
 ) -> Decoder:
-    """The decoder of a checkpoint. Raises UserError naming a missing or misshapen tensor."""
+    """The decoder of a checkpoint; `planes` as `load` has it.
+
+    Raises UserError naming a missing or misshapen tensor, or why there can be no planes.
+    """
     a = architecture
-    reader = _Reader(checkpoint, kernel, device)
+    if planes and not (kernel.native or kernel.name == "reference"):
+        raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
+    reader = _Reader(checkpoint, kernel, device, planes)
     shape = (a.vocab, a.hidden)
     embedding: Tensor | None = reader.table("model.embed_tokens.weight", shape)
     if kernel.native:
@@ -123,6 +145,11 @@ def build(
         reader.table("model.embed_tokens.weight", shape) if a.tied else reader.weight("lm_head", shape)
     )
     head = linear(head_weight, reader.bias("lm_head"), kernel)
+    if planes and not has_planes(Parts(embedding, blocks, norm, head)):
+        raise UserError(
+            f"{checkpoint.path.name}: planes are the halves of int8 weights, and this model has no int8 layers;"
+            " compress it to int8, or choose another drafter than nested"
+        )
     if isinstance(head, NativeLinear):
         return NativeDecoder(a, config, embedding, blocks, norm, head, kernel)
     assert embedding is not None
@@ -132,15 +159,23 @@ def build(
 class _Reader:
     """Takes tensors out of a checkpoint, checked and on the device."""
 
-    def __init__(self, checkpoint: Checkpoint, kernel: Kernel, device: torch.device):
-        self.checkpoint, self.kernel, self.device = checkpoint, kernel, device
+    def __init__(self, checkpoint: Checkpoint, kernel: Kernel, device: torch.device, planes: bool):
+        self.checkpoint, self.kernel, self.device, self.planes = checkpoint, kernel, device, planes
         self.names = frozenset(checkpoint.names())
 
     def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
         """The (N, K) weight of a linear layer, packed or float."""
         found = self.checkpoint.weight(prefix, unpack=not self.kernel.native)
         self._check(f"{prefix}.weight", tuple(found.shape), shape)
-        return _to(found, self.device)
+        found = _to(found, self.device)
+        if not (self.planes and isinstance(found, PackedWeight) and found.scheme.kind == "int8"):
+            return found
+        if found.scheme.group_size:
+            raise UserError(
+                f"{self.checkpoint.path.name}: {prefix} has int8 groups of {found.scheme.group_size} inputs, and planes"
+                " need one scale per output row; choose another drafter than nested"
+            )
+        return replace(found, planes=True)
 
     def bias(self, prefix: str) -> Tensor | None:
         name = f"{prefix}.bias"

@@ -2,10 +2,14 @@
 
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+
+_PERCENTILES = (50.0, 90.0, 99.0)
+_HISTOGRAMS = ("drafted_at", "accepted_at", "draft_lengths")
 
 
 @dataclass
@@ -14,13 +18,17 @@ class Metrics:
 
     rounds, gained   rounds of drafting and verifying, and the tokens that came from them.
     drafted_at, accepted_at  drafted and accepted tokens by depth in the draft (0: right after the text).
+    draft_lengths    rounds by the number of tokens that they drafted (0 tokens first): the γ that were chosen.
     target_forwards, target_rows  per request: forwards of the target after the prompt that it took part in, and its
                      rows in them.
     draft_seconds, target_seconds, seconds  a request's share of its rounds' wall time: a round of N requests gives
                      each an N-th, so that sums over requests are wall times. Target time includes the verdict.
                      `seconds` covers the prompt too, which alone took `prompt_seconds`.
+    reused_tokens    tokens of the prompt whose keys and values were in the cache already.
+    preemptions      how often a request gave its pages back for others and was read again later.
     arrivals         for each request, when each of its new tokens came, counted from the request's start. Tokens of one
                      round come together.
+    kv_bytes         what the keys and values of the texts take in the target's cache when each is at its longest.
     """
 
     requests: int = 0
@@ -29,13 +37,17 @@ class Metrics:
     gained: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     target_forwards: int = 0
     target_rows: int = 0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     prompt_seconds: float = 0.0
     seconds: float = 0.0
+    reused_tokens: int = 0
+    preemptions: int = 0
     arrivals: list[list[float]] = field(default_factory=list)
+    kv_bytes: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -68,6 +80,16 @@ class Metrics:
         return self.gained / self.rounds if self.rounds else None
 
     @property
+    def mean_draft_length(self) -> float | None:
+        """γ: tokens drafted a round, on average; None without rounds."""
+        return self.drafted / self.rounds if self.rounds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Target time a round: of plain decoding, what a step of width 1 costs; None without rounds."""
+        return self.target_seconds / self.rounds if self.rounds else None
+
+    @property
     def mean_width(self) -> float | None:
         """Rows of one request in one target forward after the prompt; 1 for plain decoding."""
         return self.target_rows / self.target_forwards if self.target_forwards else None
@@ -93,17 +115,47 @@ class Metrics:
         """Mean time to the last token over the requests."""
         return float(np.mean([times[-1] for times in self.arrivals if times])) if any(self.arrivals) else None
 
-    def inter_token_seconds(self, percentiles: tuple[float, ...] = (50, 90, 99)) -> dict[str, float | None]:
+    def first_token_percentiles(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
+        """Percentiles p50, p90, … over the requests of the time to the first token."""
+        return _at((times[0] for times in self.arrivals if times), percentiles)
+
+    def latency_percentiles(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
+        """Percentiles p50, p90, … over the requests of the time to the last token."""
+        return _at((times[-1] for times in self.arrivals if times), percentiles)
+
+    def inter_token_seconds(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
         """Percentiles p50, p90, … of the time between a token and the one before it; 0 within a round."""
-        gaps = [b - a for times in self.arrivals for a, b in itertools.pairwise(times)]
-        return {f"p{p:g}": float(np.percentile(gaps, p)) if gaps else None for p in percentiles}
+        return _at((b - a for times in self.arrivals for a, b in itertools.pairwise(times)), percentiles)
+
+    def draft_cost_ratio(self, step_seconds: float) -> float | None:
+        """c: draft time per drafted token over a target step of width 1; None where nothing was drafted."""
+        return self.draft_seconds / self.drafted / step_seconds if self.drafted else None
+
+    def width_cost_ratio(self, step_seconds: float) -> float | None:
+        """v: target time a round over a target step of width 1; None without rounds."""
+        return None if self.step_seconds is None else self.step_seconds / step_seconds
+
+    def predicted_speedup(self, step_seconds: float) -> float | None:
+        """The speed-up that these rounds' own τ, γ, c and v predict; None where nothing was drafted.
+
+        step_seconds  a target step of width 1: `step_seconds` of the same prompts decoded plainly, in the same batches.
+        """
+        c, v = self.draft_cost_ratio(step_seconds), self.width_cost_ratio(step_seconds)
+        tau, gamma = self.tokens_per_round, self.mean_draft_length
+        if c is None or v is None or tau is None or gamma is None:
+            return None
+        return predicted_speedup(tau, gamma, c, v)
 
     def count_draft(self, depths: list[int], accepted: list[int]) -> None:
         """Records one draft: the depth of each drafted and of each accepted token."""
-        for counts, at in ((self.drafted_at, depths), (self.accepted_at, accepted)):
-            for depth in at:
-                counts[depth:depth] = [0] * (depth + 1 - len(counts))
-                counts[depth] += 1
+        for counts, at in (
+            (self.drafted_at, depths),
+            (self.accepted_at, accepted),
+            (self.draft_lengths, [len(depths)]),
+        ):
+            for place in at:
+                counts += [0] * (place + 1 - len(counts))
+                counts[place] += 1
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
 
     def report(self) -> dict[str, Any]:
@@ -120,6 +172,37 @@ class Metrics:
             "mean_width": self.mean_width,
         }
 
+    def summary(self) -> list[tuple[str, str]]:
+        """The figures as labels and texts, for a table; a figure that there is not is "-"."""
+        chosen = ", ".join(f"{length}: {count}" for length, count in enumerate(self.draft_lengths) if count)
+        between = self.inter_token_seconds()
+        return [
+            ("α accepted / drafted", f"{_show(self.acceptance_rate, '.3f')} ({self.accepted} / {self.drafted})"),
+            ("accepted by position", " ".join(f"{share:.2f}" for share in self.accepted_by_position) or "-"),
+            ("τ tokens a round", _show(self.tokens_per_round, ".2f")),
+            ("γ drafted a round", f"{_show(self.mean_draft_length, '.2f')} (rounds by γ: {chosen or 'none'})"),
+            (
+                "tokens/s",
+                f"{_show(self.tokens_per_second, '.1f')} ({self.new_tokens} tokens, prompt included in the time)",
+            ),
+            ("first token", _show(self.first_token_seconds, ".1f", 1000, " ms")),
+            (
+                "between tokens",
+                ", ".join(f"{key} {_show(value, '.1f', 1000, ' ms')}" for key, value in between.items()),
+            ),
+            ("draft and target time", f"{self.draft_seconds:.2f} s and {self.target_seconds:.2f} s"),
+            ("mean target width", _show(self.mean_width, ".2f")),
+            ("keys and values", f"{self.kv_bytes / 1e6:.2f} MB"),
+        ]
+
+
+def predicted_speedup(tokens_per_round: float, draft_length: float, draft_cost: float, width_cost: float) -> float:
+    """τ / (γc + v): the speed over plain decoding of the same target (after Leviathan et al., 2211.17192).
+
+    draft_cost, width_cost  c and v: a draft step, and a target forward at width γ + 1, over one at width 1.
+    """
+    return tokens_per_round / (draft_length * draft_cost + width_cost)
+
 
 def total(parts: list[Metrics]) -> Metrics:
     """The sum over requests."""
@@ -127,13 +210,22 @@ def total(parts: list[Metrics]) -> Metrics:
     for part in parts:
         for item in fields(Metrics):
             ours, theirs = getattr(out, item.name), getattr(part, item.name)
-            if item.name in ("drafted_at", "accepted_at"):
+            if item.name in _HISTOGRAMS:
                 length = max(len(ours), len(theirs))
                 padded = [values + [0] * (length - len(values)) for values in (ours, theirs)]
                 setattr(out, item.name, [a + b for a, b in zip(*padded, strict=True)])
             else:
                 setattr(out, item.name, ours + theirs)
     return out
+
+
+def _at(values: Iterable[float], percentiles: tuple[float, ...]) -> dict[str, float | None]:
+    found = list(values)
+    return {f"p{p:g}": float(np.percentile(found, p)) if found else None for p in percentiles}
+
+
+def _show(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
+    return "-" if value is None else f"{value * scale:{form}}{unit}"
 
 
 class Clock:

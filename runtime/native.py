@@ -4,41 +4,39 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, pointer
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.blocks import Block, Mixture, Mlp
+from runtime.blocks import Block, Mixture, Mlp, Parts
 from runtime.cache import ContiguousCache
 from runtime.errors import UserError
 from runtime.family import Architecture
+from runtime.inputs import checked_cache
 from runtime.kernels.dispatch import Joined, Kernel
+from runtime.kernels.native.batch import Batches, int64
 from runtime.kernels.native.binding import (
     CACHES,
     PATHS,
-    BatchStruct,
     HeadsStruct,
     LayerStruct,
     MixtureStruct,
     ModelStruct,
     Pool,
     ProjectionStruct,
-    StoreStruct,
     WeightsStruct,
     pool,
     require,
 )
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
 from runtime.kv import CacheKind
-from runtime.layout import Reserved, reserve
+from runtime.layout import reserve
 from runtime.rotary import RotaryTable
-from runtime.rows import Cache, Out, Rows
+from runtime.rows import Cache, Out, Rows, integers
+from runtime.upper import upper_parts, weight_bytes
 
 _EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT64 = np.dtype(np.int64)
 # Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
 MOST = 1024
 
@@ -72,125 +70,95 @@ class NativeDecoder:
         self.kernels, self.threads = kernel.name, kernel.threads
         self._rotary = RotaryTable(config, self.device)
         self._pool: Pool = pool(kernel.threads)
-        self._parts = _Parts(embedding, blocks, norm, head)
+        self.parts = Parts(embedding, blocks, norm, head)
+        self._config, self._kernel = config, kernel
         rotated = 2 * self._rotary.upto(0)[0].shape[1]
         self._native: dict[CacheKind, _Native] = {}
-        self._make = lambda kind, factor: _Native(architecture, self._parts, rotated, kind, factor, kernel, self._pool)
-        self._zeros = np.zeros(0, dtype=_INT64)
-        self._chain = np.zeros(0, dtype=_INT64)
+        self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
+        self._batches = Batches()
 
     def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
         """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
         a = self.architecture
         return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
 
-    @torch.inference_mode()
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "NativeDecoder":
+        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        head = _linear(p.head)
+        return NativeDecoder(self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel)
+
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
-        if not isinstance(cache, ContiguousCache):
-            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-        count = len(rows)
-        if len(tokens) != count:
-            raise ValueError(f"{len(tokens)} tokens for {count} rows")
-        a = self.architecture
-        if (cache.layers, cache.kv_heads, cache.head_dim) != (a.layers, a.kv_heads, a.head_dim):
-            raise ValueError(
-                f"this cache is another model's: it has {cache.layers} layers of {cache.kv_heads} heads of"
-                f" {cache.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
-            )
-        ids = _integers("tokens", tokens)
-        at = np.arange(count) if logits_at is None else _integers("logits_at", logits_at)
+        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.reserve."""
+        held, count = checked_cache(tokens, rows, cache, logits_at, self.architecture), len(rows)
         if count == 0:
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{self.vocab_size - 1}, found {ids.min()}..{ids.max()}")
-        if len(at) and (at.min() < 0 or at.max() >= count):
-            raise ValueError(f"logits_at must lie in 0..{count - 1}, found {at.min()}..{at.max()}")
-        position = _integers("positions", rows.position)
-        reserved = reserve(rows, cache)
-        batch, kept = self._batch(reserved, ids, position, cache)
-        cos, sin = self._rotary.upto(int(position.max()))
+        reserved = reserve(rows, held)
+        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        cos, sin = self._rotary.upto(max(r.start + r.count for r in reserved) - 1)
+        at, asked = (self._batches.order(count), count) if logits_at is None else (int64(logits_at), logits_at.numel())
         # Uninitialised: the kernels write every element.
-        logits, hidden = torch.empty((len(at), self.vocab_size)), torch.empty((len(at), self.hidden_size))
+        logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
         require().specpress_forward(
-            self._runner(cache).handle,
+            self._runner(held).handle,
             byref(batch),
             cos.data_ptr(),
             sin.data_ptr(),
-            at.ctypes.data,
-            len(at),
+            at.data_ptr(),
+            asked,
             hidden.data_ptr(),
             logits.data_ptr(),
         )
         del kept
         return Out(logits, hidden)
 
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """See rows.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits.
+
+        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
+        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
+        """
+        held = checked_cache(tokens, rows, cache, None, self.architecture)
+        if not 1 <= limit <= self.vocab_size:
+            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
+        if min(steps, default=1) < 1:
+            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        # A request's last token is not fed, so it takes no slot.
+        reserved = reserve(rows, held, [count - 1 for count in steps])
+        if not reserved:
+            return torch.empty((0, 0), dtype=torch.int64)
+        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        cos, sin = self._rotary.upto(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
+        wanted, longest = integers(steps), max(steps)
+        drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
+        finite = require().specpress_draft(
+            self._runner(held).handle,
+            byref(batch),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(steps),
+            wanted.data_ptr(),
+            limit,
+            drafted.data_ptr(),
+            longest,
+        )
+        del kept
+        if not finite:
+            raise FloatingPointError("a row of logits holds NaN or Inf")
+        return drafted
+
     def _runner(self, cache: ContiguousCache) -> "_Native":
         if cache.kind not in self._native or self._native[cache.kind].factor is not cache.quantizer.key_factor:
             self._native[cache.kind] = self._make(cache.kind, cache.quantizer.key_factor)
         return self._native[cache.kind]
-
-    def _batch(
-        self, reserved: Sequence[Reserved], ids: Any, position: Any, cache: ContiguousCache
-    ) -> tuple[BatchStruct, list[Any]]:
-        """The rows for the kernels, and what must stay alive during the call."""
-        count = len(ids)
-        if len(self._zeros) < count:
-            self._zeros = np.zeros(2 * count, dtype=_INT64)
-            self._chain = np.full(2 * count, -1, dtype=_INT64)
-        stores = (StoreStruct * len(reserved))(*[StoreStruct(*cache.store(r.request).pointers) for r in reserved])
-        request, slot, tail_from, tail_at, tail = self._zeros, position, self._zeros, self._chain, self._zeros
-        if len(reserved) > 1:
-            request = np.repeat(np.arange(len(reserved)), [r.count for r in reserved])
-        if any(r.parents is not None for r in reserved):
-            slot, tail_from, tail_at, tail = _tails(reserved, position)
-        batch = BatchStruct(
-            count,
-            ids.ctypes.data,
-            request.ctypes.data,
-            position.ctypes.data,
-            slot.ctypes.data,
-            tail_from.ctypes.data,
-            tail_at.ctypes.data,
-            tail.ctypes.data,
-            stores,
-        )
-        return batch, [request, slot, tail_from, tail_at, tail, stores]
-
-
-def _integers(name: str, values: Tensor) -> Any:
-    """(n,) int64 for the kernels. Raises ValueError for other shapes and for what are no integers."""
-    found = values.numpy()
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers (n,), found {values.dtype} {list(values.shape)}")
-    return np.ascontiguousarray(found, dtype=_INT64)
-
-
-def _tails(reserved: Sequence[Reserved], position: Any) -> tuple[Any, Any, Any, Any]:
-    """Per row its slot, where its own list of slots begins (position, and index in the last array; −1: no list)."""
-    slot, tail_from = position.copy(), np.zeros(len(position), dtype=_INT64)
-    tail_at = np.full(len(position), -1, dtype=_INT64)
-    tail: list[int] = []
-    for r in reserved:
-        if r.parents is None:
-            continue
-        paths: list[list[int]] = []
-        for index, parent in enumerate(r.parents):
-            paths.append([*(paths[parent] if parent >= 0 else []), r.start + index])
-            row = r.first + index
-            slot[row], tail_from[row], tail_at[row] = r.start + index, r.start, len(tail)
-            tail += paths[-1]
-    return slot, tail_from, tail_at, np.array(tail, dtype=_INT64)
-
-
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """Everything that the native model points into."""
-
-    embedding: Tensor | None
-    blocks: tuple[Block, ...]
-    norm: Tensor
-    head: NativeLinear
 
 
 class _Native:
@@ -199,7 +167,7 @@ class _Native:
     def __init__(
         self,
         a: Architecture,
-        parts: _Parts,
+        parts: Parts,
         rotated: int,
         kind: CacheKind,
         factor: Tensor | None,
@@ -233,7 +201,7 @@ class _Native:
             attention_scaling=a.head_dim**-0.5,
             layer=layers,
             norm=parts.norm.data_ptr(),
-            head=pointer(parts.head.weight.struct),
+            head=pointer(_linear(parts.head).weight.struct),
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
         )

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
+from runtime.kernels.native.binding import library
+
 # Positions whose noise a text keeps: with a large vocabulary each is a megabyte, and later ones are seldom reached.
 _KEPT = 8
 
@@ -50,8 +52,18 @@ def uniforms(seed: int, position: int, stream: Stream, count: int, lane: int = 0
     """`count` float64 numbers in the open interval (0, 1); a smaller count is a prefix of a larger one.
 
     `seed` is in [0, 2**64), `position` ≥ 0. `lane` ≥ 0 tells apart what one position needs several independent times,
-    as the nodes of a tree do.
+    as the nodes of a tree do. The native library makes them where there is one: the same bits.
     """
+    native, _ = library()
+    if native is None:
+        return by_numpy(seed, position, stream, count, lane)
+    numbers = np.empty(count)
+    native.specpress_uniforms(seed, position, lane, stream, count, numbers.ctypes.data)
+    return numbers
+
+
+def by_numpy(seed: int, position: int, stream: Stream, count: int, lane: int = 0) -> NDArray[np.float64]:
+    """`uniforms` without the native library: what its numbers are."""
     # Raw words rather than Generator.random: numpy promises that they never change from release to release.
     # numpy documents any ISeedSequence here; its stubs name only the one that it ships.
     key, counter = _Key(seed, position), np.array((0, 0, lane, stream), dtype=np.uint64)

@@ -4,9 +4,9 @@ A row is one token of one request at one logical position, after a parent row. P
 chain or a tree, and batches of all of these at once are the same call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Rows:
     parent: Tensor
 
     def __len__(self) -> int:
-        return len(self.request)
+        return self.request.numel()
 
     @staticmethod
     def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
@@ -62,8 +62,20 @@ class Cache(Protocol):
     def open(self, capacity: int) -> int:
         """A handle for a new request of at most `capacity` tokens."""
 
+    def fork(self, request: int) -> int:
+        """A handle for a new request that holds the same tokens; from here on the two do not touch each other."""
+
     def close(self, request: int) -> None:
         """Forgets the request; its handle may be given out again."""
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Takes over what the cache already holds of a new request's text, all but its last token; returns how many."""
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Says which tokens the request's slots hold, so that others may adopt them."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Pages that are lacking for needs[request] more rows of each request; 0: they fit."""
 
     def length(self, request: int) -> int:
         """Tokens stored (slots: a tree's rows count each)."""
@@ -100,4 +112,23 @@ class Decoder(Protocol):
 
         tokens (T,) int64. Row i attends to what the cache held of its request before the call, its ancestors through
         `parent`, and itself.
+        """
+
+
+@runtime_checkable
+class GreedyChains(Protocol):
+    """What a decoder may offer besides: a whole greedy draft in one call."""
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """Appends every row, and then continues each request by itself for steps[i] tokens of its own choosing.
+
+        tokens, rows  as for `forward`; chains, of which each request's last row is continued.
+        steps         one number of new tokens, 1 or more, for each request in order.
+        limit         only the logits of tokens below it take part; the largest is chosen, the first of equals.
+
+        Returns (requests, max(steps)) int64, −1 behind a request's last token. The cache then holds the rows and all
+        new tokens but each request's last.
+
+        Raises FloatingPointError where `forward` would give logits with a NaN, an infinity, or nothing above −inf; the
+        cache may then hold any of the tokens.
         """

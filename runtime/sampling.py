@@ -1,16 +1,17 @@
-"""From logits to a probability row: penalties, temperature, top-k, top-p, min-p.
+"""From logits to a probability row: logit bias, penalties, temperature, top-k, top-p, min-p.
 
 The order and the meaning are those of transformers' `generate` (`LogitsProcessor`s): repetition penalty, temperature,
-top-k, top-p, min-p. Presence and frequency penalties, which transformers lacks, follow the repetition penalty and count
-the generated tokens only, as in OpenAI's API and vLLM; the repetition penalty sees the prompt too. Everything is
-float64 on the CPU and one row at a time, so that a row's result does not depend on how many rows came with it.
+top-k, top-p, min-p. Around the repetition penalty the order is vLLM's: first stop tokens are masked while the text has
+fewer than `min_tokens`, then the bias is added; presence and frequency penalties come after it and count the generated
+tokens only, as in OpenAI's API. Everything is float64 on the CPU and one row at a time, so that a row's result does not
+depend on how many rows came with it. What each step does to a row is in processors.py.
 
 On the CPU the work is numpy's, in one thread: torch would start threads of its own for it, which then wait busily
 beside those of the kernels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime import processors
 from runtime.errors import UserError
 
 # What `host` gives: numpy, or the tensor of another device.
 Logits = Tensor | NDArray[Any]
-# More than the rounding of any sum of probabilities: it stays below 2**-53 times the number of tokens.
-_ROUNDING = 1e-9
+# Token ids and what is added to their logits.
+LogitBias = Mapping[int, float] | tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Sampling:
     presence_penalty     subtracted once from every generated token's logit; 0: off.
     frequency_penalty    subtracted once per earlier generation of the token; 0: off.
     seed                 of the position-keyed noise, in [0, 2**64).
+    logit_bias           added to the logits of these token ids; given as a mapping, kept as sorted pairs.
+    min_tokens           tokens before the text may end: until then its stop tokens have probability 0, and stop
+                         strings do not count.
 
     Raises UserError for a value out of its range.
     """
@@ -51,6 +56,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
+    logit_bias: LogitBias = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._require("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "0 (greedy) or more")
@@ -63,6 +70,20 @@ class Sampling:
         self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
         self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
         self._require("seed", 0 <= self.seed < 2**64 and self.seed == int(self.seed), "an integer from 0 to 2**64 - 1")
+        whole = self.min_tokens >= 0 and self.min_tokens == int(self.min_tokens)
+        self._require("min_tokens", whole, "0 (off) or a positive integer")
+        self._require_bias()
+
+    def _require_bias(self) -> None:
+        bias = dict(self.logit_bias)
+        for token, value in bias.items():
+            if not isinstance(token, int) or token < 0 or not math.isfinite(value):
+                raise UserError(
+                    f"logit_bias must map token ids (0 or more) to finite numbers, but maps {token!r} to {value}; "
+                    "change that entry."
+                )
+        # Pairs, so that equal descriptions are equal and a description can be a key.
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
 
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -77,6 +98,21 @@ class Sampling:
     def penalised(self) -> bool:
         """Whether the choice depends on the tokens before it other than through the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most probable token is always that of the raw logits."""
+        return not (self.penalised or self.logit_bias or self.min_tokens)
+
+
+def require_known(sampling: Sampling, vocab_size: int) -> None:
+    """Raises UserError for a logit bias on a token that the vocabulary does not have."""
+    unknown = next((token for token in dict(sampling.logit_bias) if token >= vocab_size), None)
+    if unknown is not None:
+        raise UserError(
+            f"logit_bias names token {unknown}, but the target's vocabulary has the ids 0 to {vocab_size - 1}; "
+            "choose one of them."
+        )
 
 
 def host(logits: Logits) -> Logits:
@@ -93,9 +129,10 @@ class Distributions:
     """The target's (or draft's) distribution at each row, computed when it is asked for.
 
     logits         (n, V) or (V,) float, a tensor or numpy: row i follows `tokens` and then paths[i].
-    tokens         the text before every row, prompt included; only read when there are penalties.
+    tokens         the text before every row, prompt included; only read where the sampling is not `plain`.
     paths          n token lists, the draft tokens between the text and each row (None: none for any row).
     prompt_length  how many of `tokens` are the prompt.
+    stop_tokens    what `min_tokens` keeps from coming too early.
 
     Verification often stops at the first row, so rows that the walk does not reach cost nothing.
     """
@@ -107,12 +144,16 @@ class Distributions:
         tokens: Sequence[int] = (),
         paths: Sequence[Sequence[int]] | None = None,
         prompt_length: int = 0,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         rows = host(logits)
         self._logits = rows[None] if rows.ndim == 1 else rows
         self._sampling = sampling
         self._paths = paths
         self._prompt_length = prompt_length
+        self._generated = len(tokens) - prompt_length
+        self._stop_tokens = stop_tokens
+        self._bias = dict(sampling.logit_bias)
         self._text = np.asarray(tokens if sampling.penalised else (), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -129,16 +170,37 @@ class Distributions:
             one_hot = np.zeros_like(scores)
             one_hot[scores.argmax()] = 1.0
             return one_hot
-        return _warp(scores, self._sampling)
+        warped = processors.softmax(scores, self._sampling.temperature, self._sampling.top_k)
+        if self._sampling.top_p < 1:
+            processors.keep_nucleus(warped, self._sampling.top_p)
+        if self._sampling.min_p > 0:
+            processors.keep_likely(warped, self._sampling.min_p)
+        return warped
 
     def scores(self, row: int) -> NDArray[np.float64]:
-        """(V,) float64 logits after penalties."""
-        logits = self._logits[row]
+        """(V,) float64 logits after bias and penalties.
+
+        Raises UserError where `min_tokens` leaves no token that can be chosen.
+        """
+        logits, sampling = self._logits[row], self._sampling
         scores = np.array(host(logits.cpu() if isinstance(logits, Tensor) else logits), dtype=np.float64)
-        if self._sampling.penalised:
-            path = np.asarray(self._paths[row] if self._paths is not None else (), dtype=np.int64)
-            prefix = np.concatenate([self._text, path])
-            _penalise(scores, prefix, self._prompt_length, self._sampling)
+        path = self._paths[row] if self._paths is not None else ()
+        if self._generated + len(path) < sampling.min_tokens:
+            processors.forbid(scores, self._stop_tokens)
+            if scores.max() == -np.inf:
+                raise UserError(
+                    f"min_tokens is {sampling.min_tokens}, but after {self._generated + len(path)} tokens only stop "
+                    "tokens can follow; choose fewer tokens or other stop tokens."
+                )
+        if self._bias:
+            processors.add_bias(scores, self._bias)
+        if sampling.penalised:
+            prefix = np.concatenate([self._text, np.asarray(path, dtype=np.int64)])
+            if sampling.repetition_penalty != 1:
+                processors.penalise_seen(scores, prefix, sampling.repetition_penalty)
+            if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+                generated = prefix[self._prompt_length :]
+                processors.penalise_generated(scores, generated, sampling.presence_penalty, sampling.frequency_penalty)
         return scores
 
 
@@ -148,9 +210,10 @@ def probabilities(
     tokens: Sequence[int] = (),
     paths: Sequence[Sequence[int]] | None = None,
     prompt_length: int = 0,
+    stop_tokens: Collection[int] = (),
 ) -> Tensor:
     """The rows' distributions: (n, V) logits to (n, V) float64, (V,) to (V,). Arguments as in `Distributions`."""
-    rows = Distributions(logits, sampling, tokens, paths, prompt_length)
+    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
     if logits.dim() == 1:
         return rows[0]
     return torch.stack([rows[i] for i in range(len(rows))]) if len(rows) else logits.to("cpu", torch.float64)
@@ -162,11 +225,12 @@ def greedy_choices(
     tokens: Sequence[int] = (),
     paths: Sequence[Sequence[int]] | None = None,
     prompt_length: int = 0,
+    stop_tokens: Collection[int] = (),
 ) -> list[int]:
-    """The most probable token of each of (n, V) rows after penalties; the lowest id of equals."""
-    if not sampling.penalised:
+    """The most probable token of each of (n, V) rows after bias and penalties; the lowest id of equals."""
+    if sampling.plain:
         return _largest(host(logits))[0]
-    rows = Distributions(logits, sampling, tokens, paths, prompt_length)
+    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
     return [int(rows.scores(i).argmax()) for i in range(len(rows))]
 
 
@@ -177,11 +241,16 @@ def finite_choices(logits: Logits, model: str) -> list[int]:
     """
     choices, values = _largest(host(logits))
     if not all(map(math.isfinite, values)):
-        raise UserError(
-            f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
-            "activations overflow, so check the checkpoint."
-        )
+        raise not_finite(model)
     return choices
+
+
+def not_finite(model: str) -> UserError:
+    """What to raise for logits of "the target" or "the draft" that are no numbers."""
+    return UserError(
+        f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
+        "activations overflow, so check the checkpoint."
+    )
 
 
 def _largest(logits: Logits) -> tuple[list[int], list[float]]:
@@ -191,53 +260,3 @@ def _largest(logits: Logits) -> tuple[list[int], list[float]]:
         return maxima.indices.tolist(), maxima.values.tolist()
     at: list[int] = logits.argmax(axis=-1).tolist()
     return at, [logits.item(row, column) for row, column in enumerate(at)]
-
-
-def _penalise(scores: NDArray[np.float64], prefix: NDArray[np.int64], prompt_length: int, sampling: Sampling) -> None:
-    """Changes scores (V,) in place. Ids beyond V (an embedding longer than the head) cannot be chosen anyway."""
-    if sampling.repetition_penalty != 1:
-        seen = prefix[prefix < len(scores)]
-        value = scores[seen]
-        # A token may occur twice in `seen`: both times the new value comes from the old one, so it is penalised once.
-        scores[seen] = np.where(value < 0, value * sampling.repetition_penalty, value / sampling.repetition_penalty)
-    if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
-        generated = prefix[prompt_length:]
-        ids, counts = np.unique(generated[generated < len(scores)], return_counts=True)
-        scores[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-
-
-def _warp(scores: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """(V,) penalised logits to (V,) probabilities at a temperature above 0; overwrites the logits."""
-    highest = scores.max()
-    if 0 < sampling.top_k < len(scores):
-        threshold = np.partition(scores, len(scores) - sampling.top_k)[len(scores) - sampling.top_k]
-        scores = np.where(scores < threshold, -np.inf, scores)
-    row = np.subtract(scores, highest, out=scores)
-    # A very small temperature overflows to −inf, whose exponential is the right 0.
-    with np.errstate(over="ignore"):
-        row /= sampling.temperature
-    np.exp(row, out=row)
-    row /= row.sum()
-    if sampling.top_p < 1:
-        # A threshold rather than a number of tokens: of equally probable ones all stay.
-        row[row < _nucleus(row, 1 - sampling.top_p)] = 0
-        row /= row.sum()
-    if sampling.min_p > 0:
-        row[row < sampling.min_p * row.max()] = 0
-        row /= row.sum()
-    return row
-
-
-def _nucleus(row: NDArray[np.float64], spare: float) -> float:
-    """The smallest probability that top-p keeps of (V,) `row`: the smaller ones add up to at most `spare`."""
-    # Tokens below this bound are dropped in any case: together they have at most half of `spare`. So only the others
-    # are sorted, few of a vocabulary as a rule, unless rounding could make a difference to sorting all of them.
-    head = row[row >= spare / (2 * len(row))]
-    head.sort()
-    sums = np.cumsum(head)
-    sums += row.sum() - sums[-1]
-    dropped = int(sums.searchsorted(spare, side="right"))
-    if any(abs(total - spare) < _ROUNDING for total in sums[max(dropped - 1, 0) : dropped + 1].tolist()):
-        head = np.sort(row)
-        dropped = int(np.cumsum(head).searchsorted(spare, side="right"))
-    return float(head[min(dropped, len(head) - 1)])

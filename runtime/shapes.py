@@ -99,6 +99,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "tinyllama-1.1b": _LLAMA
     | _sizes(32_000, 2048, 5632, 22, 32, 4, 2048, tied=False)
     | {"bos_token_id": 1, "eos_token_id": 2},
+    "tinyllama-tenth": _LLAMA
+    | _sizes(32_000, 768, 2048, 8, 12, 4, 2048, tied=False)
+    | {"bos_token_id": 1, "eos_token_id": 2},
     "llama-3.2-1b": _LLAMA
     | _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, tied=True)
     | {"rope_parameters": _LLAMA3_ROPE, "bos_token_id": 128_000, "eos_token_id": 128_001},
@@ -112,7 +115,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
 )
-"""The shapes by name: three published models, and the target of examples/pair."""
+"""The shapes by name: three published models, a draft of a tenth of the first's bytes, and examples/pair's target."""
 
 
 def write_shape(

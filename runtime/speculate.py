@@ -1,4 +1,4 @@
-"""`Speculator`: prompts in, texts out, as a stream or as a batch; the rounds themselves are in loop.py."""
+"""`Speculator`: prompts in, texts out, as a stream or as a batch; the rounds themselves are in batching.py."""
 
 import dataclasses
 import itertools
@@ -6,12 +6,14 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from runtime.batching import Engine
+from runtime.controller import Controller
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.reencoded import model_drafter
 from runtime.errors import UserError
-from runtime.loop import Loop
-from runtime.metrics import Clock, Metrics
-from runtime.sampling import Sampling
+from runtime.metrics import Metrics
+from runtime.sampling import Sampling, require_known
+from runtime.stopping import Stop, StopStrings, resolve
 from runtime.verify import Rule
 from runtime.vocabulary import Detokenizer, encode
 
@@ -32,9 +34,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """One finished text: `text` and `tokens` are the new part (a stop token is in `tokens`, not in `text`).
+    """One finished text: `text` and `tokens` are the new part.
 
-    finish  "stop": a stop token; "length": max_new_tokens, or the target's positions, are used up.
+    What ended the text is in `tokens`, not in `text`: a stop token, or the tokens of a stop string.
+    finish  "stop": a stop token or string; "length": max_new_tokens, or the target's positions, are used up.
     """
 
     text: str
@@ -87,7 +90,7 @@ class Speculator:
     target        what `runtime.load` returns.
     draft         another such model, any Drafter, or None for plain decoding. A model with another vocabulary drafts
                   text, which is encoded again for the target (`drafter.name` says so).
-    draft_length  γ: tokens drafted a round, 0 to 64.
+    draft_length  γ: tokens drafted a round, 0 to 64; None: what pays most, chosen every round by what was measured.
     verify        the rule for requests that sample; greedy requests need none.
     lossy         allows the rule `typical`, whose text is not distributed as the target's.
 
@@ -98,11 +101,11 @@ class Speculator:
         self,
         target: "Model",
         draft: "Model | Drafter | None" = None,
-        draft_length: int = 4,
+        draft_length: int | None = None,
         verify: Rule = "coupled",
         lossy: bool = False,
     ) -> None:
-        if not 0 <= draft_length <= MAX_DRAFT_LENGTH:
+        if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
             raise UserError(
                 f"draft_length must be from 0 to {MAX_DRAFT_LENGTH}, but is {draft_length}; choose another."
             )
@@ -119,7 +122,8 @@ class Speculator:
         self.draft_length = draft_length
         self.verify: Rule = verify
         self.drafter = self._drafter(draft)
-        self._loop = Loop(target.decoder, self.drafter, draft_length, verify)
+        self.controller = Controller() if draft_length is None else None
+        self._cache = target.decoder.new_cache()
         self._ids = itertools.count()
 
     def stream(
@@ -127,12 +131,13 @@ class Speculator:
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stop | None = None,
         **options: Any,
     ) -> Stream:
         """Continues one text; yields a Piece a round.
 
-        stop     token ids that end the text; None: the model's own; (): none.
+        stop     token ids and texts that end the text; None: the model's own ids; (): none. Ids replace the model's
+                 own, texts come on top of them.
         options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`.
 
         Raises UserError for an empty or too long prompt and for values out of range, here and not at the first piece.
@@ -146,7 +151,7 @@ class Speculator:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stop | None = None,
         **options: Any,
     ) -> list[Result]:
         """Continues many texts at once, all live ones in the same forwards; arguments and errors as for `stream`.
@@ -163,9 +168,22 @@ class Speculator:
             for prompt, one in zip(cast("Sequence[str | Sequence[int]]", prompts), each, strict=True)
         ]
         metrics = [Metrics() for _ in requests]
-        for _ in self._loop.run(requests, metrics, Clock()):
-            pass
+        engine = self._engine()
+        try:
+            for request, measured in zip(requests, metrics, strict=True):
+                engine.add(request, measured)
+            while engine.busy:
+                engine.step()
+        finally:
+            engine.close()
         return [self._result(request, measured) for request, measured in zip(requests, metrics, strict=True)]
+
+    def _engine(self) -> Engine:
+        if isinstance(self.drafter, NoDrafter):
+            length: int | Controller = 0
+        else:
+            length = self.controller if self.draft_length is None else self.draft_length  # type: ignore[assignment]
+        return Engine(self.target.decoder, self.drafter, length, self.verify, self._cache)
 
     def _drafter(self, draft: "Model | Drafter | None") -> Drafter:
         if draft is None:
@@ -175,47 +193,51 @@ class Speculator:
         return model_drafter(self.target, draft, self.verify)
 
     def _request(
-        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Sequence[int] | None
+        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Stop | None
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-        decoder = self.target.decoder
-        tokens = encode(self.target.tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
+        if sampling.min_tokens > max_new_tokens:
+            raise UserError(
+                f"min_tokens must be at most max_new_tokens ({max_new_tokens}), but is {sampling.min_tokens}; "
+                "change one of the two."
+            )
+        decoder, tokenizer = self.target.decoder, self.target.tokenizer
+        require_known(sampling, decoder.vocab_size)
+        tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
+        stop_tokens, strings = resolve(stop, self.target, decoder.vocab_size)
         return Request(
             id=next(self._ids),
             tokens=tokens,
             prompt_length=len(tokens),
             sampling=sampling,
             max_new_tokens=min(max_new_tokens, decoder.max_positions - len(tokens)),
-            stop_tokens=self._stop_tokens() if stop is None else frozenset(stop),
+            stop_tokens=stop_tokens,
+            stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
         )
-
-    def _stop_tokens(self) -> frozenset[int]:
-        found = self.target.end_tokens
-        if not found and self.target.tokenizer.eos_token_id is not None:
-            return frozenset([self.target.tokenizer.eos_token_id])
-        return found
 
     def _result(self, request: Request, metrics: Metrics) -> Result:
         prompt, new = request.tokens[: request.prompt_length], request.new_tokens
-        text = Detokenizer(self.target.tokenizer, prompt).add(new, last=True)
+        text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
         return Result(text, new, prompt, _finish(request), metrics)
 
     def _pieces(self, request: Request, metrics: Metrics) -> Generator[Piece, None, None]:
-        clock = Clock()
         text = Detokenizer(self.target.tokenizer, request.tokens)
         shown = len(request.tokens)
-        rounds = self._loop.run([request], [metrics], clock)
+        engine = self._engine()
         try:
-            for _ in rounds:
+            engine.add(request, metrics)
+            while engine.busy:
+                if not engine.step():
+                    continue
                 tokens = request.tokens[shown:]
                 shown = len(request.tokens)
-                piece = Piece(text.add(tokens, last=request.finished), tokens)
-                clock.pause()
+                piece = Piece(_shown(request, text, tokens), tokens)
+                engine.clock.pause()
                 yield piece
-                clock.resume()
+                engine.clock.resume()
         finally:
-            rounds.close()
+            engine.close()
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
@@ -223,7 +245,16 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
 
 
 def _finish(request: Request) -> Literal["stop", "length"]:
-    return "stop" if request.tokens[-1] in request.stop_tokens else "length"
+    return "stop" if request.stopped else "length"
+
+
+def _shown(request: Request, detokenizer: Detokenizer, tokens: list[int]) -> str:
+    """The text that a request's latest tokens complete, without what ended the text."""
+    if request.stop_strings is not None:
+        return request.stop_strings.release(last=request.finished)
+    if request.ends_with_stop_token:
+        tokens = tokens[:-1]
+    return detokenizer.add(tokens, last=request.finished)
 
 
 def lossless_class(target: "Model", verify: Rule, sampling: Sampling) -> LosslessClass:

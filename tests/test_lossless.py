@@ -20,6 +20,7 @@ from compress.pipeline import Options, run
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoint import open_checkpoint
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.nested import NestedDrafter
 from runtime.formats import ternary
 from runtime.kernels.dispatch import choose
 from runtime.metrics import total
@@ -122,6 +123,20 @@ def test_greedy_with_prompt_lookup(target: Model, gamma: int, texts: list[str], 
 def test_greedy_on_the_other_targets(target: Model, draft: Model, texts: list[str], plain: list[Result]) -> None:
     assert check(target, draft, 4, texts, plain) > 4.6
     assert check(target, LookupDrafter(), 4, texts, plain) > 1
+
+
+@pytest.mark.parametrize("target", ["int8-dynamic"], indirect=True, ids=named)
+def test_greedy_and_coupled_with_the_nested_drafter(target: Model, texts: list[str], plain: list[Result]) -> None:
+    """The target's planes are those of the same weights, so `plain` without them is what must come out."""
+    planes = load(target.path, planes=True)
+    assert check(planes, NestedDrafter(planes), 4, texts, plain) > 4.2
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)
+    expected = Speculator(target).generate(texts[:10], max_new_tokens=40, sampling=sampling)
+    drafted = Speculator(planes, NestedDrafter(planes)).generate(texts[:10], max_new_tokens=40, sampling=sampling)
+    assert [r.tokens for r in drafted] == [r.tokens for r in expected]
+    for results in (drafted, Speculator(planes, NestedDrafter(planes)).generate(texts[:10], max_new_tokens=40)):
+        # Its own upper four bits guess most of a model's tokens.
+        assert (total([r.metrics for r in results]).acceptance_rate or 0) > 0.6
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """How many tokens to draft: the usual bands, corrected by what this machine measured. Pure functions."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
+
+from runtime.costs import width_cost
+from runtime.metrics import predicted_speedup
 
 MAX_DRAFT_LENGTH = 16
 # A longer draft must gain at least this much over a shorter one: less is within the noise of a measurement.
@@ -57,24 +59,6 @@ def tokens_per_round(survival: Sequence[float], draft_length: int) -> float:
     while len(known) < draft_length:
         known.append((known[-1] if known else 1.0) * p)
     return 1.0 + sum(known)
-
-
-def width_cost(widths: Mapping[int, float], width: int) -> float:
-    """v: the cost of a target forward of `width` rows over one of 1 row, from measured widths.
-
-    Linear between measured widths, and beyond the last one with the slope of the last piece. Width 1 costs 1.
-    """
-    points = sorted({**widths, 1: 1.0}.items())
-    if len(points) == 1:
-        return 1.0
-    at = min(max(bisect_left([w for w, _ in points], width), 1), len(points) - 1)
-    (left, low), (right, high) = points[at - 1], points[at]
-    return low + (high - low) * (width - left) / (right - left)
-
-
-def predicted_speedup(tau: float, draft_length: int, c: float, v: float) -> float:
-    """τ / (γc + v): speed over plain decoding of the same target."""
-    return tau / (draft_length * c + v)
 
 
 def iid_speedup(p: float, draft_length: int, c: float, v: float) -> float:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.report.advice import advise, fit_acceptance, iid_speedup, predicted_speedup
-from compress.report.costs import StepCosts, measure_costs
+from compress.report.advice import advise, fit_acceptance, iid_speedup
 from compress.report.schema import covers, null_paths
+from runtime.costs import StepCosts, measure_costs
 from runtime.drafters.lookup import LookupDrafter
 from runtime.errors import UserError
-from runtime.metrics import Metrics, total
+from runtime.metrics import Metrics, predicted_speedup, total
 from runtime.rows import Rows
 from runtime.sampling import Sampling
 from runtime.speculate import Speculator, lossless_class

@@ -1,17 +1,13 @@
 """Starts the workers of one scheme and measures them in turn: only one process computes at any moment."""
 
-import json
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from models import HERE, environment
+from processes import Start, started
 
 from runtime.bench_rounds import Sample, fastest
-from runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -26,17 +22,6 @@ class Plan:
     prefill_rounds: int
     repeats: int
     threads: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """One worker to start."""
-
-    name: str
-    module: str
-    python: Path
-    model: Path
-    log: Path
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,7 @@ def measure(
         workers = []
         for start in starts:
             say(f"starting {start.name}")
-            worker = stack.enter_context(_worker(start, plan))
+            worker = stack.enter_context(started(start, plan.threads))
             about = worker.reply()
             workers.append((worker, Measured(start.name, about["weight_bytes"], about["facts"])))
         # Every engine's first forwards, which lay weights out and compile, are left out.
@@ -90,52 +75,3 @@ def measure(
 def _requests(plan: Plan, prefill: bool, repeats: int) -> list[dict[str, Any]]:
     forwards = [{"do": "forward", "width": width, "repeats": repeats} for width in plan.widths]
     return forwards + ([{"do": "prefill"}] if prefill else [])
-
-
-class _Worker:
-    """A running worker and its two pipes."""
-
-    def __init__(self, start: Start, process: "subprocess.Popen[str]"):
-        self.start, self.process = start, process
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises UserError with the worker's last words where it has ended."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `reply` says why
-        return self.reply()
-
-    def reply(self) -> dict[str, Any]:
-        """The next line from the worker."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            code = self.process.wait()
-            last = (self.start.log.read_text(errors="replace").strip().splitlines() or ["(no message)"])[-1]
-            raise UserError(f"{self.start.name} ended with exit code {code}: {last}; see {self.start.log}")
-        return json.loads(line)
-
-
-@contextmanager
-def _worker(start: Start, plan: Plan) -> Iterator[_Worker]:
-    command = [str(start.python), "-m", f"workers.{start.module}", "--model", str(start.model)]
-    for name in ("threads", "context", "prefill", "vocabulary"):
-        command += [f"--{name}", str(getattr(plan, name))]
-    with start.log.open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=HERE,
-            env=environment(plan.threads),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        try:
-            yield _Worker(start, process)
-        finally:
-            process.kill()
-            process.communicate()

@@ -6,15 +6,13 @@
 Each engine runs in a process of its own, the ones of a scheme take turns, and only one computes at any moment.
 """
 
-import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from catalogue import OURS, SCHEMES, Engine
+from output import check_json, cpu, machine, write_json
 
 from runtime.commands import without_traceback
 from runtime.errors import UserError
@@ -85,8 +83,7 @@ def _run(
     engines = [engine for name in chosen for engine in SCHEMES[name]]
     if any(engine.peer for engine in engines) and not peer_python.is_file():
         raise UserError(f"--peer-python: there is no {peer_python}; `make peers` builds the peers' environment")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(f"--json: the folder of {json_file} does not exist; make it first")
+    check_json(json_file)
 
     # Imported here: torch takes longer to load than `--help` may take.
     from drive import Plan
@@ -109,7 +106,7 @@ def _run(
     shop = Workshop(work.absolute() / shape, shape, python, peer, count, notes.print)
     make_peers(shop, [engine.model for engine in engines if engine.model])
     console.print(
-        f"{shape}, random weights (speed only); {_cpu()}, {count} threads; context {context}, logits of every row"
+        f"{shape}, random weights (speed only); {cpu()}, {count} threads; context {context}, logits of every row"
         f" (prefill: of the last one); {times[0]} interleaved rounds\n",
         soft_wrap=True,
     )
@@ -120,8 +117,7 @@ def _run(
     found = [row for one in compared for row in one.rows]
     print_ratios(console, ratios(found))
     if json_file is not None:
-        machine = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system()}
-        _write(json_file, {"shape": shape, "machine": machine} | report(plan, compared))
+        write_json(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -133,18 +129,21 @@ def _widths(text: str) -> tuple[int, ...]:
 
 def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
     """Starts and measures the engines of one scheme; those of another have ended, so that memory holds them all."""
-    from drive import Start, measure
+    from drive import measure
     from models import our_model
+    from processes import Start
     from tables import Compared, rows
 
     from runtime.bench_rounds import Memory
+
+    given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")}
 
     def start(engine: Engine, ours: Path) -> Start:
         return Start(
             name=engine.name,
             module=engine.worker,
             python=shop.peer_python if engine.peer else shop.python,
-            model=ours if engine is OURS else shop.folder / engine.model,
+            options={"model": str(ours if engine is OURS else shop.folder / engine.model)} | given,
             log=shop.folder / f"{engine.name.replace(' ', '-')}-{scheme}.log",
         )
 
@@ -153,23 +152,6 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
         memory = Memory(plan.threads)
         found = measure([start(engine, ours) for engine in SCHEMES[scheme]], plan, memory, shop.say)
     return Compared(scheme, tuple(memory.readings), tuple(found), tuple(rows(scheme, found, plan)))
-
-
-def _cpu() -> str:
-    """The processor's name."""
-    listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _write(path: Path, content: dict[str, object]) -> None:
-    """Beside, then renamed: the file is whole or not there."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(content, indent=2) + "\n")
-    beside.replace(path)
 
 
 if __name__ == "__main__":

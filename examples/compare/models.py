@@ -19,7 +19,7 @@ HERE = Path(__file__).parent.absolute()
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where models are made: `folder` is the shape's own, `say` tells the user what takes time."""
+    """Where models are made: `folder` is the shape's (or the pair's) own, `say` tells the user what takes time."""
 
     folder: Path
     shape: str
@@ -46,21 +46,21 @@ def make_peers(shop: Workshop, models: Sequence[str]) -> None:
         if files:
             shop.say(f"making {', '.join(files)} (once; minutes)")
             outs = [f"{Path(name).stem}={room / name}" for name in files]
-            _run(shop, True, "makers.gguf_models", str(config), str(shop.threads), *outs)
+            run_maker(shop, True, "makers.gguf_models", str(config), str(shop.threads), *outs)
             for name in files:
                 (room / name).rename(shop.folder / name)
         folders = [name for name in missing if name not in files]
         if folders:
             shop.say("making a random checkpoint (removed at the end)")
-            _run(shop, False, "makers.random_checkpoint", str(config), str(room / "checkpoint"))
+            run_maker(shop, False, "makers.random_checkpoint", str(config), str(room / "checkpoint"))
         for name in folders:
             shop.say(f"making {name} (once; minutes)")
             kind, scheme = name.rsplit("-", 1)
             checkpoint, out = str(room / "checkpoint"), str(room / name)
             if kind == "openvino":
-                _run(shop, True, "makers.openvino_model", checkpoint, out, scheme)
+                run_maker(shop, True, "makers.openvino_model", checkpoint, out, scheme)
             else:
-                _run(shop, False, "makers.bitsandbytes_nf4", checkpoint, out)
+                run_maker(shop, False, "makers.bitsandbytes_nf4", checkpoint, out)
             (room / name).rename(shop.folder / name)
 
 
@@ -86,8 +86,11 @@ def environment(threads: int) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _run(shop: Workshop, peer: bool, module: str, *arguments: str) -> None:
-    """Makers run in a process of their own: in their environment, and giving their memory back."""
+def run_maker(shop: Workshop, peer: bool, module: str, *arguments: str) -> None:
+    """Runs one of makers/ in a process of its own: in its environment, and giving its memory back.
+
+    Raises UserError where it fails, with its last words.
+    """
     command = [str(shop.peer_python if peer else shop.python), "-m", module, *arguments]
     done = subprocess.run(command, cwd=HERE, env=environment(shop.threads), capture_output=True, text=True)
     if done.returncode != 0:

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from runtime.noise import Memo
 from runtime.sampling import Sampling
+from runtime.stopping import StopStrings
 
 
 @dataclass
 class Request:
     """One text in progress, as the loop and the drafters see it; only the loop changes it.
 
-    `tokens` are prompt and accepted output; `id` is unique among live requests; `noise` is what `coupled` samples with.
+    `tokens` are prompt and accepted output; `id` is unique among live requests; `noise` is what `coupled` samples with;
+    `stop_strings` watches the output for texts that end it, None without any.
     """
 
     id: int
@@ -23,12 +25,23 @@ class Request:
     sampling: Sampling
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
     finished: bool = False
     noise: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text ended with a stop token or a stop string."""
+        return self.ends_with_stop_token or (self.stop_strings is not None and self.stop_strings.found)
+
+    @property
+    def ends_with_stop_token(self) -> bool:
+        """Whether the last new token is a stop token."""
+        return len(self.tokens) > self.prompt_length and self.tokens[-1] in self.stop_tokens
 
     @property
     def missing(self) -> int:

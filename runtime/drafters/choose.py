@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.drafters import Drafter
 from runtime.drafters.chained import ChainedDrafter
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.nested import NestedDrafter
 from runtime.drafters.reencoded import model_drafter
 from runtime.drafters.suffix import SuffixDrafter
 from runtime.drafters.tree import TreeDrafter
@@ -35,7 +36,9 @@ def choose(
     verify: Rule = "coupled",
     options: dict[str, Any] | None = None,
 ) -> Chosen:
-    """The drafter of this name: none, model, tree, lookup, suffix, or two with a plus between them.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, or two with a plus between them.
+
+    nested needs a target that was loaded with planes=True.
 
     name     None: model where there is a draft, otherwise lookup.
     draft    the draft model's directory; None: the target's own, where its run folder has one.
@@ -64,11 +67,15 @@ def choose(
     note = f" ({Path(found).name})" if model is not None and found is not None else ""
     if name is None and model is None:
         note = " (no draft was given, and the target has none)"
+    if kinds == ["nested"]:
+        note = " (the target's upper four bits)"
     return Chosen(made[0] if len(made) == 1 else ChainedDrafter(made), note)
 
 
 def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule) -> Drafter:
     vocab_size = target.decoder.vocab_size
+    if kind == "nested":
+        return NestedDrafter(target, verify)
     if kind == "lookup":
         return LookupDrafter()
     if kind == "suffix":
@@ -78,7 +85,9 @@ def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None
     if kind == "tree" and draft is not None:
         require_same_vocabulary(target.tokenizer, draft.tokenizer)
         return TreeDrafter(draft, verify=verify, vocab_size=vocab_size)
-    raise UserError(f"drafter must be one of none, model, tree, lookup, suffix, but is {kind}; choose one of them.")
+    raise UserError(
+        f"drafter must be one of none, model, tree, lookup, suffix, nested, but is {kind}; choose one of them."
+    )
 
 
 def _tokens(target: "Model", corpus: Path) -> list[int]:

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from runtime.drafters import Draft, Outcome, Request
 from runtime.noise import Stream, pick, race, uniforms
-from runtime.rows import Decoder, Rows, integers
-from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
+from runtime.rows import Decoder, GreedyChains, Rows, integers
+from runtime.sampling import (
+    Distributions,
+    Logits,
+    Sampling,
+    finite_choices,
+    greedy_choices,
+    host,
+    not_finite,
+)
 from runtime.verify import Rule
 
 # Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
@@ -41,7 +49,7 @@ class _Text:
 
 
 @dataclass
-class _Drafting:
+class Drafting:
     """One request's draft while it grows."""
 
     request: Request
@@ -67,6 +75,7 @@ class ModelDrafter:
 
     def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
         self._decoder = model.decoder
+        self._chains = model.decoder if isinstance(model.decoder, GreedyChains) else None
         self._rule: Rule = verify
         self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
         self._cache = model.decoder.new_cache()
@@ -74,10 +83,13 @@ class ModelDrafter:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
-        drafting = [_Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
+        drafting = [Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
         growing = [d for d in drafting if d.budget > 0]
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
+            if self._chains is not None and all(_argmax_alone(d.request.sampling) for d in growing):
+                self._continue(self._chains, growing, missing)
+                growing = []
             while growing:
                 logits, choices = self._feed([d.request for d in growing], missing)
                 for i, d in enumerate(growing):
@@ -121,7 +133,7 @@ class ModelDrafter:
             text = self._texts[request.id] = _Text(self._cache.open(self._capacity(request)))
         tokens = request.tokens
         # The text's last token is fed in any case: the draft starts from its logits.
-        common = min(text.agreed, len(tokens) - 1)
+        common = min(text.agreed, len(text.fed), len(tokens) - 1)
         while common < min(len(text.fed), len(tokens) - 1) and text.fed[common] == tokens[common]:
             common += 1
         self._cache.truncate(text.handle, common)
@@ -131,15 +143,27 @@ class ModelDrafter:
         text.agreed = len(tokens)
         return tokens[len(text.fed) :]
 
+    def _continue(self, decoder: GreedyChains, growing: Sequence[Drafting], pieces: Sequence[list[int]]) -> None:
+        """Appends a piece to each request's cache and drafts all tokens, in one call."""
+        texts = [self._texts[d.request.id] for d in growing]
+        tokens, rows = _rows(texts, pieces)
+        limit = min(self._vocab_size, self._decoder.vocab_size)
+        try:
+            drafted = decoder.continue_greedy(tokens, rows, self._cache, [d.budget for d in growing], limit).tolist()
+        except FloatingPointError as error:
+            raise not_finite("draft") from error
+        for d, text, piece, row in zip(growing, texts, pieces, drafted, strict=True):
+            d.tokens += row[: d.budget]
+            text.fed += piece + d.tokens[:-1]
+
     def _feed(self, requests: Sequence[Request], pieces: Sequence[list[int]]) -> tuple[Logits, list[int]]:
         """Appends a piece to each request's cache; logits (requests, V) after each last token, and their argmax."""
         texts = [self._texts[request.id] for request in requests]
-        spans = [(text.handle, len(text.fed), len(piece)) for text, piece in zip(texts, pieces, strict=True)]
-        tokens = [token for piece in pieces for token in piece]
+        tokens, rows = _rows(texts, pieces)
         # Where every token is a last one, all rows are asked for.
         ends = accumulate(len(piece) for piece in pieces)
         last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
-        out = self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, last)
+        out = self._decoder.forward(tokens, rows, self._cache, last)
         logits = host(out.logits)
         choices = finite_choices(logits, "draft")
         for text, piece in zip(texts, pieces, strict=True):
@@ -149,14 +173,14 @@ class ModelDrafter:
         known = logits[:, : self._vocab_size]
         return known, finite_choices(known, "draft")
 
-    def _choose(self, drafting: _Drafting, logits: Logits, choice: int) -> None:
+    def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
         """Adds one token after logits (1, V), whose argmax is `choice`."""
         request, drafted = drafting.request, drafting.tokens
         sampling, position = request.sampling, len(request.tokens) + len(drafted)
-        if sampling.greedy and not sampling.penalised:
+        if _argmax_alone(sampling):
             drafted.append(choice)
             return
-        rest = (sampling, request.tokens, [drafted], request.prompt_length)
+        rest = (sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
             drafted.append(greedy_choices(logits, *rest)[0])
             return
@@ -175,3 +199,14 @@ class ModelDrafter:
         for i, row in enumerate(rows):
             out[i, : len(row)] = row
         return torch.from_numpy(out)
+
+
+def _argmax_alone(sampling: Sampling) -> bool:
+    """Whether the logits' argmax is the choice, whatever the text."""
+    return sampling.greedy and sampling.plain
+
+
+def _rows(texts: Sequence[_Text], pieces: Sequence[list[int]]) -> tuple[Tensor, Rows]:
+    """The next tokens of each text, and where they stand."""
+    spans = [(text.handle, len(text.fed), len(piece)) for text, piece in zip(texts, pieces, strict=True)]
+    return integers([token for piece in pieces for token in piece]), Rows.chains(spans)

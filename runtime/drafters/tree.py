@@ -95,7 +95,7 @@ class TreeDrafter:
         """The node's children, after logits (V,)."""
         sampling, path = request.sampling, tree.path(node)
         known = logits[: self._vocab_size]
-        rows = Distributions(known, sampling, request.tokens, [path], request.prompt_length)
+        rows = Distributions(known, sampling, request.tokens, [path], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
             return ranked(softmax(rows.scores(0)), self._branch)
         row = rows.array(0)

@@ -39,6 +39,8 @@ class PackedWeight:
     input_scale  float32 scalar tensor or None: static activation scale ("int8-tensor").
     nibbles  None; or, read so for kernels that take it: `codes` is (N, K / 2) uint8, two 4-bit codes a byte as the file
             has them (int4's plus 8), the first in the "low" or the "high" half.
+    planes  of int8: kernels are to lay the codes out as two planes of nibbles, so that a draft can read the upper one
+            alone (`reference.upper_codes` says what it reads then). What the weight means does not change.
     """
 
     scheme: Scheme
@@ -49,6 +51,7 @@ class PackedWeight:
     bias: Tensor | None = None
     input_scale: Tensor | None = None
     nibbles: Literal["low", "high"] | None = None
+    planes: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -120,6 +120,7 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
             codes=torch.cat([w.codes for w in packed]),
             scale=torch.cat([w.scale for w in packed]),
             bias=_join_biases([w.bias for w in packed], weights),
+            planes=all(w.planes for w in packed),
         )
         return Joined((linear(merged_packed, None, kernel),), tuple(sizes))
     return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))

@@ -3,7 +3,7 @@
 A row's result is the same bits at every width: see exact.py. Quantised products are exact integers, scaled afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,12 +70,16 @@ class FloatLinear:
 
 @dataclass(frozen=True)
 class Int8Linear:
-    """One scale per output row; inputs int8 per token, or with one static scale. `codes` is (K, N) for the product."""
+    """One scale per output row; inputs int8 per token, or with one static scale. `codes` is (K, N) for the product.
+
+    has_planes  UpperLinear takes it.
+    """
 
     codes: Tensor
     scale: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
+    has_planes: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.input_scale is None:
@@ -86,6 +90,16 @@ class Int8Linear:
             step = torch.where(x.isnan().any(dim=-1), torch.nan, self.input_scale)
         y = (torch._int_mm(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
         return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class UpperLinear:
+    """An int8 layer by the upper four bits of its codes: what a nested draft runs. It holds no weights of its own."""
+
+    whole: Int8Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return replace(self.whole, codes=upper_codes(self.whole.codes))(x)
 
 
 @dataclass(frozen=True)
@@ -116,12 +130,17 @@ class GroupLinear:
         return y if self.bias is None else y + self.bias
 
 
-Linear = FloatLinear | Int8Linear | GroupLinear
+Linear = FloatLinear | Int8Linear | UpperLinear | GroupLinear
 
 
 def float_linear(weight: Tensor, bias: Tensor | None = None) -> FloatLinear:
     """A float layer from (N, K) of any float dtype."""
     return FloatLinear(lay_out(weight.float()), None if bias is None else bias.float())
+
+
+def upper_codes(codes: Tensor) -> Tensor:
+    """int8 codes as their upper four bits tell them: of q = 16 h + l, l in 0..15, the middle 16 h + 8 (int8, ±120)."""
+    return (codes >> 4) * 16 + 8
 
 
 def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
@@ -131,7 +150,7 @@ def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
     if kind in ("int8", "ternary") and size == 0 and weight.offset is None and weight.perm is None:
         # Not `contiguous`: it leaves a single input its old strides, by which the product would read wrong codes.
         codes = weight.codes.t().flatten().view(k, n)
-        return Int8Linear(codes, weight.scale[:, 0], weight.bias, weight.input_scale)
+        return Int8Linear(codes, weight.scale[:, 0], weight.bias, weight.input_scale, weight.planes)
     size = size or k
     codes = INT8_LEVELS.to(weight.codes.device)[weight.codes.long()] if kind == "nf4" else weight.codes
     scale = weight.scale / 127.0 if kind == "nf4" else weight.scale
@@ -182,6 +201,7 @@ __all__ = [
     "GroupLinear",
     "Int8Linear",
     "Linear",
+    "UpperLinear",
     "attention",
     "float_linear",
     "gelu_tanh",
@@ -190,4 +210,5 @@ __all__ = [
     "rms_norm",
     "rotate",
     "silu",
+    "upper_codes",
 ]

@@ -11,10 +11,10 @@ from compress.report.advice import (
     expected_speedup,
     fit_acceptance,
     iid_speedup,
-    predicted_speedup,
     tokens_per_round,
-    width_cost,
 )
+from runtime.costs import width_cost
+from runtime.metrics import predicted_speedup
 
 FLAT = {1: 1.0, 2: 1.02, 5: 1.08, 9: 1.15, 17: 1.3}
 LINEAR = {1: 1.0, 5: 5.0, 17: 17.0}

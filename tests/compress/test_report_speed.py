@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compress.report import advice, speed
-from compress.report.costs import measure_costs
 from compress.report.schema import Speed, covers, null_paths
 from runtime import load
 from runtime.cache import ContiguousCache
+from runtime.costs import measure_costs
 from runtime.errors import UserError
 from runtime.loading import Model
 

@@ -76,6 +76,55 @@ std::vector<int64_t> random_tokens(int64_t count, Random& random) {
     return out;
 }
 
+// Three prompts of different lengths, drafted to different lengths in one call on `threads`.
+bool draft(const NamedPath& path, const TestModel& m, int threads, const std::vector<std::vector<int64_t>>& prompts,
+           const std::vector<int64_t>& steps, int64_t limit, std::vector<int64_t>& drafted) {
+    Pool pool(threads);
+    Decoder decoder(m.model, *path.kernels, pool);
+    std::vector<Memory> memory;
+    std::vector<Store> stores;
+    std::vector<int64_t> tokens, request, position;
+    for (size_t r = 0; r < prompts.size(); r++) {
+        // Room for what is fed and no more.
+        memory.emplace_back(m.shape, static_cast<int64_t>(prompts[r].size()) + steps[r] - 1);
+        for (size_t i = 0; i < prompts[r].size(); i++)
+            tokens.push_back(prompts[r][i]), request.push_back(static_cast<int64_t>(r)), position.push_back(static_cast<int64_t>(i));
+    }
+    for (Memory& one : memory) stores.push_back(one.store);
+    const int64_t rows = static_cast<int64_t>(tokens.size()), longest = *std::max_element(steps.begin(), steps.end());
+    const std::vector<int64_t> chain(tokens.size(), -1), zeros(tokens.size());
+    const Batch batch = {rows,         tokens.data(), request.data(), position.data(), position.data(),
+                         zeros.data(), chain.data(),  nullptr,        stores.data()};
+    drafted.assign(prompts.size() * static_cast<size_t>(longest), -1);
+    return decoder.draft(batch, m.cos.data(), m.sin.data(), static_cast<int64_t>(prompts.size()), steps.data(), limit, drafted.data(), longest);
+}
+
+// What was drafted is what whole forwards choose, and nothing is written behind it.
+void drafts(const NamedPath& path, const TestModel& m, Random& random) {
+    const std::vector<std::vector<int64_t>> prompts = {random_tokens(3, random), random_tokens(70, random), random_tokens(1, random)};
+    const std::vector<int64_t> steps = {2, 6, 1};
+    for (int64_t limit : {VOCABULARY, static_cast<int64_t>(33)})
+        for (int threads : {1, 2}) {
+            const std::string what = path.name + " draft " + m.shape.name + " below " + std::to_string(limit);
+            std::vector<int64_t> drafted;
+            expect(draft(path, m, threads, prompts, steps, limit, drafted), what + ": finite");
+            for (size_t r = 0; r < prompts.size(); r++) {
+                std::vector<int64_t> text = prompts[r];
+                for (int64_t i = 0; i < 6; i++) {
+                    const int64_t found = drafted[r * 6 + static_cast<size_t>(i)];
+                    if (i < steps[r]) text.push_back(found);
+                    else expect(found == -1, what + ": no token behind the last");
+                }
+                const Floats logits = run(path, m, 1, {text}, POSITIONS).logits;
+                for (int64_t i = 0; i < steps[r]; i++) {
+                    const auto row = logits.begin() + (static_cast<int64_t>(prompts[r].size()) + i - 1) * VOCABULARY;
+                    const int64_t wanted = std::max_element(row, row + limit) - row;
+                    expect(drafted[r * 6 + static_cast<size_t>(i)] == wanted, what + ": the largest logit");
+                }
+            }
+        }
+}
+
 // A row that is not a number, beside others: all memory holds, the row stays NaN, the others keep their bits.
 void not_a_number(const NamedPath& path, TestModel& m, Random& random) {
     if (m.shape.tied) return;
@@ -89,6 +138,8 @@ void not_a_number(const NamedPath& path, TestModel& m, Random& random) {
     for (int64_t i = 0; i < VOCABULARY; i++) expect(std::isnan(after.logits[VOCABULARY + i]), what + ": a NaN stays one");
     const Floats others(after.logits.begin() + 2 * VOCABULARY, after.logits.end());
     expect_same(others, Floats(before.logits.begin() + 2 * VOCABULARY, before.logits.end()), what + " beside a NaN");
+    std::vector<int64_t> drafted;
+    expect(!draft(path, m, 1, {{5}, {3, 4}}, {3, 3}, VOCABULARY, drafted), what + ": no draft from a NaN");
 }
 
 void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool& pool) {
@@ -110,6 +161,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
         for (size_t i = 0; i < wanted.size(); i++)
             expect_close(whole.logits[(POSITIONS + 5) * VOCABULARY + i], wanted[i], 2e-4, what + " logit " + std::to_string(i));
     }
+    drafts(path, m, random);
     not_a_number(path, m, random);  // last: it spoils the model
 }
 
@@ -117,7 +169,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
 void projections(const NamedPath& path, Random& random, Pool& pool) {
     constexpr int64_t INPUTS = 77;
     Parts parts;
-    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4}) {
+    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4, NESTED, UPPER}) {
         LayerShape s = {kind, random.whole(1, 70), INPUTS};
         s.bias = true, s.zero = kind == INT4 ? 8 : 0, s.permuted = kind == INT4;
         if (parts.pointers.size() == 6) s.input_scale = 0.02f;

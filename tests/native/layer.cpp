@@ -16,7 +16,7 @@ namespace {
 constexpr int NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 int64_t step_of(int64_t kind) {
-    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16};
+    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8};
     return steps[kind];
 }
 
@@ -42,7 +42,9 @@ double float16(uint16_t raw) {
 
 int8_t random_code(const LayerShape& s, Random& random) {
     switch (s.kind) {
-        case INT8: return static_cast<int8_t>(random.whole(-128, 127));
+        case INT8:
+        case NESTED:
+        case UPPER: return static_cast<int8_t>(random.whole(-128, 127));
         case INT4: return static_cast<int8_t>(random.whole(-s.zero, 15 - s.zero));
         case NF4: return static_cast<int8_t>(random.whole(0, 15));
         default: return static_cast<int8_t>(random.whole(-1, 1));
@@ -56,8 +58,9 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
     Weights& w = weights;
     w.kind = s.kind, w.outputs = s.outputs, w.inputs = s.inputs, w.zero = s.zero, w.scale_type = s.scale_type;
     w.group_inputs = group, w.group = round_up(group, step), w.groups = (s.inputs + group - 1) / group;
+    // An upper plane is packed with its lower one, and then cut off.
+    if (s.kind == UPPER) w.kind = NESTED;
     packed.resize(static_cast<size_t>(packed_bytes(w)));
-    packed.shrink_to_fit();
     std::vector<uint8_t> rows(static_cast<size_t>(s.outputs * s.inputs * (s.kind == F32 ? 4 : s.kind == BF16 ? 2 : 1)));
     levels_.resize(static_cast<size_t>(s.outputs * s.inputs));
     for (size_t i = 0; i < levels_.size(); i++) {
@@ -69,12 +72,16 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
             std::memcpy(rows.data() + i * (s.kind == F32 ? 4 : 2), &raw, s.kind == F32 ? 4 : 2);
         } else {
             const int8_t code = random_code(s, random);
-            levels_[i] = s.kind == NF4 ? NF4_LEVELS[code] : code;
+            // The upper plane knows of 16 h + l only h, and takes 8 for l.
+            levels_[i] = s.kind == NF4 ? NF4_LEVELS[code] : s.kind == UPPER ? std::floor(code / 16.0) * 16 + 8 : code;
             rows[i] = static_cast<uint8_t>(code);
         }
     }
     if (s.kind == INT8) sums_.resize(static_cast<size_t>(blocks * w.groups * BLOCK));
     pack(pool, w, rows.data(), packed.data(), sums_.empty() ? nullptr : sums_.data());
+    w.kind = s.kind;
+    packed.resize(static_cast<size_t>(packed_bytes(w)));
+    packed.shrink_to_fit();
     w.codes = packed.data();
     if (!sums_.empty()) w.sums = sums_.data();
     if (s.bias) {

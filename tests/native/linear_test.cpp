@@ -11,7 +11,7 @@ using namespace specpress;
 
 namespace {
 
-const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary"};
+const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper"};
 
 std::string describe(const NamedPath& path, const LayerShape& s, int64_t rows) {
     return path.name + " " + NAMES[s.kind] + " " + std::to_string(s.outputs) + "x" + std::to_string(s.inputs) + " groups of " +
@@ -59,7 +59,7 @@ std::vector<LayerShape> shapes_of(int64_t kind) {
             LayerShape s = {kind, outputs, inputs};
             s.bias = turn % 3 == 0, s.scale_type = turn % 3, s.permuted = kind >= INT8 && turn % 4 == 1;
             s.zero = kind == INT4 && turn % 2 ? 8 : 0, s.offset = kind == INT4 && turn % 2 == 0;
-            if (kind == INT8 && turn % 5 == 2) s.input_scale = 0.01f;
+            if ((kind == INT8 || kind >= NESTED) && turn % 5 == 2) s.input_scale = 0.01f;
             const int64_t groups[] = {0, 10, 32, 64, 128};
             // The float kinds have one group.
             if (kind >= INT8) s.group = groups[turn % 5];
@@ -78,7 +78,7 @@ std::vector<LayerShape> shapes_of(int64_t kind) {
 // Numbers far out. Rows do not touch each other: the middle one stays what it is alone.
 void edges(const NamedPath& path, int64_t kind, Random& random, Pool& pool) {
     for (const float input_scale : {0.0f, 0.01f}) {
-        if (input_scale != 0.0f && kind != INT8) continue;
+        if (input_scale != 0.0f && kind != INT8 && kind < NESTED) continue;
         LayerShape shape = {kind, 37, 50};
         shape.zero = kind == INT4 ? 8 : 0, shape.bias = true, shape.input_scale = input_scale;
         const TestLayer layer(shape, random, pool);
@@ -107,22 +107,22 @@ void edges(const NamedPath& path, int64_t kind, Random& random, Pool& pool) {
 }
 
 // The largest sums that 32 bits must hold: all codes −128 against inputs of one sign, at the most inputs allowed.
-void fullest_sums(const NamedPath& path, Pool& pool) {
+void fullest_sums(const NamedPath& path, int64_t kind, Pool& pool) {
     constexpr int64_t INPUTS = 1 << 17;
     Weights w{};
-    w.kind = INT8, w.outputs = 1, w.inputs = w.group = w.group_inputs = INPUTS, w.groups = 1;
+    w.kind = kind == UPPER ? NESTED : kind, w.outputs = 1, w.inputs = w.group = w.group_inputs = INPUTS, w.groups = 1;
     const std::vector<uint8_t> rows(INPUTS, 0x80);
     std::vector<uint8_t> packed(static_cast<size_t>(packed_bytes(w)));
     std::vector<int32_t> sums(BLOCK);
     Floats scale(BLOCK, 1.0f);
     pack(pool, w, rows.data(), packed.data(), sums.data());
-    w.codes = packed.data(), w.sums = sums.data(), w.scale = scale.data();
+    w.kind = kind, w.codes = packed.data(), w.sums = sums.data(), w.scale = scale.data();
     for (float sign : {1.0f, -1.0f}) {
         const Floats x(INPUTS, sign);
         const TestInputs in(path, w, x, 1);
         float y = NAN;
-        path.kernels->linear[INT8](w, in.inputs, 0, 1, &y, 1, false);
-        expect_close(y, -128.0 * INPUTS * sign, 16.0, path.name + " fullest int8 sums");
+        path.kernels->linear[kind](w, in.inputs, 0, 1, &y, 1, false);
+        expect_close(y, (kind == UPPER ? -120.0 : -128.0) * INPUTS * sign, 16.0, path.name + " fullest " + NAMES[kind] + " sums");
     }
 }
 
@@ -156,7 +156,7 @@ void test_linear(const NamedPath& path) {
         compare(path, shape, 70, random, pool);
         edges(path, kind, random, pool);
     }
-    fullest_sums(path, pool);
+    for (int64_t kind : {INT8, NESTED, UPPER}) fullest_sums(path, kind, pool);
     rows_of_float_weights(random, pool);
 }
 

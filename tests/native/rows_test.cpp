@@ -155,6 +155,26 @@ void choices(const NamedPath& path, Random& random) {
             }
 }
 
+void largest(const NamedPath& path, Random& random) {
+    for (int64_t size : {1, 15, 16, 17, 511, 512, 513, 1100})
+        for (int64_t limit : {static_cast<int64_t>(1), (size + 1) / 2, size}) {
+            const std::string what = path.name + " largest of " + std::to_string(limit) + " of " + std::to_string(size);
+            Floats x = random.reals(size, -3.0f, 3.0f);
+            // Few different values: the first of equals.
+            for (float& v : x) v = std::round(v);
+            auto wanted = [&] { return std::max_element(x.begin(), x.begin() + limit) - x.begin(); };
+            expect(path.kernels->largest(x.data(), size, limit) == wanted(), what);
+            const int64_t at = random.whole(0, size - 1);
+            for (float odd : {-INFINITY, INFINITY, NAN, -NAN}) {
+                const float before = x[at];
+                x[at] = odd;
+                const bool sound = odd == -INFINITY && x[wanted()] != -INFINITY;
+                expect(path.kernels->largest(x.data(), size, limit) == (sound ? wanted() : -1), what + " with " + std::to_string(odd));
+                x[at] = before;
+            }
+        }
+}
+
 }  // namespace
 
 void test_rows(const NamedPath& path) {
@@ -164,6 +184,7 @@ void test_rows(const NamedPath& path) {
     rotations(path, random);
     roundings(path, random);
     choices(path, random);
+    largest(path, random);
 }
 
 }  // namespace kernels_test

@@ -5,7 +5,7 @@ And what the tests of the native kernels share: the paths that run here, random 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ Context = tuple[int, ...]
 
 @dataclass
 class ListCache:
-    """The tokens themselves, per request, in slots. `broken` forgets one token too few when it truncates."""
+    """The tokens themselves, per request, in slots. `broken` lets a token it drops take the place of the last one."""
 
     broken: bool = False
     slots: dict[int, list[int]] = field(default_factory=dict)
@@ -39,15 +39,33 @@ class ListCache:
         self.capacity[handle] = capacity
         return handle
 
+    def fork(self, request: int) -> int:
+        handle = self.open(self.capacity[request])
+        self.slots[handle] = list(self.slots[request])
+        return handle
+
     def close(self, request: int) -> None:
         del self.slots[request], self.capacity[request]
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        return 0
 
     def length(self, request: int) -> int:
         return len(self.slots[request])
 
     def truncate(self, request: int, length: int) -> None:
         assert 0 <= length <= self.length(request)
-        del self.slots[request][length + self.broken :]
+        slots = self.slots[request]
+        dropped = slots[length:]
+        del slots[length:]
+        if self.broken and slots and dropped:
+            slots[-1] = dropped[0]
 
     def keep(self, request: int, length: int, path: Sequence[int]) -> None:
         slots = self.slots[request]
@@ -205,6 +223,7 @@ def packed_weight(
     perm: bool = False,
     bias: bool = False,
     static: bool = False,
+    planes: bool = False,
     seed: int = 0,
 ) -> PackedWeight:
     """Random codes over all that the kind allows (int4: `unsigned` 0..15), random scales and whatever else is asked."""
@@ -224,6 +243,7 @@ def packed_weight(
         perm=torch.randperm(k, generator=g) if perm else None,
         bias=torch.randn(n, generator=g) if bias else None,
         input_scale=torch.tensor(0.02) if static else None,
+        planes=planes,
     )
 
 

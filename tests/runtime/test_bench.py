@@ -86,6 +86,34 @@ def test_decode_writes_a_row_per_scheme_and_width(tmp_path: Path) -> None:
     assert "random weights: speed only" in result.stdout and result.stderr == ""
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_decode_times_the_nested_draft_beside_its_target(tmp_path: Path, kernels: str) -> None:
+    options = ("--widths", "1,2", "--kernels", kernels, "--work", tmp_path / "work")
+    result, found = measured(tmp_path, "decode", "--scheme", "nested", *options)
+    rows = found["rows"]
+    assert [(r["scheme"], r["what"], r["width"]) for r in rows] == [
+        ("nested", "decode", 1),
+        ("nested", "decode", 2),
+        ("nested", "draft", 1),
+    ]
+    # What a draft step costs in steps of the target.
+    assert rows[2]["over_width_1"] == pytest.approx(rows[2]["ms_median"] / rows[0]["ms_median"])
+    assert "draft" in result.stdout and result.stderr == ""
+    if choose(kernels, "cpu", 1).native:
+        check_rows(found)
+        whole, _, half = (r["gb_per_second"] * r["ms_median"] * 1e6 for r in rows)
+        assert whole == pytest.approx(forward_bytes("pair", "int8", "int8", choose(kernels, "cpu", 1)), rel=0.02)
+        assert half == pytest.approx(whole / 2, rel=0.02)
+    # The model is an ordinary int8 one, for which the same folder serves.
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["pair-int8-head-int8"]
+
+
+@pytest.mark.parametrize("name", ["kernels", "verify"])
+def test_nested_is_for_decode(name: str) -> None:
+    result = command(name, "--scheme", "nested")
+    assert result.exit_code == 2 and "--scheme nested is for `decode`" in result.stderr
+
+
 def test_verify_always_times_width_1_and_trees_from_three_rows_on(tmp_path: Path) -> None:
     result, found = measured(tmp_path, "verify", "--scheme", "int8", "--widths", "2,5", "--tree")
     check_rows(found)
@@ -204,7 +232,10 @@ def test_work_keeps_the_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "gpt-9"), "shape 'gpt-9' is unknown; use one of tinyllama-1.1b, llama-3.2-1b, qwen2.5-0.5b, pair"),
+        (
+            ("--shape", "gpt-9"),
+            "shape 'gpt-9' is unknown; use one of tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b, pair",
+        ),
         (("--scheme", "int5"), "scheme 'int5' is unknown; use one of f32, bf16, int8, int4, nf4, ternary"),
         (("--head", "none"), "head 'none' is unknown"),
         (("--widths", "1,0"), "--widths: expected numbers from 1 to 512 with commas between them, found '1,0'"),
@@ -244,4 +275,4 @@ def test_help_loads_no_model_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     done = subprocess.run([sys.executable, "-m", "runtime.bench", "decode", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--prefill" in done.stdout
-    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and len(SHAPES) == 4
+    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and len(SHAPES) == 5

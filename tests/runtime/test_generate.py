@@ -96,6 +96,15 @@ def test_a_draft_with_another_tokenizer_is_named(tiny: Tiny, run_folder: Path, t
     assert refused.exit_code == 2 and "no tokenizer could be read" in refused.stderr
 
 
+def test_nested_drafts_with_the_target_s_own_weights(tiny_packed: Callable[[str], Path]) -> None:
+    options = ("--target", tiny_packed("int8"), "--prompt", PROMPT, "--max-new-tokens", 24, "--temperature", 0.8)
+    plain, drafted = (command(*options, "--quiet", "--drafter", name) for name in ("none", "nested"))
+    assert plain.exit_code == drafted.exit_code == 0 and drafted.stdout == plain.stdout
+    assert "nested (the target's upper four bits)" in drafted.stderr and "exact" in drafted.stderr
+    rejected = command(*options, "--drafter", "nested", "--verify", "rejection")
+    assert rejected.exit_code == 0 and "distribution" in rejected.stdout
+
+
 def test_a_seed_s_text(run_folder: Path) -> None:
     def text(*more: object) -> str:
         options = ("--temperature", 0.9, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1)
@@ -122,7 +131,23 @@ def test_a_seed_s_text(run_folder: Path) -> None:
         (("--drafter", "suffix", "--corpus", "no-such-file.txt"), "no-such-file.txt is not a text file"),
         (("--drafter", "lookup", "--corpus", "a.txt"), "--corpus is for the drafter suffix"),
         (("--verify", "typical"), "typical changes the distribution"),
+        (("--drafter", "nested"), "has no int8 layers; compress it to int8, or choose another drafter than nested"),
         (("--device", "tpu"), "device"),
+        (("--stop", ""), "stop must hold texts of at least one character"),
+        (("--logit-bias", "320:1"), "logit_bias names token 320, but the target's vocabulary has the ids 0 to 319"),
+        (("--logit-bias", "-1:1"), "logit_bias must map token ids"),
+        (("--logit-bias", "5:inf"), "logit_bias must map token ids (0 or more) to finite numbers"),
+        (("--logit-bias", "five:1"), "--logit-bias must be ID:VALUE"),
+        (("--logit-bias", "5:1", "--logit-bias", "5:2"), "--logit-bias names token 5 twice"),
+        (("--min-tokens", 4), "min_tokens must be at most max_new_tokens (3), but is 4"),
+        (("--min-tokens", -1), "min_tokens must be"),
+        (("--presence-penalty", 3), "presence_penalty must be from -2 to 2"),
+        (("--frequency-penalty", -3), "frequency_penalty must be from -2 to 2"),
+        (("--beams", 0), "beams must be from 1 to 64"),
+        (("--beams", 2, "--temperature", 1), "--beams looks for the most probable text"),
+        (("--beams", 2, "--min-tokens", 1), "--beams looks for the most probable text"),
+        (("--beams", 2, "--stop", "x"), "leave out --stop"),
+        (("--beams", 2, "--drafter", "lookup"), "--beams searches without speculation"),
     ],
 )
 def test_a_user_s_mistake_is_one_sentence(tiny: Tiny, arguments: tuple[object, ...], message: str) -> None:
@@ -130,6 +155,39 @@ def test_a_user_s_mistake_is_one_sentence(tiny: Tiny, arguments: tuple[object, .
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert command("--target", tiny("llama"), "--prompt", PROMPT, "--max-new-tokens", 3).exit_code == 0
+
+
+def test_penalties_bias_and_stops_reach_the_loop(run_folder: Path) -> None:
+    model = load(run_folder / "model")
+
+    def text(*more: object) -> str:
+        result = command("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 20, "--quiet", *more)
+        assert result.exit_code == 0
+        return str(result.stdout)
+
+    expected = Speculator(model).generate([PROMPT], 20)[0]
+    first = expected.tokens[0]
+    part = next(expected.text[i : i + 2] for i in range(2, 18) if "�" not in expected.text[i : i + 2])
+    cases: list[tuple[tuple[object, ...], dict[str, Any]]] = [
+        (("--presence-penalty", 1.5, "--frequency-penalty", 0.5), {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        (("--logit-bias", f"{first}:-50", "--logit-bias", "7:0.5"), {"logit_bias": {first: -50.0, 7: 0.5}}),
+        (("--stop", part), {"stop": [part]}),
+        (("--stop", "never", "--stop", part), {"stop": ["never", part]}),
+    ]
+    shown = [(text(*arguments), Speculator(model).generate([PROMPT], 20, **options)[0]) for arguments, options in cases]
+    assert all(found == wanted.text != expected.text for found, wanted in shown)
+    assert shown[2][0] == expected.text[: expected.text.index(part)] and shown[2][1].finish == "stop"
+    assert text("--stop", part, "--min-tokens", 20) == expected.text
+
+
+def test_beams(run_folder: Path) -> None:
+    from runtime.beam import beam_search
+
+    best = beam_search(load(run_folder / "model"), PROMPT, 3, 12)[0]
+    arguments = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--beams", 3)
+    quiet = command(*arguments, "--quiet")
+    assert quiet.exit_code == 0 and quiet.stdout == best.text and f"{best.score:.4f}" in quiet.stderr
+    assert command(*arguments).stdout.startswith(f"{PROMPT}{best.text}\n\nbeams")
 
 
 def test_a_target_that_is_not_there(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose, linear
 from runtime.kernels.native import layers, weights
 from runtime.kernels.native.binding import pool
-from runtime.kernels.native.weights import MAX_INPUTS, native_weight
-from runtime.kernels.reference import packed_linear
+from runtime.kernels.native.layers import NativeLinear
+from runtime.kernels.native.weights import MAX_INPUTS, native_weight, upper_weight
+from runtime.kernels.reference import packed_linear, upper_codes
 
 Packed = Callable[..., PackedWeight]
 Layer = Callable[[Tensor], Tensor]
@@ -43,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4 odd": {"kind": "nf4", "n": 17, "k": 75, "group": 25, "bias": True},
     "ternary": {"kind": "ternary", "n": 96, "k": 256},
     "ternary odd": {"kind": "ternary", "n": 35, "k": 121, "bias": True},
+    "planes": {"kind": "int8", "n": 96, "k": 256, "planes": True},
+    "planes odd": {"kind": "int8", "n": 37, "k": 101, "bias": True, "planes": True},
+    "planes static": {"kind": "int8", "n": 33, "k": 70, "static": True, "bias": True, "planes": True},
+    "planes groups": {"kind": "int8", "n": 40, "k": 90, "group": 32, "offset": True, "perm": True, "planes": True},
     "one": {"kind": "int4", "n": 1, "k": 1, "group": 1},
 }
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +63,15 @@ def on(path: str, weight: PackedWeight | Tensor, bias: Tensor | None = None, thr
 
 def float_case(dtype: str, n: int = 45, k: int = 131) -> tuple[Tensor, Tensor]:
     return torch.randn(n, k, generator=generator(1)).to(FLOATS[dtype]), torch.randn(n, generator=generator(2))
+
+
+def coarse(weight: PackedWeight) -> PackedWeight:
+    """What the product on the upper plane means: a weight of coarser codes."""
+    return replace(weight, codes=upper_codes(weight.codes), planes=False)
+
+
+def upper_half(path: str, weight: PackedWeight, threads: int = 1) -> Layer:
+    return NativeLinear(upper_weight(native_weight(weight, None, pool(threads))), path, pool(threads))
 
 
 def layers_of(path: str, packed: Packed, threads: int = 1) -> dict[str, tuple[Layer, int]]:
@@ -97,6 +111,7 @@ def test_equals_the_reference_on_any_layer(native_path: str, packed: Packed, dat
         perm=perm,
         bias=data.draw(st.booleans(), "bias"),
         static=static,
+        planes=kind == "int8" and data.draw(st.booleans(), "planes"),
         seed=seed,
     )
     if data.draw(st.booleans(), "short scales"):
@@ -202,6 +217,63 @@ def test_scales_that_fit_sixteen_bits_are_read_in_sixteen(native_path: str, pack
     assert torch.equal(on(native_path, weight)(x), packed_linear(weight)(x))
 
 
+# Planes: with both of them an int8 layer is one of CASES; here the upper one alone.
+
+
+PLANES = {name: case for name, case in CASES.items() if case.get("planes")}
+
+
+@pytest.mark.parametrize("name", PLANES)
+def test_the_upper_plane_alone_is_int8_of_coarser_codes(native_path: str, packed: Packed, name: str) -> None:
+    weight = packed(**PLANES[name])
+    x = torch.randn(150, weight.shape[1], generator=generator(12))
+    ours, want = upper_half(native_path, weight), packed_linear(coarse(weight))(x)
+    assert torch.equal(ours(x), want) and torch.equal(upper_half(native_path, weight, 2)(x), want)
+    for width in range(17):
+        assert torch.equal(ours(x[5 : 5 + width]), want[5 : 5 + width])
+    # Coarser, and still the same layer.
+    whole = packed_linear(weight)(x)
+    assert not torch.equal(want, whole) and float((want - whole).norm() / whole.norm()) < 0.1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_upper_plane_of_any_layer(native_path: str, packed: Packed, data: st.DataObject) -> None:
+    n, k = data.draw(st.integers(1, 100), "n"), data.draw(st.integers(1, 200), "k")
+    options = {name: data.draw(st.booleans(), name) for name in ("bias", "static")}
+    seed = data.draw(st.integers(0, 2**32 - 1), "seed")
+    weight = packed("int8", n, k, planes=True, seed=seed, **options)
+    x = torch.randn(data.draw(st.integers(0, 20), "rows"), k, generator=generator(seed))
+    x = x * 10.0 ** data.draw(st.integers(-6, 6), "exponent")
+    assert torch.equal(upper_half(native_path, weight)(x), packed_linear(coarse(weight))(x))
+
+
+def test_upper_codes_are_the_middle_of_what_their_nibble_may_mean() -> None:
+    codes = torch.arange(-128, 128).to(torch.int8)
+    upper = upper_codes(codes)
+    assert upper.dtype == torch.int8 and upper.unique().tolist() == list(range(-120, 121, 16))
+    assert torch.equal(upper.int(), torch.floor(codes / 16).int() * 16 + 8)
+    assert int((upper.int() - codes.int()).abs().max()) == 8
+
+
+def test_planes_take_the_memory_of_int8_and_the_upper_one_half_of_it(native_path: str, packed: Packed) -> None:
+    plain, planes = (native_weight(packed("int8", 96, 256, planes=p), None, pool(1)) for p in (False, True))
+    upper = upper_weight(planes)
+    assert planes.tensors[0].nbytes == plain.tensors[0].nbytes == 96 * 256
+    assert planes.nbytes - upper.nbytes == 96 * 256 // 2
+    # Not a copy: the same tensors, and the same address in the struct.
+    assert all(a is b for a, b in zip(upper.tensors, planes.tensors, strict=True))
+    assert upper.struct.codes == planes.struct.codes and planes.struct.kind != upper.struct.kind
+    for other in (plain, upper):
+        with pytest.raises(ValueError, match="only int8 weights packed as planes"):
+            upper_weight(other)
+
+
+def test_only_int8_has_planes(native_path: str, packed: Packed) -> None:
+    with pytest.raises(ValueError, match="only int8 weights have planes, found int4"):
+        on(native_path, replace(packed("int4", 8, 64, 32), planes=True))
+
+
 # Refusals.
 
 
@@ -297,9 +369,12 @@ def test_the_largest_sums_do_not_overflow(native_path: str, packed: Packed) -> N
     for code in (-128, 127):
         weight = packed("int8", 3, MAX_INPUTS)
         weight = replace(weight, codes=torch.full_like(weight.codes, code))
+        planes = replace(weight, planes=True)
         for sign in (1.0, -1.0):
             x = torch.full((2, MAX_INPUTS), sign)
-            assert torch.equal(on(native_path, weight)(x), packed_linear(weight)(x))
+            want = packed_linear(weight)(x)
+            assert torch.equal(on(native_path, weight)(x), want) and torch.equal(on(native_path, planes)(x), want)
+            assert torch.equal(upper_half(native_path, planes)(x), packed_linear(coarse(planes))(x))
 
 
 def test_malformed_inputs_are_refused_before_any_pointer_is_taken(

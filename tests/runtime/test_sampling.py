@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime.errors import UserError
-from runtime.noise import Memo, Stream, exponential, pick, race, uniforms
+from runtime.kernels.native.binding import library
+from runtime.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
 from runtime.sampling import Distributions, Sampling, finite_choices, greedy_choices, probabilities
 
 CASES = [
@@ -85,6 +88,72 @@ def test_greedy_is_the_argmax_after_penalties() -> None:
     torch.testing.assert_close(probabilities(logits, penalised, [1], [[], [0]]).float(), torch.eye(4)[[2, 0]])
 
 
+def test_logit_bias_is_added_before_the_penalties() -> None:
+    logits = torch.tensor([[1.0, -2.0, 0.5, -1.0]]).double()
+    bias = {1: 3.0, 3: -1.5, 77: 100.0}
+    # Token 1 is positive after its bias, so the repetition penalty divides it; nothing happens to an id beyond the row.
+    sampling = Sampling(temperature=1.0, logit_bias=bias, repetition_penalty=2.0, presence_penalty=0.25)
+    expected = torch.tensor([1.0, 1.0 / 2 - 0.25, 0.5, -2.5 * 2 - 0.25]).double().softmax(-1)
+    torch.testing.assert_close(probabilities(logits, sampling, [9, 1], [[3]], prompt_length=1)[0], expected)
+    assert greedy_choices(logits, Sampling()) == [0]
+    assert greedy_choices(logits, Sampling(logit_bias={2: 0.6})) == [2]
+    assert greedy_choices(logits, Sampling(logit_bias={2: 0.4})) == [0]
+
+
+def test_logit_bias_is_transformers_sequence_bias() -> None:
+    from transformers.generation import logits_process as lp
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4)).double()
+    bias = {7: 2.5, 0: -4.0, 49: -100.0}
+    processor = lp.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    expected = processor(torch.tensor([[1]] * 3), logits).softmax(-1)
+    found = probabilities(logits, Sampling(temperature=1.0, logit_bias=bias))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, logits.softmax(-1))
+
+
+def test_min_tokens_counts_the_drafted_prefix() -> None:
+    """Two generated tokens, three wanted: the first row cannot stop, the one behind a drafted token can."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3)
+    tokens, paths, stop = [5, 5, 5, 1, 2], [[], [1], [1, 1]], frozenset([0, 1, 77])
+    arguments = (tokens, paths, 3, stop)
+    greedy = Sampling(min_tokens=3)
+    assert greedy_choices(logits, greedy, *arguments) == [2, 0, 0]
+    assert greedy_choices(logits, greedy, tokens, paths, 3) == [0, 0, 0]
+    assert greedy_choices(logits, Sampling(min_tokens=4), *arguments) == [2, 2, 0]
+    found = probabilities(logits, Sampling(temperature=1.0, min_tokens=3, logit_bias={0: 5.0}), *arguments)
+    assert found[0].tolist()[:2] == [0, 0] and found[0].sum() == pytest.approx(1)
+    biased = torch.tensor([8.0, 2.0, 1.0, 0.0]).double().softmax(-1)
+    torch.testing.assert_close(found[1:], biased.expand(2, 4))
+
+
+def test_min_tokens_that_leave_nothing_to_choose() -> None:
+    logits = torch.tensor([1.0, float("-inf"), 0.0])
+    for sampling in (Sampling(min_tokens=1), Sampling(min_tokens=1, temperature=1.0)):
+        with pytest.raises(UserError, match="min_tokens is 1, but after 0 tokens only stop tokens can follow"):
+            probabilities(logits, sampling, stop_tokens=[0, 2])
+        assert probabilities(logits, sampling, stop_tokens=[0]).tolist() == [0, 0, 1]
+
+
+def test_plain_means_that_the_raw_argmax_is_taken() -> None:
+    assert Sampling().plain and Sampling(temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=4).plain
+    for options in (
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": {3: 0.1}},
+        {"min_tokens": 1},
+    ):
+        assert not Sampling(**options).plain
+
+
+def test_equal_biases_make_equal_descriptions() -> None:
+    one, other = Sampling(logit_bias={3: 1.0, 1: 2.0}), Sampling(logit_bias={1: 2.0, 3: 1.0})
+    assert one == other and hash(one) == hash(other) and one.logit_bias == ((1, 2.0), (3, 1.0))
+    assert dataclasses.replace(one, seed=1).logit_bias == one.logit_bias
+    assert one != Sampling(logit_bias={1: 2.0, 3: 1.5})
+
+
 def test_temperature_goes_to_the_argmax_without_overflow() -> None:
     logits = torch.tensor([3e4, -3e4, 2.9e4, float("-inf")])
     row = probabilities(logits, Sampling(temperature=1e-300))
@@ -114,12 +183,21 @@ def test_rows_are_computed_on_demand() -> None:
         ("frequency_penalty", float("nan"), 2.0),
         ("seed", -1, 0),
         ("seed", 2**64, 2**64 - 1),
+        ("min_tokens", -1, 0),
+        ("min_tokens", 1.5, 3),
     ],
 )
 def test_values_out_of_range(key: str, bad: Any, good: Any) -> None:
     assert getattr(dataclasses.replace(Sampling(), **{key: good}), key) == good
     with pytest.raises(UserError, match=f"^{key} must be .* but is "):
         dataclasses.replace(Sampling(), **{key: bad})
+
+
+@pytest.mark.parametrize("bad", [{-1: 1.0}, {3: float("nan")}, {3: float("inf")}, {3: -float("inf")}, {"3": 1.0}])
+def test_biases_out_of_range(bad: Any) -> None:
+    with pytest.raises(UserError, match=r"^logit_bias must map token ids"):
+        Sampling(logit_bias={2: 1.0, **bad})
+    Sampling(logit_bias={0: -1e30, 3: 1e30})
 
 
 def test_logits_that_are_not_finite() -> None:
@@ -218,3 +296,22 @@ def test_a_race_is_never_won_by_the_impossible() -> None:
     row = np.array([0.0, 0.25, 0.75, 0.0])
     drawn = [race(row, exponential(seed, 3, 4)) for seed in range(400)]
     assert set(drawn) == {1, 2} and 60 < drawn.count(1) < 140
+
+
+@pytest.mark.skipif(library()[0] is None, reason=library()[1])
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**63),
+    stream=st.sampled_from(Stream),
+    count=st.integers(0, 70),
+)
+def test_native_noise_is_numpy_s(seed: int, position: int, stream: Stream, count: int) -> None:
+    native, other = uniforms(seed, position, stream, count), by_numpy(seed, position, stream, count)
+    assert native.dtype == other.dtype and np.array_equal(native, other)
+    assert count == 0 or not np.array_equal(native, by_numpy(seed ^ 1, position, stream, count))
+
+
+def test_noise_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_it = exponential(7, 30, 5000)
+    monkeypatch.setattr("runtime.noise.library", lambda: (None, "left out"))
+    assert np.array_equal(exponential(7, 30, 5000), with_it)

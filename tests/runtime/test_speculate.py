@@ -135,7 +135,7 @@ def test_rejection_follows_the_distribution_over_two_tokens(
 
 
 def test_a_broken_cache_is_noticed(fake: Fake) -> None:
-    """truncate that leaves one token too many: the comparison above fails on it."""
+    """truncate that leaves a wrong token at the end: the comparison above fails on it."""
     expected = plain(fake(0), PROMPTS, max_new_tokens=50)
     draft = fake(0, noise=1.0)
     broken = Speculator(fake(0, broken=True), draft, draft_length=4).generate(PROMPTS, max_new_tokens=50)
@@ -179,7 +179,8 @@ def test_finished_requests_leave_the_batch(fake: Fake) -> None:
     [text] = plain(target, [PROMPTS[0]], max_new_tokens=20)
     target.decoder.widths.clear()
     Speculator(target).generate([PROMPTS[0], PROMPTS[3]], 20, stop=[text[4]])
-    assert target.decoder.widths[2:6] == [2] * 4 and target.decoder.widths[6:] == [1] * 15
+    assert target.decoder.widths[0] == len(PROMPTS[0]) + len(PROMPTS[3])
+    assert target.decoder.widths[1:5] == [2] * 4 and target.decoder.widths[5:] == [1] * 15
 
 
 def test_long_prompts_are_fed_in_pieces(fake: Fake) -> None:
@@ -224,6 +225,8 @@ def test_metrics_add_up(fake: Fake) -> None:
     assert metrics.target_forwards == metrics.rounds
     assert metrics.target_rows == metrics.rounds + metrics.drafted
     assert len(metrics.drafted_at) == len(metrics.accepted_at) == 4
+    assert sum(metrics.draft_lengths) == metrics.rounds and metrics.draft_lengths[4] > 1
+    assert metrics.kv_bytes == 8 * (metrics.prompt_tokens + metrics.new_tokens)
     assert metrics.accepted_by_position == pytest.approx(np.divide(metrics.accepted_at, metrics.drafted_at).tolist())
     assert metrics.seconds >= metrics.draft_seconds + metrics.target_seconds + metrics.prompt_seconds > 0
     assert all(times == sorted(times) and len(times) == 31 for times in metrics.arrivals)
@@ -293,7 +296,7 @@ def test_caches_are_freed_whatever_happens(fake: Fake, error: BaseException) -> 
 
 def test_closing_a_stream_frees_its_cache(fake: Fake) -> None:
     target, draft = fake(0), fake(0, noise=1.0)
-    speculator = Speculator(target, draft)
+    speculator = Speculator(target, draft, draft_length=4)
     stream, other = speculator.stream(PROMPTS[0], 40), speculator.stream(PROMPTS[1], 40)
     for _ in range(3):
         next(stream), next(other)

@@ -21,18 +21,22 @@ def make(config: dict[str, Any], outs: dict[str, Path], threads: int) -> None:
     source = next(iter(outs.values())).with_suffix(".f16")
     try:
         _write_f16(config, source)
-        for kind, out in outs.items():
-            settings = llama_cpp.llama_model_quantize_default_params()
-            settings.nthread, settings.ftype = threads, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-            if llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(settings)) != 0:
-                raise RuntimeError(f"llama.cpp could not quantise to {kind}")
+        quantize(source, outs, threads)
     finally:
         source.unlink(missing_ok=True)
 
 
-def _write_f16(config: dict[str, Any], path: Path) -> None:
-    """Tensor by tensor: matrices float16 with standard deviation 0.02, norms (ones) and biases float32."""
-    writer = gguf.GGUFWriter(path, {"llama": "llama", "qwen2": "qwen2"}[config["model_type"]])
+def quantize(source: Path, outs: dict[str, Path], threads: int) -> None:
+    """Writes `source` once for each type, by llama.cpp itself. Raises RuntimeError where it refuses one."""
+    for kind, out in outs.items():
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.nthread, settings.ftype = threads, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(settings)) != 0:
+            raise RuntimeError(f"llama.cpp could not quantise to {kind}")
+
+
+def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What a transformers configuration says of the architecture, as a GGUF file says it."""
     heads = config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -45,6 +49,12 @@ def _write_f16(config: dict[str, Any], path: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
+
+
+def _write_f16(config: dict[str, Any], path: Path) -> None:
+    """Tensor by tensor: matrices float16 with standard deviation 0.02, norms (ones) and biases float32."""
+    writer = gguf.GGUFWriter(path, {"llama": "llama", "qwen2": "qwen2"}[config["model_type"]])
+    add_shape(writer, config)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_tokenizer_model("no_vocab")
     tensors = list(_tensors(config))

@@ -18,7 +18,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         self.path, self.vocabulary = options.model, options.vocabulary
         self.system = llama_cpp.llama_print_system_info().decode()
-        _require_native(self.system)
+        require_native(self.system)
         model = llama_cpp.llama_model_load_from_file(
             str(options.model).encode(), llama_cpp.llama_model_default_params()
         )
@@ -90,7 +90,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (rows, self.vocabulary))
 
 
-def _require_native(system: str) -> None:
+def require_native(system: str) -> None:
     """A generic build would lose for the wrong reason: RuntimeError where the processor's VNNI is left unused."""
     cpu = Path("/proc/cpuinfo")
     if cpu.is_file() and "avx512_vnni" in cpu.read_text() and "AVX512_VNNI = 1" not in system:

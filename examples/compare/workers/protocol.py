@@ -1,16 +1,13 @@
-"""What a worker and its driver say to each other: JSON objects, one a line; a request on stdin, its reply on stdout.
+"""What a worker that runs forwards and its driver say to each other, as channel.py carries it.
 
     → (nothing: the worker is started)             ← {"weight_bytes": …, "facts": {…}}
     → {"do": "forward", "width": 4, "repeats": 3}  ← {"ms": […]}
     → {"do": "prefill"}                            ← {"ms": [one]}
 
-A worker that fails ends; what it says goes to stderr. All engines are timed by the same lines, those of this file.
+All engines are timed by the same lines, those of this file.
 """
 
 import argparse
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,9 +17,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.channel import open_channel, requests
+
 Tokens = NDArray[np.int64]
-# A process is at rest when all its threads together computed less than this share of an interval.
-_INTERVAL_S, _REST_SHARE, _REST_LIMIT_S = 0.02, 0.02, 3.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,7 @@ class Engine(Protocol):
 
 def serve(build: Callable[[Options], Engine]) -> None:
     """Answers requests until stdin ends."""
-    # Libraries print what they like, from C++ as well: file descriptor 1 becomes stderr, the replies keep a copy.
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    reply = open_channel()
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     for name in ("threads", "context", "prefill", "vocabulary"):
@@ -79,15 +74,9 @@ def serve(build: Callable[[Options], Engine]) -> None:
     def tokens(count: int) -> Tokens:
         return draw.integers(0, options.vocabulary, count)
 
-    def reply(message: dict[str, object]) -> None:
-        _rest()
-        channel.write(json.dumps(message) + "\n")
-        channel.flush()
-
     reply(asdict(engine.describe()))
     context = tokens(options.context)
-    for line in sys.stdin:
-        request = json.loads(line)
+    for request in requests():
         if request["do"] == "prefill":
             engine.clear()
             reply({"ms": [_timed(engine.prefill, tokens(options.prefill), 1, options.vocabulary)]})
@@ -114,17 +103,3 @@ def _timed(forward: Callable[[Tokens], NDArray[np.floating]], tokens: Tokens, ro
     if not np.isfinite(logits).all() or float(np.ptp(logits)) == 0.0:
         raise ValueError("the engine's logits are not finite, or all the same")
     return ms
-
-
-def _rest() -> None:
-    """Waits until no thread of this process computes: thread pools spin for a while after their work."""
-    deadline = time.perf_counter() + _REST_LIMIT_S
-    while True:
-        computed = time.process_time()
-        began = time.perf_counter()
-        time.sleep(_INTERVAL_S)
-        share = (time.process_time() - computed) / (time.perf_counter() - began)
-        if share < _REST_SHARE:
-            return
-        if time.perf_counter() > deadline:
-            raise RuntimeError(f"threads still compute {_REST_LIMIT_S:.0f} s after the work: idle is not idle here")

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "decoder.h"
+#include "noise.h"
 #include "pack.h"
 #include "paths.h"
 
@@ -62,10 +63,10 @@ bool machine_has(int64_t number) {
 // Bit 0: compiled in; bit 1: this machine has the instructions.
 SPECPRESS_API int64_t specpress_path(int64_t number) { return (path_of(number) ? 1 : 0) | (machine_has(number) ? 2 : 0); }
 
-// Sizes of the structs that Python mirrors, so that a stale library is noticed and not run.
+// Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
-    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads);
+    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads), sizes[7] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -85,8 +86,17 @@ SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const
                                      int64_t count, float* hidden, float* logits) {
     decoder->forward(*batch, cos, sin, at, count, hidden, logits);
 }
+// 1, or 0 where logits are not finite.
+SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const float* cos, const float* sin, int64_t requests,
+                                      const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride) {
+    return decoder->draft(*first, cos, sin, requests, steps, limit, tokens, stride);
+}
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {
     decoder->project(*p, x, rows, y);
+}
+
+SPECPRESS_API void specpress_uniforms(uint64_t seed, uint64_t position, uint64_t lane, uint64_t stream, int64_t count, double* out) {
+    uniforms(seed, position, lane, stream, count, out);
 }
 
 // Single operations, for whoever composes them in another order, and for the tests.
@@ -97,6 +107,7 @@ SPECPRESS_API void specpress_norm(int64_t path, const float* x, const float* wei
 SPECPRESS_API void specpress_gated(int64_t path, const float* gate, const float* up, int64_t count, int64_t gelu, float* out) {
     path_of(path)->gated(gate, up, count, gelu != 0, out);
 }
+SPECPRESS_API int64_t specpress_largest(int64_t path, const float* x, int64_t size, int64_t limit) { return path_of(path)->largest(x, size, limit); }
 SPECPRESS_API void specpress_rotate(int64_t path, float* x, int64_t rows, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
     for (int64_t i = 0; i < rows; i++) path_of(path)->rotate(x + i * heads * dim, heads, dim, half, cos + i * half, sin + i * half);
 }

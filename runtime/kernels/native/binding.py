@@ -4,7 +4,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -15,9 +15,9 @@ from runtime.kernels.native.memory import Arena
 NAME = "_specpress"
 # Fastest first; the numbers are those of api.cpp.
 PATHS = ("avx512-vnni", "avx-vnni", "avx2", "portable")
-KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5}
+KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
 # Inputs that one 64-byte vector holds of each of its 16 outputs.
-STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16}
+STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
 BLOCK = 32
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 
@@ -156,12 +156,15 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
     "forward": (None, [_P, _P, _P, _P, _P, _I, _P, _P]),
+    "draft": (_I, [_P, _P, _P, _P, _I, _P, _I, _P, _I]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),
     "gated": (None, [_I, _P, _P, _I, _I, _P]),
+    "largest": (_I, [_I, _P, _I, _I]),
     "rotate": (None, [_I, _P, _I, _I, _I, _I, _P, _P]),
     "remember": (None, [_I, _P, _I, _P, _I, _P, _P, _P]),
     "attend": (None, [_I, _P, _P, _I, _I, c_float, _P, _P, _P]),
+    "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
     "read": (c_double, [_P, _P, _I, _P]),
 }
 
@@ -180,9 +183,10 @@ def library() -> tuple[Any | None, str]:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"the native kernels cannot be loaded ({error}); install specpress again"
-    sizes = (c_int64 * len(_SIZES))()
+    sizes = (c_int64 * (len(_SIZES) + 1))()
     loaded.specpress_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(struct) for struct in _SIZES]:
+    # A library that knows fewer kinds would jump into nothing where a new one is asked of it.
+    if list(sizes) != [*(ctypes.sizeof(struct) for struct in _SIZES), len(KINDS)]:
         return None, "the native kernels are of another version than this code; install specpress again"
     return loaded, ""
 

@@ -17,7 +17,7 @@ bool same_want(const Weights& a, const Weights& b) {
 int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 int64_t bytes_per_block(const Weights& w) {
-    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 ? 8 : w.kind == TERNARY ? 2 : 4;
+    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 || w.kind == NESTED ? 8 : w.kind == TERNARY ? 2 : 4;
     return w.groups * w.group * BLOCK * bits / 8;
 }
 
@@ -267,7 +267,7 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
     grow(chosen_, rows * m.chosen);
     path_.choose(share_.data(), rows, experts, m.chosen, m.renormalize, chosen_.data());
     std::fill(sum_.begin(), sum_.begin() + rows * hidden, 0.0f);
-    std::vector<int64_t> members;
+    std::vector<int64_t>& members = members_;
     for (int64_t e = 0; e < experts; e++) {
         members.clear();
         for (int64_t row = 0; row < rows; row++)
@@ -296,6 +296,12 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
 
 void Decoder::forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
     std::lock_guard<std::mutex> lock(one_);
+    run(batch, cos, sin);
+    read_out(at, count, hidden_out, logits);
+}
+
+// All layers: stores keys and values, and leaves the rows in x_.
+void Decoder::run(const Batch& batch, const float* cos, const float* sin) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, hidden = model_.hidden;
     grow(x_, rows * hidden);
@@ -326,7 +332,12 @@ void Decoder::forward(const Batch& batch, const float* cos, const float* sin, co
         else
             mlp(layer, rows);
     }
+}
+
+// The last norm and the head, of some rows of x_.
+void Decoder::read_out(const int64_t* at, int64_t count, float* hidden_out, float* logits) {
     if (!count) return;
+    const int64_t hidden = model_.hidden;
     rows_of(count, hidden, [&](int thread, int64_t i) {
         path_.norm(x_.data() + at[i] * hidden, model_.norm, hidden, model_.norm_eps, model_.norm_offset, hidden_out + i * hidden, scratch(thread));
     });

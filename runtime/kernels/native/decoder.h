@@ -68,6 +68,13 @@ class Decoder {
     // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count).
     void forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden, float* logits);
 
+    // Greedy continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
+    // itself: the first of the largest logits 0..limit becomes its next row, until tokens[request][0..steps[request]) are
+    // known. The last of them is not run. `stride`: the tokens of a row of `tokens`. The caches have room, and the rotary
+    // tables reach as far. False where logits are not finite: then nothing in `tokens` is of use.
+    bool draft(const Batch& first, const float* cos, const float* sin, int64_t requests, const int64_t* steps, int64_t limit,
+               int64_t* tokens, int64_t stride);
+
     // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
     void project(const Projection& p, const float* x, int64_t rows, float* y);
 
@@ -82,12 +89,20 @@ class Decoder {
         int64_t stride;
     };
     using RowSource = const float* (*)(Decoder&, int thread, int64_t row, const void* context);
+    // The rows that a draft feeds itself: one per request that still grows.
+    struct Growing {
+        std::vector<int64_t> owner, token, position, at, zeros, chain;
+        std::vector<float> hidden, logits;
+        void reach(int64_t requests, int64_t hidden_size, int64_t vocabulary);
+    };
 
     template <class F>
     void rows_of(int64_t rows, int64_t work, F&& f);
     template <class F>
     void prepare(const Projection& p, int64_t rows, F&& row_of);
     void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
+    void run(const Batch& batch, const float* cos, const float* sin);
+    void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
     void attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin);
     void mlp(const Layer& layer, int64_t rows);
@@ -103,8 +118,9 @@ class Decoder {
     std::vector<Want> wants_;
     std::vector<int64_t> want_of_;
     std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, gathered_, expert_, sum_, share_;
-    std::vector<int64_t> chosen_;
+    std::vector<int64_t> chosen_, members_;
     std::vector<AttentionUnit> units_;
+    Growing growing_;
 };
 
 }  // namespace specpress

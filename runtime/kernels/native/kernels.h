@@ -5,13 +5,14 @@
 
 namespace specpress {
 
-enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, KINDS = 6 };
+// NESTED is int8 in two planes of nibbles, of which UPPER reads the upper one alone: the draft's product (nested.cpp).
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, NESTED = 6, UPPER = 7, KINDS = 8 };
 enum ScaleType : int64_t { SCALE_F32 = 0, SCALE_BF16 = 1, SCALE_F16 = 2 };
 
 constexpr int64_t BLOCK = 32;  // outputs of one small product
 
 // A linear layer, laid out in blocks of 32 outputs (pack.cpp). 64 bytes hold 16 outputs times 1 (f32), 2 (bf16),
-// 4 (int8), 8 (int4, nf4) or 16 (ternary) inputs; two such vectors stand side by side.
+// 4 (int8), 8 (int4, nf4, a plane of nested) or 16 (ternary) inputs; two such vectors stand side by side.
 struct Weights {
     int64_t kind;
     int64_t outputs, inputs;
@@ -28,6 +29,9 @@ struct Weights {
     const int32_t* perm;   // [inputs] or null: codes[:, j] belongs to input perm[j]
     const float* input_scale;  // static activations, or null
 };
+
+// Bytes of one plane of a nested layer; the lower plane follows the upper one.
+inline int64_t plane_bytes(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK * w.groups * (w.group / 8) * 128; }
 
 // Inputs as a layer wants them. Two layers with equal keys can share them.
 struct Inputs {
@@ -105,6 +109,9 @@ struct Path {
     void (*choose)(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which);
     int64_t (*attention_scratch)(const Heads& h);  // floats
     int64_t (*tile_rows)();
+    // Where the first `limit` of `size` logits are largest, the first of equals; -1: among all of them is a NaN or +inf, or
+    // among the first nothing above -inf.
+    int64_t (*largest)(const float* x, int64_t size, int64_t limit);
     bool unsigned_dot;
 };
 

@@ -5,7 +5,8 @@
 // One small product is up to MAX_ROWS rows by 32 outputs. A row's operations are the same whichever rows share it, so
 // its bits are too. A scheme says how 64 bytes become weights (`part`), how many inputs two such vectors hold (STEP),
 // and how an accumulator starts (`start`): the dot instruction wants one unsigned operand, and what was added to make it
-// so is taken off beforehand, in exact integers.
+// so is taken off beforehand, in exact integers. Where one vector does not hold whole weights a scheme also says what is
+// read at a place (`fetch`, `read`) and what a finished accumulator stands for (`total`).
 #pragma once
 
 #include <cstddef>
@@ -82,9 +83,9 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
         }
         for (int m = M; m < SETS * M; m++) acc[m][0] = acc[m][1] = seti(0);
         for (int64_t k = 0; k < size; k += STEP, codes += 128) {
-            prefetch(codes + AHEAD);
-            prefetch(codes + AHEAD + 64);
-            const B64 left = load64(codes), right = load64(codes + 64);
+            scheme.fetch(codes + AHEAD);
+            scheme.fetch(codes + AHEAD + 64);
+            const auto left = scheme.read(codes), right = scheme.read(codes + 64);
             scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
         }
         for (int m = M; m < SETS * M; m++)
@@ -96,7 +97,7 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
             const F16 by = set(step[m * groups + g]);
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
-                F16 term = mul(to_float(acc[m][h]), scale[h]);
+                F16 term = mul(to_float(scheme.total(acc[m][h], sums[m * groups + g])), scale[h]);
                 if (w.offset) {
                     F16 sum = set(static_cast<float>(sums[m * groups + g]));
                     term = sub(term, mul(sum, load(w.offset + at + h * LANES)));
@@ -141,13 +142,16 @@ template <class Scheme, int INPUTS>
 struct IntegerScheme {
     static constexpr int STEP = INPUTS;
     explicit IntegerScheme(const Weights&) {}
+    void fetch(const uint8_t* codes) const { prefetch(codes); }
+    B64 read(const uint8_t* codes) const { return load64(codes); }
+    I16 total(I16 acc, int32_t) const { return acc; }
 
-    template <int M, int SETS>
-    inline void each(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
+    template <int M, int SETS, class Raw>
+    inline void each(Raw left, Raw right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         parts<M, SETS, 0>(left, right, x, stride, acc);
     }
-    template <int M, int SETS, int I>
-    inline void parts(B64 left, B64 right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
+    template <int M, int SETS, int I, class Raw>
+    inline void parts(Raw left, Raw right, const int8_t* x, int64_t stride, I16 (&acc)[SETS * M][2]) const {
         if constexpr (I < INPUTS / 4) {
             const auto& self = static_cast<const Scheme&>(*this);
             const B64 a = self.template part<I>(left), b = self.template part<I>(right);

@@ -18,6 +18,9 @@ int64_t step_of(int64_t kind) {
     }
 }
 
+// No kind: in the templates below, the lower plane of a nested layer (UPPER is its upper one).
+constexpr int LOWER = KINDS;
+
 int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 uint32_t word(const uint8_t* p) {
@@ -31,6 +34,8 @@ uint32_t word(const uint8_t* p) {
 template <int KIND>
 uint32_t squeeze(const uint8_t* c, uint32_t turn) {
     if constexpr (KIND == INT8) return word(c);
+    if constexpr (KIND == LOWER) return (word(c) & 0x0f0f0f0fu) | (word(c + 4) & 0x0f0f0f0fu) << 4;
+    if constexpr (KIND == UPPER) return ((word(c) >> 4 & 0x0f0f0f0fu) | (word(c + 4) & 0xf0f0f0f0u)) ^ 0x88888888u;
     if constexpr (KIND == INT4 || KIND == NF4) return ((word(c) ^ turn) & 0x0f0f0f0fu) | ((word(c + 4) ^ turn) & 0x0f0f0f0fu) << 4;
     uint32_t out = 0;
     if constexpr (KIND == TERNARY)
@@ -136,7 +141,10 @@ void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint
 
 }  // namespace
 
-int64_t packed_bytes(const Weights& w) { return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128; }
+int64_t packed_bytes(const Weights& w) {
+    if (w.kind == NESTED) return 2 * plane_bytes(w);
+    return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128;
+}
 
 bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums, Rows stored) {
     const auto* bytes = static_cast<const uint8_t*>(rows);
@@ -151,6 +159,10 @@ bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_
                 case INT8: sound = pack_block<INT8>(w, bytes, block, codes, sums); break;
                 case INT4: sound = pack_block<INT4>(w, bytes, block, codes, nullptr); break;
                 case NF4: sound = pack_block<NF4>(w, bytes, block, codes, nullptr); break;
+                case NESTED:
+                    pack_block<UPPER>(w, bytes, block, codes, nullptr);
+                    pack_block<LOWER>(w, bytes, block, codes + plane_bytes(w), nullptr);
+                    break;
                 case TERNARY: sound = pack_block<TERNARY>(w, bytes, block, codes, nullptr); break;
                 default: pack_float_block(w, bytes, block, codes);
             }

@@ -12,6 +12,8 @@ void linear_int8(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_
 void linear_int4(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_nf4(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_ternary(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
+void linear_nested(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
+void linear_upper(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void quantize(const Weights&, const float*, int8_t*, float*, int32_t*, float*);
 void norm(const float*, const float*, int64_t, float, float, float*, float*);
 void gated(const float*, const float*, int64_t, bool, float*);
@@ -21,11 +23,12 @@ void attend(const AttentionCall&, const AttentionUnit&, float*);
 void choose(float*, int64_t, int64_t, int64_t, bool, int64_t*);
 int64_t attention_scratch(const Heads&);
 int64_t tile_rows();
+int64_t largest(const float*, int64_t, int64_t);
 
 extern const Path path;
 const Path path = {
-    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary},
-    quantize, norm, gated, rotate, remember, attend, choose, attention_scratch, tile_rows, UNSIGNED_DOT,
+    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper},
+    quantize, norm, gated, rotate, remember, attend, choose, attention_scratch, tile_rows, largest, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

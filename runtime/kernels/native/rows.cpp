@@ -198,4 +198,41 @@ void choose(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool r
     }
 }
 
+// As sampling.finite_choices, over all logits and then over the first `limit`.
+int64_t largest(const float* x, int64_t size, int64_t limit) {
+    // Stretches of this many: only in the one with the maximum is the place looked for.
+    constexpr int64_t STRETCH = 512;
+    int64_t best = 0;
+    float highest = -INFINITY;
+    bool finite = true;
+    for (int64_t from = 0; from < size; from += STRETCH) {
+        const int64_t end = from + STRETCH < size ? from + STRETCH : size, known = end < limit ? end : limit;
+        F16 top = set(-INFINITY);
+        I16 most = seti(0);
+        int64_t i = from;
+        for (; i + LANES <= known; i += LANES) {
+            const F16 v = load(x + i);
+            top = max(top, v), most = maxi(most, andi(bits(v), 0x7fffffff));
+        }
+        float lane = lane_max(top);
+        for (int64_t k = i; k < known; k++) lane = x[k] > lane ? x[k] : lane;
+        if (lane > highest) highest = lane, best = from;
+        float magnitude[LANES];
+        store(magnitude, as_float(most));
+        for (int j = 0; j < LANES; j++) finite = finite && std::isfinite(magnitude[j]);
+        for (; i < end; i++) finite = finite && std::isfinite(x[i]);
+    }
+    if (!finite) {
+        // Rare: masked tokens (-inf) are no fault, the rest is. A NaN may also have hidden the maximum.
+        highest = -INFINITY, best = 0;
+        for (int64_t i = 0; i < size; i++) {
+            if (std::isnan(x[i]) || x[i] == INFINITY) return -1;
+            if (i < limit && x[i] > highest) highest = x[i], best = i;
+        }
+        if (highest == -INFINITY) return -1;
+    }
+    while (x[best] != highest) best++;
+    return best;
+}
+
 }  // namespace SPECPRESS_PATH

@@ -70,6 +70,13 @@ template <int S> inline B64 field(B64 a, int mask) {
     __m512i v = S == 0 ? a.v : _mm512_srli_epi16(a.v, S);
     return {_mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask)))};
 }
+// Bytes of two nibbles: nibble I of each byte of `high` above nibble I of `low`'s.
+template <int I> inline B64 join(B64 high, B64 low) {
+    // Bit by bit `mask ? high : low`, which also drops what a 16-bit shift moves across bytes.
+    const __m512i mask = _mm512_set1_epi8(static_cast<char>(0xf0));
+    if (I == 0) return {_mm512_ternarylogic_epi32(mask, _mm512_slli_epi16(high.v, 4), low.v, 0xca)};
+    return {_mm512_ternarylogic_epi32(mask, high.v, _mm512_srli_epi16(low.v, 4), 0xca)};
+}
 inline B64 table(const uint8_t* sixteen) {
     return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)))};
 }
@@ -168,6 +175,19 @@ template <int S> inline B64 field(B64 x, int mask) {
     __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
     if (S == 0) return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
     return {_mm256_and_si256(_mm256_srli_epi16(x.a, S), m), _mm256_and_si256(_mm256_srli_epi16(x.b, S), m)};
+}
+template <int I> inline B64 join(B64 high, B64 low) {
+    auto part = [](__m256i h, __m256i l) {
+        const __m256i mask = _mm256_set1_epi8(static_cast<char>(0xf0));
+        h = I == 0 ? _mm256_slli_epi16(h, 4) : h, l = I == 0 ? l : _mm256_srli_epi16(l, 4);
+        return _mm256_or_si256(_mm256_and_si256(mask, h), _mm256_andnot_si256(mask, l));
+    };
+    return {part(high.a, low.a), part(high.b, low.b)};
+}
+// Unsigned bytes minus 128, as signed ones.
+inline B64 minus_128(B64 x) {
+    __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+    return {_mm256_xor_si256(x.a, top), _mm256_xor_si256(x.b, top)};
 }
 inline B64 table(const uint8_t* sixteen) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)));
@@ -283,6 +303,15 @@ template <int S> inline B64 field(B64 a, int mask) {
     B64 out;
     for (int i = 0; i < 64; i++) out.v[i] = static_cast<uint8_t>((a.v[i] >> S) & mask);
     return out;
+}
+template <int I> inline B64 join(B64 high, B64 low) {
+    B64 out;
+    for (int i = 0; i < 64; i++) out.v[i] = static_cast<uint8_t>((high.v[i] >> 4 * I & 15) << 4 | (low.v[i] >> 4 * I & 15));
+    return out;
+}
+inline B64 minus_128(B64 x) {
+    for (int i = 0; i < 64; i++) x.v[i] ^= 0x80;
+    return x;
 }
 inline B64 table(const uint8_t* sixteen) {
     B64 out;

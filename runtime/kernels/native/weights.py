@@ -35,6 +35,11 @@ class NativeWeight:
         """Whether the codes are float32 or bfloat16 values."""
         return self.struct.kind in (KINDS["f32"], KINDS["bf16"])
 
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper_weight` takes it."""
+        return bool(self.struct.kind == KINDS["nested"])
+
 
 def native_weight(weight: PackedWeight | Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
     """Lays out a packed or float (N, K) weight; `bias` (N,) is for float ones (packed ones carry theirs).
@@ -43,6 +48,19 @@ def native_weight(weight: PackedWeight | Tensor, bias: Tensor | None, pool: Pool
     Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
     """
     return _packed(weight, pool) if isinstance(weight, PackedWeight) else _float(weight, bias, pool)
+
+
+def upper_weight(weight: NativeWeight) -> NativeWeight:
+    """A weight in two planes, of which the products read the upper one alone (reference.upper_codes): the same memory.
+
+    Raises ValueError for other weights.
+    """
+    if not weight.has_planes:
+        raise ValueError("only int8 weights packed as planes have an upper half of their own")
+    struct = WeightsStruct.from_buffer_copy(weight.struct)
+    struct.kind = KINDS["upper"]
+    codes = weight.tensors[0]
+    return NativeWeight(struct, weight.tensors, weight.nbytes - codes.nbytes // 2)
 
 
 def _float(weight: Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
@@ -65,6 +83,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
     if kind not in ("int8", "int4", "nf4", "ternary"):
         raise ValueError(f"no native kernel for {kind} weights")
+    if weight.planes and kind != "int8":
+        raise ValueError(f"only int8 weights have planes, found {kind}")
     weight = _readable(weight)
     codes, n, k = weight.codes, *weight.shape
     dtype = torch.int8 if weight.nibbles is None else torch.uint8
@@ -75,7 +95,7 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
         raise ValueError(f"{k} inputs of {kind} weights could overflow a 32-bit sum (at most {MAX_INPUTS} do not)")
     group = weight.scheme.group_size or k
     groups = -(-k // group)
-    struct = _struct(kind, n, k, group, groups)
+    struct = _struct("nested" if weight.planes else kind, n, k, group, groups)
     scale = _per_group("scale", weight.scale, n, groups)
     # The levels of nf4 are held as level · 127.
     scale = _narrowest(scale / 127.0 if kind == "nf4" else scale)
@@ -84,7 +104,9 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     perm = None if weight.perm is None else _order(weight.perm, k)
     static = None if weight.input_scale is None else _positive("input_scale", weight.input_scale)
     # Everything fits. Only from here on pointers are taken.
-    sums = torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if kind == "int8" else None
+    sums = (
+        torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
+    )
     packed = _lay_out_codes(weight, struct, sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
     tensors = [packed, scale]

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,3 +90,16 @@ def measure_costs(
     target_ms = {width: medians[width] for width in widths}
     ratios = {width: spent / target_ms[1] for width, spent in target_ms.items()}
     return StepCosts(len(text), target_ms, medians.get(0), repeats, ratios)
+
+
+def width_cost(widths: Mapping[int, float], width: float) -> float:
+    """v: the cost of a target forward of `width` rows over one of 1 row, from measured widths.
+
+    Linear between measured widths, and beyond the last one with the slope of the last piece. Width 1 costs 1.
+    """
+    points = sorted({**widths, 1: 1.0}.items())
+    if len(points) == 1:
+        return 1.0
+    at = min(max(bisect_left([w for w, _ in points], width), 1), len(points) - 1)
+    (left, low), (right, high) = points[at - 1], points[at]
+    return low + (high - low) * (width - left) / (right - left)

@@ -1,0 +1,122 @@
+"""Open-loop load: requests come when they come (a Poisson process), whether or not the engine keeps up."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
+
+import numpy as np
+
+from runtime.batching import Engine
+from runtime.bench_speculate import Job, Way, percentiles
+from runtime.drafters import Request
+from runtime.metrics import Metrics
+
+# Steps of the search between a rate that held and one that did not.
+_BISECTIONS = 4
+_MOST_DOUBLINGS = 10
+
+
+@dataclass(frozen=True)
+class Served:
+    """One run at one rate. Milliseconds, from a request's arrival: the wait for a place in the batch counts."""
+
+    rate: float
+    requests: int
+    requests_per_second: float
+    tokens_per_second: float
+    latency_ms: dict[str, float | None]
+    ttft_ms: dict[str, float | None]
+    itl_ms: dict[str, float | None]
+    mean_batch: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What P90 must stay under, in milliseconds; None: no bound."""
+
+    latency_ms: float | None
+    ttft_ms: float | None
+
+    def holds(self, served: Served) -> bool:
+        """Whether a run stayed under both."""
+        return all(
+            limit is None or (found["p90"] is not None and found["p90"] <= limit)
+            for limit, found in ((self.latency_ms, served.latency_ms), (self.ttft_ms, served.ttft_ms))
+        )
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds at which `count` requests come, `rate` a second on average: exponential gaps."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    found: list[float] = np.cumsum(gaps).tolist()
+    return found
+
+
+def serve(job: Job, way: Way, rate: float, count: int, seed: int) -> Served:
+    """`count` requests, the job's prompts in turn, at a rate; returns when the last one has ended."""
+    engine = Engine(job.decoder, way.drafter, way.draft_length, job.rule, way.cache, max_batch=job.batch)
+    items = list(islice(cycle(job.items), count))
+    due = arrivals(rate, count, seed)
+    requests = [
+        Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
+        for i, item in enumerate(items)
+    ]
+    metrics = [Metrics() for _ in items]
+    sent, rounds, live = 0, 0, 0
+    start = engine.clock.now()
+    try:
+        while sent < count or engine.busy:
+            now = engine.clock.now() - start
+            while sent < count and due[sent] <= now:
+                # Counted from when it came, not from when the engine had time to look.
+                engine.add(requests[sent], metrics[sent], start + due[sent])
+                sent += 1
+            if engine.busy:
+                live += len(engine.step())
+                rounds += 1
+            else:
+                time.sleep(max(0.0, due[sent] - now))
+        seconds = engine.clock.now() - start
+    finally:
+        engine.close()
+    times = [one.arrivals[0] for one in metrics]
+    return Served(
+        rate=rate,
+        requests=count,
+        requests_per_second=count / seconds,
+        tokens_per_second=sum(map(len, times)) / seconds,
+        latency_ms=percentiles([one[-1] for one in times]),
+        ttft_ms=percentiles([one[0] for one in times]),
+        itl_ms=percentiles([b - a for one in times for a, b in pairwise(one)]),
+        mean_batch=live / rounds,
+    )
+
+
+def highest_rate(run: Callable[[float], Served], rate: float, bound: Bound) -> tuple[float | None, Sequence[Served]]:
+    """The highest rate that held of those tried (None: none did), and every run.
+
+    Doubles while the bound holds, or halves until it does, and then bisects.
+    """
+    tried = [run(rate)]
+    held = rate if bound.holds(tried[0]) else None
+    broke = None if held else rate
+    for _ in range(_MOST_DOUBLINGS):
+        if held is not None and broke is not None:
+            break
+        rate = rate * 2 if broke is None else rate / 2
+        tried.append(run(rate))
+        if bound.holds(tried[-1]):
+            held = rate
+        else:
+            broke = rate
+    if held is None or broke is None:
+        return held, tried
+    for _ in range(_BISECTIONS):
+        middle = (held + broke) / 2
+        tried.append(run(middle))
+        if bound.holds(tried[-1]):
+            held = middle
+        else:
+            broke = middle
+    return held, tried

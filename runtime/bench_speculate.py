@@ -1,0 +1,189 @@
+"""Decoding with and without speculation, in turns: how much faster, how far from what the costs predict, and whether
+any token differs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from runtime.batching import Engine
+from runtime.controller import Controller
+from runtime.costs import StepCosts, width_cost
+from runtime.drafters import Drafter, Request
+from runtime.metrics import Metrics, predicted_speedup, total
+from runtime.rows import Cache, Decoder
+from runtime.sampling import Sampling
+from runtime.verify import Rule
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt as token ids, and its group."""
+
+    tokens: list[int]
+    group: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all passes share. `draft_length` None: a controller chooses."""
+
+    decoder: Decoder
+    drafter: Drafter
+    items: tuple[Item, ...]
+    new_tokens: int
+    batch: int
+    sampling: Sampling
+    rule: Rule
+    draft_length: int | None
+    stop: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts once: wall seconds, and per prompt what was counted and the new tokens."""
+
+    seconds: float
+    metrics: list[Metrics]
+    tokens: list[list[int]]
+
+
+@dataclass
+class Way:
+    """Plain or speculative decoding: its γ (a controller learns across passes), cache and passes."""
+
+    drafter: Drafter
+    draft_length: int | Controller
+    cache: Cache
+    passes: list[Pass] = field(default_factory=list)
+
+    @property
+    def counts(self) -> Metrics:
+        """The sum over all passes and prompts."""
+        return total([m for one in self.passes for m in one.metrics])
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Of each pass."""
+        return [sum(map(len, one.tokens)) / one.seconds for one in self.passes]
+
+
+def run_once(job: Job, way: Way, count: int | None = None) -> Pass:
+    """All prompts (or the first `count`) through an engine, `batch` at a time."""
+    items = job.items[:count]
+    engine = Engine(job.decoder, way.drafter, way.draft_length, job.rule, way.cache, max_batch=job.batch)
+    requests = [
+        Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
+        for i, item in enumerate(items)
+    ]
+    metrics = [Metrics() for _ in items]
+    try:
+        started = engine.clock.now()
+        for request, measured in zip(requests, metrics, strict=True):
+            engine.add(request, measured)
+        while engine.busy:
+            engine.step()
+        seconds = engine.clock.now() - started
+    finally:
+        engine.close()
+    return Pass(seconds, metrics, [request.new_tokens for request in requests])
+
+
+def measure(job: Job, plain: Drafter, rounds: int, say: Callable[[str], None]) -> tuple[Way, Way]:
+    """`rounds` passes without and with speculation, in turns, after one that does not count."""
+    cache = job.decoder.new_cache()
+    length: int | Controller = Controller() if job.draft_length is None else job.draft_length
+    ways = (Way(plain, 0, cache), Way(job.drafter, length, cache))
+    for way in ways:
+        run_once(job, way, count=max(1, min(2, len(job.items))))
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        for way in ways if number % 2 == 0 else ways[::-1]:
+            way.passes.append(run_once(job, way))
+    return ways
+
+
+def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str, Any]:
+    """What one run shows; times in milliseconds. A figure that cannot be told is None."""
+    counts = spoken.counts
+    speeds = [a / b for a, b in zip(spoken.tokens_per_second, plain.tokens_per_second, strict=True)]
+    pairs = list(zip(plain.passes[0].tokens, spoken.passes[0].tokens, strict=True))
+    gamma = counts.drafted / counts.rounds if counts.rounds else None
+    return {
+        "drafter": job.drafter.name,
+        "batch": job.batch,
+        "temperature": job.sampling.temperature,
+        "verify": "greedy" if job.sampling.greedy else job.rule,
+        "draft_length": job.draft_length,
+        "prompts": len(job.items),
+        "new_tokens": sum(map(len, spoken.passes[0].tokens)),
+        "rounds": len(spoken.passes),
+        "plain": plain.counts.report() | {"tokens_per_second": median(plain.tokens_per_second)},
+        "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
+        "speedup": median(speeds),
+        "predicted_speedup": _predicted(job, plain.counts, counts, costs),
+        "draft_cost_ratio": _draft_cost(plain.counts, counts, costs),
+        "acceptance_rate": counts.acceptance_rate,
+        "tokens_per_round": counts.tokens_per_round,
+        "accepted_by_position": counts.accepted_by_position,
+        "drafted_per_round": gamma,
+        "draft_ms": counts.draft_seconds * 1e3,
+        "target_ms": counts.target_seconds * 1e3,
+        "ttft_ms": percentiles([times[0] for times in counts.arrivals if times]),
+        "kv_bytes_per_token": spoken.cache.bytes_per_token(),
+        "tokens_compared": sum(len(a) for a, _ in pairs),
+        "mismatches": None if _free(job) else sum(a != b for a, b in pairs),
+        "groups": _groups(job, plain, spoken),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90 and p99 in milliseconds; None of nothing."""
+    ordered = sorted(seconds)
+    return {
+        f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1e3 if ordered else None
+        for p in (50, 90, 99)
+    }
+
+
+def _free(job: Job) -> bool:
+    """Whether speculation may give another text than plain decoding, of the same distribution."""
+    return job.rule != "coupled" and not job.sampling.greedy
+
+
+def _draft_cost(plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
+    """c: measured alone for a draft model, else from the time that proposing took."""
+    if costs is not None and costs.draft_ratio is not None:
+        return costs.draft_ratio
+    if not spoken.drafted or not plain.target_forwards:
+        return None
+    return spoken.draft_seconds / spoken.drafted / (plain.target_seconds / plain.target_forwards)
+
+
+def _predicted(job: Job, plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
+    """τ / (γc + v) at the mean γ, for one request at a time."""
+    c, tau = _draft_cost(plain, spoken, costs), spoken.tokens_per_round
+    if job.batch > 1 or costs is None or c is None or tau is None:
+        return None
+    gamma = spoken.drafted / spoken.rounds
+    return predicted_speedup(tau, gamma, c, width_cost(costs.widths, 1 + gamma))
+
+
+def _groups(job: Job, plain: Way, spoken: Way) -> list[dict[str, Any]]:
+    """Per group of tasks: speed by the requests' own time, and acceptance."""
+    out = []
+    for name in dict.fromkeys(item.group for item in job.items):
+        members = [i for i, item in enumerate(job.items) if item.group == name]
+        ours, base = (total([one.metrics[i] for one in way.passes for i in members]) for way in (spoken, plain))
+        fast, slow = ours.tokens_per_second, base.tokens_per_second
+        out.append(
+            {
+                "name": name,
+                "prompts": len(members),
+                "tokens_per_second": fast,
+                "speedup": fast / slow if fast and slow else None,
+                "acceptance_rate": ours.acceptance_rate,
+                "tokens_per_round": ours.tokens_per_round,
+            }
+        )
+    return out

@@ -1,0 +1,243 @@
+"""How many tokens to draft: the γ of each round that gains the most tokens per millisecond, by what was measured.
+
+Tokens come from how often drafts were accepted to each depth, time from what drafting and forwards of each width took.
+Both fade, so that a text which changes its nature, or a machine its speed, changes γ. Nothing is assumed of a drafter:
+prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+LONGEST = 16
+# What trying a length that does not look best may cost, as a share of all time.
+PROBING = 0.015
+# How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
+# in which the machine was elsewhere says little.
+_RATE = 0.1
+_OUTLIER = 1.5
+# What a round leaves of the counts before it: some hundred rounds decide.
+_FADE = 0.99
+# How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
+_PRIOR = 2.0
+_HOPED = 0.7
+# The first rounds of all, which show what drafting and not drafting cost.
+_OPENING = (0, 4, 0, 4)
+# A choice holds for so many rounds: choosing anew takes as long as a tenth of a small model's forward.
+_HOLD = 8
+
+
+# Weights are brought back to 1 above this.
+_HEAVY = 1e9
+
+
+@dataclass
+class Curve:
+    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
+
+    values: dict[int, float] = field(default_factory=dict)
+
+    def add(self, at: int, seconds: float) -> None:
+        """Takes in one measurement."""
+        old = self.values.get(at)
+        self.values[at] = seconds if old is None else old + _RATE * (min(seconds, _OUTLIER * old) - old)
+
+    def at(self, x: float) -> float:
+        """The time at x; 0 where nothing was measured, and the first or last measurement's beyond a single one."""
+        known = sorted(self.values)
+        if not known:
+            return 0.0
+        if x <= known[0]:
+            return self.values[known[0]]
+        for low, high in pairwise(known):
+            if x <= high:
+                share = (x - low) / (high - low)
+                return self.values[low] * (1 - share) + self.values[high] * share
+        first, last = known[0], known[-1]
+        if first == last:
+            return self.values[last]
+        # The slope over all that is known, which wavers least; never downwards: more work does not take less time.
+        slope = max(0.0, (self.values[last] - self.values[first]) / (last - first))
+        return self.values[last] + slope * (x - last)
+
+
+@dataclass
+class Chain:
+    """Chains by depth: how often one could have gone so far, had that many tokens, and had them accepted.
+
+    Later drafts weigh more, which is the same as fading the earlier ones, and touches fewer numbers.
+    """
+
+    reached: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    allowed: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+    weight: float = 1.0
+
+    def fade(self) -> None:
+        """A round has passed in which something was drafted."""
+        self.weight /= _FADE
+        if self.weight > _HEAVY:
+            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
+                counts[:] = [count / self.weight for count in counts]
+            self.weight = 1.0
+
+    def add(self, budget: int, drafted: int, accepted: int) -> None:
+        """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
+        longest = len(self.reached)
+        if budget > longest:
+            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
+                counts += [0.0] * (budget - longest)
+        for counts, upto in (
+            (self.allowed, budget),
+            (self.drafted, drafted),
+            (self.reached, min(accepted + 1, budget)),
+            (self.accepted, accepted),
+        ):
+            for depth in range(upto):
+                counts[depth] += self.weight
+
+    def tokens(self, most: int) -> list[float]:
+        """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
+        prior, above, alive = _PRIOR * self.weight, _HOPED, 1.0
+        sums = [0.0]
+        for depth in range(most):
+            if depth < len(self.reached):
+                above = (self.accepted[depth] + prior * above) / (self.reached[depth] + prior)
+            alive *= above
+            sums.append(sums[-1] + alive)
+        return sums
+
+    def lengths(self, most: int) -> list[float]:
+        """Tokens that drafts of at most 0, 1, … `most` can be expected to have."""
+        prior, above = _PRIOR * self.weight, 1.0
+        sums = [0.0]
+        for depth in range(most):
+            if depth < len(self.allowed):
+                above = (self.drafted[depth] + prior * above) / (self.allowed[depth] + prior)
+            sums.append(sums[-1] + above)
+        return sums
+
+
+@dataclass
+class Tree:
+    """Trees by the number of their nodes: how many tokens were accepted. More nodes never gain less."""
+
+    gained: dict[int, tuple[float, float]] = field(default_factory=dict)  # sum and count, both fading
+
+    def fade(self) -> None:
+        """A round has passed in which something was drafted."""
+        self.gained = {nodes: (total * _FADE, count * _FADE) for nodes, (total, count) in self.gained.items()}
+
+    def add(self, nodes: int, accepted: int) -> None:
+        """Takes in one tree."""
+        total, count = self.gained.get(nodes, (0.0, 0.0))
+        self.gained[nodes] = (total + accepted, count + 1)
+
+    def tokens(self, nodes: int) -> float:
+        """Tokens that a tree of so many nodes can be expected to have accepted: each doubling adds as much."""
+        known = [(size, total / count) for size, (total, count) in self.gained.items() if count > 0.1]
+        if not known or nodes == 0:
+            return 0.0 if nodes == 0 else _HOPED * nodes.bit_length()
+        size, mean = min(known, key=lambda one: abs(one[0].bit_length() - nodes.bit_length()))
+        return mean * nodes.bit_length() / size.bit_length()
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One request's draft in a round: its tokens, those accepted, and whether it was a chain or a tree."""
+
+    drafted: int
+    accepted: int
+    chain: bool = True
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round was and took: `batch` requests of at most `budget` drafted tokens each; `width` rows; seconds."""
+
+    batch: int
+    budget: int
+    drafts: tuple[Drafted, ...]
+    width: int
+    draft_seconds: float
+    target_seconds: float
+
+
+class Controller:
+    """Chooses γ for all requests of a round. What it learns stays when requests come and go.
+
+    limit  the largest γ that it may choose.
+    """
+
+    def __init__(self, limit: int = LONGEST) -> None:
+        self.limit = limit
+        self.seconds = 0.0
+        self.probing_seconds = 0.0
+        self._chain, self._tree = Chain(), Tree()
+        self._target = Curve()  # by width
+        self._draft: dict[int, Curve] = {}  # by batch: by budget
+        self._trees = False
+        self._rounds = 0
+        self._probing: float | None = None  # tokens per second that the round chosen last gave up
+        self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
+        self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
+
+    def choose(self, batch: int, missing: int) -> int:
+        """γ for a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
+        most = min(self.limit, missing)
+        self._probing = None
+        if most <= 0:
+            return 0
+        if self._rounds < len(_OPENING):
+            return min(_OPENING[self._rounds], most)
+        held_batch, held_most, held, until = self._held
+        if (batch, most) == (held_batch, held_most) and self._rounds < until:
+            return held
+        rates = self.rates(batch, most)
+        best = max(range(most + 1), key=rates.__getitem__)
+        other = 0 if best > 0 else max(range(1, most + 1), key=rates.__getitem__)
+        lost = (1 + self._tokens(other)[other]) * batch / rates[other] * max(0.0, 1 - rates[other] / rates[best])
+        if self._last.get(other > 0, 0) == self._rounds or self.probing_seconds + lost > PROBING * self.seconds:
+            self._held = (batch, most, best, self._rounds + _HOLD)
+            return best
+        # One round of what looked worse: drafting where none is done, or none where drafting is done.
+        self._probing = rates[best]
+        return other
+
+    def rates(self, batch: int, most: int) -> list[float]:
+        """Tokens per second that a round of γ = 0, 1, … `most` can be expected to gain."""
+        tokens, found = self._tokens(most), []
+        lengths = [float(i) for i in range(most + 1)] if self._trees else self._chain.lengths(most)
+        nearest = min(self._draft, key=lambda known: abs(known - batch), default=None)
+        for budget in range(most + 1):
+            seconds = self._target.at(batch * (1 + lengths[budget]))
+            if budget > 0 and nearest is not None:
+                # Unknown batches take what the nearest known one takes: a draft model reads its weights once for all.
+                seconds += self._draft[nearest].at(budget)
+            found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
+        return found
+
+    def observe(self, found: Round) -> None:
+        """Learns from a round."""
+        taken = found.draft_seconds + found.target_seconds
+        self.seconds += taken
+        self._rounds += 1
+        self._last[found.budget > 0] = self._rounds
+        if found.budget > 0:
+            self._chain.fade()
+            self._tree.fade()
+            for draft in found.drafts:
+                self._trees = not draft.chain
+                if draft.chain:
+                    self._chain.add(found.budget, draft.drafted, draft.accepted)
+                else:
+                    self._tree.add(found.budget, draft.accepted)
+            self._draft.setdefault(found.batch, Curve({0: 0.0})).add(found.budget, found.draft_seconds)
+        self._target.add(found.width, found.target_seconds)
+        if self._probing is not None:
+            # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
+            gained = found.batch + sum(draft.accepted for draft in found.drafts)
+            self.probing_seconds += max(0.0, taken - gained / self._probing)
+
+    def _tokens(self, most: int) -> list[float]:
+        return [self._tree.tokens(n) for n in range(most + 1)] if self._trees else self._chain.tokens(most)

@@ -1,0 +1,41 @@
+"""Self-speculation: an int8 target drafts with the upper four bits of its own weights.
+
+The draft reads half of the target's bytes and needs no second model and no weight memory; it keeps keys and values of
+its own, which its coarser weights make.
+"""
+
+from dataclasses import dataclass
+
+from runtime.decoder import LlamaDecoder
+from runtime.drafters.model import HasDecoder, ModelDrafter
+from runtime.errors import UserError
+from runtime.native import NativeDecoder
+from runtime.rows import Decoder
+from runtime.verify import Rule
+
+
+@dataclass(frozen=True)
+class _View:
+    """What ModelDrafter wants of a model."""
+
+    decoder: Decoder
+
+
+class NestedDrafter(ModelDrafter):
+    """Drafts token by token on the upper planes of the target's int8 weights.
+
+    target  what `runtime.load(path, planes=True)` returned.
+    verify  the rule that will judge, as ModelDrafter takes it.
+
+    Raises UserError for a target that was loaded otherwise, or that transformers runs.
+    """
+
+    name = "nested"
+
+    def __init__(self, target: HasDecoder, verify: Rule = "coupled") -> None:
+        decoder = target.decoder
+        if not isinstance(decoder, NativeDecoder | LlamaDecoder):
+            raise UserError(
+                f"nested drafts on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
+            )
+        super().__init__(_View(decoder.upper()), verify)

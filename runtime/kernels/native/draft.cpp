@@ -1,0 +1,52 @@
+// A greedy chain drafted in one call: between two small forwards nothing but the choice of a token.
+#include <algorithm>
+
+#include "decoder.h"
+
+namespace specpress {
+
+void Decoder::Growing::reach(int64_t requests, int64_t hidden_size, int64_t vocabulary) {
+    if (requests > static_cast<int64_t>(owner.size())) {
+        const size_t count = static_cast<size_t>(requests);
+        for (std::vector<int64_t>* v : {&owner, &token, &position, &at, &zeros}) v->resize(count);
+        chain.assign(count, -1);
+        hidden.resize(count * static_cast<size_t>(hidden_size));
+        logits.resize(count * static_cast<size_t>(vocabulary));
+    }
+}
+
+bool Decoder::draft(const Batch& first, const float* cos, const float* sin, int64_t requests, const int64_t* steps, int64_t limit,
+                    int64_t* tokens, int64_t stride) {
+    std::lock_guard<std::mutex> lock(one_);
+    const int64_t vocabulary = model_.vocabulary;
+    Growing& g = growing_;
+    g.reach(requests, model_.hidden, vocabulary);
+    // Rows of a request are adjacent: its last one stays.
+    for (int64_t row = 0; row < first.rows; row++) g.at[first.request[row]] = row;
+    for (int64_t i = 0; i < requests; i++) g.owner[i] = i, g.position[i] = first.position[g.at[i]];
+    const Batch* batch = &first;
+    Batch next = {0,              g.token.data(), g.owner.data(), g.position.data(), g.position.data(),
+                  g.zeros.data(), g.chain.data(), nullptr,        first.stores};
+    for (int64_t count = requests, step = 0; count; step++) {
+        run(*batch, cos, sin);
+        read_out(g.at.data(), count, g.hidden.data(), g.logits.data());
+        pool_.run(count, count * vocabulary < 16384 ? count : 1, [&](int, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) g.token[i] = path_.largest(g.logits.data() + i * vocabulary, vocabulary, limit);
+        });
+        // Those that go on move up to the front; a row moves only after it was read.
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t request = g.owner[i], token = g.token[i];
+            if (token < 0) return false;
+            tokens[request * stride + step] = token;
+            if (step + 1 == steps[request]) continue;
+            g.owner[kept] = request, g.token[kept] = token, g.position[kept] = g.position[i] + 1, g.at[kept] = kept;
+            kept++;
+        }
+        count = next.rows = kept;
+        batch = &next;
+    }
+    return true;
+}
+
+}  // namespace specpress

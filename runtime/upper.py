@@ -1,0 +1,97 @@
+"""The nested draft's view of a target: its own weights, of which int8 layers read the upper four bits alone.
+
+Self-speculation without a second model. A view holds the tensors of the decoder that it was made from, and no others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from torch import Tensor
+
+from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Joined
+from runtime.kernels.native.layers import NativeLinear
+from runtime.kernels.native.weights import upper_weight
+from runtime.kernels.reference import Int8Linear, UpperLinear
+
+
+def upper_linear(layer: Linear) -> Linear:
+    """The layer on the upper plane of its weight; a layer without planes (float, 4-bit, …) as it is."""
+    if isinstance(layer, NativeLinear) and layer.weight.has_planes:
+        return NativeLinear(upper_weight(layer.weight), layer.path, layer.pool)
+    if isinstance(layer, Int8Linear) and layer.has_planes:
+        return UpperLinear(layer)
+    return layer
+
+
+def upper_parts(parts: Parts) -> Parts:
+    """The same decoder on upper planes. Raises UserError where no layer has planes."""
+    if not has_planes(parts):
+        raise UserError(
+            "this model's weights were not loaded as planes, of which `nested` reads the upper ones;"
+            " load it with planes=True"
+        )
+    return replace(parts, blocks=tuple(_upper_block(block) for block in parts.blocks), head=upper_linear(parts.head))
+
+
+def has_planes(parts: Parts) -> bool:
+    """Whether any layer can be read by its upper plane."""
+    return any(upper_linear(layer) is not layer for layer in linears(parts))
+
+
+def linears(parts: Parts) -> Iterator[Linear]:
+    """Every linear layer, in a forward's order; of a mixture all experts."""
+    for block in parts.blocks:
+        yield from block.attention.qkv.parts
+        yield block.attention.out
+        experts = block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)
+        if isinstance(block.mlp, Mixture):
+            yield block.mlp.router
+        for mlp in experts:
+            yield from mlp.gate_up.parts
+            yield mlp.down
+    yield parts.head
+
+
+def weight_bytes(*decoders: Parts) -> int:
+    """Bytes of memory that the weights of these decoders take together: what they share counts once."""
+    held = {tensor.data_ptr(): tensor.nbytes for parts in decoders for tensor in _tensors(parts)}
+    return sum(held.values())
+
+
+def _tensors(parts: Parts) -> Iterator[Tensor]:
+    for layer in linears(parts):
+        yield from _of(layer)
+    vectors = [parts.embedding, parts.norm]
+    for block in parts.blocks:
+        vectors += [block.input_norm, block.mlp_norm, block.attention.q_norm, block.attention.k_norm]
+    yield from (vector for vector in vectors if vector is not None)
+
+
+def _of(layer: Linear) -> Iterator[Tensor]:
+    if isinstance(layer, NativeLinear):
+        yield from layer.weight.tensors
+    elif isinstance(layer, UpperLinear):
+        yield from _of(layer.whole)
+    else:
+        # A reference layer: a dataclass of its tensors.
+        values = [getattr(layer, field.name) for field in fields(layer)]  # type: ignore[arg-type]
+        yield from (value for value in values if isinstance(value, Tensor))
+
+
+def _upper_block(block: Block) -> Block:
+    attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
+    if isinstance(block.mlp, Mlp):
+        return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
+    # The router decides which experts are read at all, and is small: it stays whole.
+    experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
+    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts))
+
+
+def _upper_mlp(mlp: Mlp) -> Mlp:
+    return Mlp(_upper_joined(mlp.gate_up), upper_linear(mlp.down))
+
+
+def _upper_joined(joined: Joined) -> Joined:
+    return replace(joined, parts=tuple(upper_linear(part) for part in joined.parts))

@@ -1,0 +1,152 @@
+"""What the speculation and load benchmarks compute, on models that cost nothing."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.bench_load import Bound, Served, arrivals, highest_rate, serve
+from runtime.bench_prompts import Prompt, read_prompts
+from runtime.bench_speculate import Item, Job, Way, measure, percentiles, row
+from runtime.controller import Controller
+from runtime.costs import StepCosts
+from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.model import ModelDrafter
+from runtime.errors import UserError
+from runtime.sampling import Sampling
+from runtime.speculate import NoDrafter
+
+Fake = Callable[..., Any]
+ITEMS = tuple(Item([i, 2 * i, 3 + i], "even" if i % 2 == 0 else "odd") for i in range(6))
+
+
+def job(fake: Fake, drafter: Any = None, **options: Any) -> Job:
+    given: dict[str, Any] = {"batch": 2, "sampling": Sampling(), "rule": "coupled", "draft_length": 3} | options
+    return Job(fake(0).decoder, drafter or ModelDrafter(fake(0, noise=0.5)), ITEMS, 20, **given)
+
+
+@pytest.mark.parametrize("gamma", [3, None])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2)])
+def test_a_run_adds_up_and_no_token_differs(fake: Fake, gamma: int | None, sampling: Sampling) -> None:
+    found = job(fake, draft_length=gamma, sampling=sampling)
+    plain, spoken = measure(found, NoDrafter(), 3, lambda _: None)
+    result = row(found, plain, spoken, None)
+    json.dumps(result)
+    assert result["mismatches"] == 0 and result["tokens_compared"] == result["new_tokens"] == 6 * 20
+    assert result["rounds"] == 3 and result["batch"] == 2 and len(plain.passes) == 3
+    speeds = [120 / one.seconds for one in spoken.passes]
+    assert result["speculative"]["tokens_per_second"] == pytest.approx(np.median(speeds))
+    assert [group["name"] for group in result["groups"]] == ["even", "odd"]
+    assert sum(group["prompts"] for group in result["groups"]) == 6
+    if gamma is not None:
+        assert 0.3 < result["acceptance_rate"] < 1 and result["tokens_per_round"] > 1.5
+    assert result["predicted_speedup"] is None
+
+
+def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
+    found = job(fake, batch=1)
+    plain, spoken = measure(found, NoDrafter(), 1, lambda _: None)
+    costs = StepCosts(10, {1: 2.0, 5: 3.0}, 0.5, 3, {1: 1.0, 5: 1.5})
+    result = row(found, plain, spoken, costs)
+    gamma = result["drafted_per_round"]
+    assert result["draft_cost_ratio"] == 0.25
+    assert result["predicted_speedup"] == pytest.approx(
+        result["tokens_per_round"] / (gamma * 0.25 + 1 + 0.5 * gamma / 4)
+    )
+
+
+def test_a_mismatch_is_counted_and_rejection_is_not_compared(fake: Fake) -> None:
+    found = job(fake)
+    plain, spoken = measure(found, NoDrafter(), 1, lambda _: None)
+    spoken.passes[0].tokens[2][5] += 1
+    assert row(found, plain, spoken, None)["mismatches"] == 1
+    free = job(fake, rule="rejection", sampling=Sampling(temperature=1.0))
+    assert row(free, *measure(free, NoDrafter(), 1, lambda _: None), None)["mismatches"] is None
+
+
+def test_percentiles() -> None:
+    assert percentiles([i / 1000 for i in range(100)]) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([]) == {"p50": None, "p90": None, "p99": None}
+
+
+def test_arrivals_are_poisson() -> None:
+    times = np.array(arrivals(5.0, 20_000, seed=0))
+    gaps = np.diff(times)
+    assert gaps.min() > 0 and times[-1] == pytest.approx(4000, rel=0.03)
+    # Exponential: as wide as its mean.
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
+    assert arrivals(5.0, 10, 0) == times[:10].tolist() and arrivals(5.0, 10, 1) != times[:10].tolist()
+
+
+@pytest.mark.parametrize("length", [0, 3, Controller()])
+def test_a_load_is_served(fake: Fake, length: Any) -> None:
+    found = job(fake, LookupDrafter(), batch=8)
+    served = serve(found, Way(found.drafter, length, found.decoder.new_cache()), 200.0, 30, seed=0)
+    assert served.requests == 30 and 0 < served.requests_per_second < 400 and served.mean_batch >= 1
+    for one in (served.latency_ms, served.ttft_ms, served.itl_ms):
+        assert one["p50"] is not None and one["p90"] is not None and 0 <= one["p50"] <= one["p90"]
+    assert served.ttft_ms["p50"] < served.latency_ms["p50"]  # type: ignore[operator]
+
+
+def test_waiting_counts(fake: Fake) -> None:
+    """One at a time, all at once: the last one waits for all others."""
+    found = job(fake, LookupDrafter(), batch=1)
+    served = serve(found, Way(found.drafter, 0, found.decoder.new_cache()), 1e6, 20, seed=0)
+    assert served.latency_ms["p90"] > 1.5 * served.latency_ms["p50"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("limit", [0.3, 3.0, 40.0])
+@pytest.mark.parametrize("start", [0.5, 5.0, 64.0])
+def test_the_highest_rate_is_found(limit: float, start: float) -> None:
+    def run(rate: float) -> Served:
+        late = {"p50": 1.0, "p90": 10.0 if rate <= limit else 1000.0, "p99": 1.0}
+        return Served(rate, 10, rate, 1.0, late, {"p90": 1.0}, {}, 1.0)
+
+    held, tried = highest_rate(run, start, Bound(100.0, 5.0))
+    assert held is not None and limit * 0.9 < held <= limit and len(tried) <= 16
+    none, _ = highest_rate(run, start, Bound(5.0, None))
+    assert none is None
+    assert Bound(None, None).holds(run(1e9)) and not Bound(None, 0.5).holds(run(0.1))
+
+
+def test_prompts_of_all_kinds(tmp_path: Path) -> None:
+    bench = tmp_path / "question.jsonl"
+    bench.write_text(
+        '{"question_id": 1, "category": "writing", "turns": ["first", "second"]}\n\n'
+        '{"question_id": 2, "category": "rag", "turns": ["other"]}\n'
+    )
+    assert read_prompts(bench) == [Prompt("first", "mt_bench"), Prompt("other", "rag")]
+    human = tmp_path / "HumanEval.jsonl.gz"
+    human.write_bytes(gzip.compress(b'{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n'))
+    assert read_prompts(human) == [Prompt("def f():\n", "HumanEval")]
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert read_prompts(own) == [Prompt("a", "own"), Prompt("b", "own")]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("one\n\ntwo\n")
+    assert read_prompts(lines) == [Prompt("one", "lines"), Prompt("two", "lines")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\nnot json\n', "line 2 of a.jsonl is not JSON"),
+        ("a.jsonl", b'{"turns": []}\n', "line 1 of a.jsonl has none of"),
+        ("a.jsonl", b'{"prompt": 3}\n', "line 1 of a.jsonl has none of"),
+        ("a.jsonl", b"[1]\n", "line 1 of a.jsonl has none of"),
+        ("a.jsonl", b"\n", "holds no prompt"),
+        ("a.txt", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        (None, b"", "cannot be read"),
+    ],
+)
+def test_prompts_that_are_none(tmp_path: Path, name: str | None, content: bytes, message: str) -> None:
+    path = tmp_path / (name or "missing.txt")
+    if name is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(path)

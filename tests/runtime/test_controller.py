@@ -1,0 +1,171 @@
+"""The controller against machines and drafters of known cost: it finds the γ that pays, and drops what does not."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.controller import LONGEST, PROBING, Chain, Controller, Curve, Drafted, Round, Tree
+
+
+def simulate(
+    controller: Controller,
+    rounds: int,
+    accept: Callable[[int, np.random.Generator], int],
+    step: float,
+    forward: Callable[[int], float],
+    batch: int = 1,
+    seed: int = 0,
+    noise: float = 0.05,
+) -> tuple[float, list[int]]:
+    """Tokens per second, and every γ chosen, with accept(γ, random) tokens of each chain accepted."""
+    rng = np.random.default_rng(seed)
+    tokens, seconds, chosen = 0, 0.0, []
+    for _ in range(rounds):
+        gamma = controller.choose(batch, 1000)
+        drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(batch)]
+        width = batch * (1 + gamma)
+        spent = [gamma * step, forward(width)]
+        draft, target = (one * rng.lognormal(0, noise) for one in spent)
+        controller.observe(Round(batch, gamma, tuple(drafts), width, draft, target))
+        tokens += batch + sum(draft.accepted for draft in drafts)
+        seconds += draft + target
+        chosen.append(gamma)
+    return tokens / seconds, chosen
+
+
+def per_token(probability: float) -> Callable[[int, np.random.Generator], int]:
+    """Each token is accepted with this probability if the one before it was."""
+
+    def accept(gamma: int, rng: np.random.Generator) -> int:
+        misses = np.flatnonzero(rng.random(gamma) >= probability)
+        return int(misses[0]) if len(misses) else gamma
+
+    return accept
+
+
+def flat(width: int) -> float:
+    """A forward at the memory's limit: hardly dearer when wider."""
+    return 1.0 + 0.02 * (width - 1)
+
+
+def linear(width: int) -> float:
+    """A forward at the arithmetic's limit: eight rows cost eight times as much."""
+    return float(width)
+
+
+def expected(p: float, gamma: int, step: float, forward: Callable[[int], float], batch: int = 1) -> float:
+    gained = gamma + 1 if p == 1 else (1 - p ** (gamma + 1)) / (1 - p)
+    return batch * gained / (gamma * step + forward(batch * (gamma + 1)))
+
+
+def best(controller: Controller) -> int:
+    rates = controller.rates(1, LONGEST)
+    return rates.index(max(rates))
+
+
+@pytest.mark.parametrize("p", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("step", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("forward", [flat, linear])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_comes_near_the_best_fixed_length(
+    p: float, step: float, forward: Callable[[int], float], batch: int
+) -> None:
+    highest = max(expected(p, gamma, step, forward, batch) for gamma in range(LONGEST + 1))
+    found, _ = simulate(Controller(), 1500, per_token(p), step, forward, batch)
+    assert found > 0.93 * highest
+
+
+def test_a_useless_drafter_costs_nothing() -> None:
+    controller = Controller()
+    found, chosen = simulate(controller, 3000, per_token(0.0), 0.3, flat)
+    assert found > 0.97 * expected(0, 0, 0.3, flat)
+    # It keeps trying, as often as it may.
+    assert sum(gamma > 0 for gamma in chosen[100:]) > 10
+    assert controller.probing_seconds < PROBING * controller.seconds < 0.02 * controller.seconds
+
+
+def test_it_notices_when_drafts_become_good_and_when_they_become_bad() -> None:
+    controller = Controller()
+    simulate(controller, 1000, per_token(0.0), 0.1, flat)
+    assert best(controller) == 0
+    _, chosen = simulate(controller, 3000, per_token(0.9), 0.1, flat, seed=1)
+    assert np.mean(chosen[-200:]) > 4
+    _, chosen = simulate(controller, 1000, per_token(0.0), 0.1, flat, seed=2)
+    assert np.mean(chosen[-200:]) < 0.2
+
+
+def test_it_notices_a_machine_that_changes_its_speed() -> None:
+    controller = Controller()
+    _, chosen = simulate(controller, 800, per_token(0.7), 0.05, flat)
+    assert np.mean(chosen[-100:]) > 2
+    _, chosen = simulate(controller, 1500, per_token(0.7), 0.05, linear)
+    assert np.mean(chosen[-100:]) < 0.5
+
+
+def test_one_slow_round_changes_little() -> None:
+    controller = Controller()
+    simulate(controller, 300, per_token(0.8), 0.1, flat)
+    before = best(controller)
+    controller.observe(Round(1, before, (Drafted(before, 0),), before + 1, 50.0, 50.0))
+    assert before > 3 and abs(best(controller) - before) <= 2
+
+
+@given(st.integers(0, 40), st.integers(1, 16), st.integers(1, 20))
+def test_it_never_asks_for_more_than_there_is(missing: int, limit: int, rounds: int) -> None:
+    controller = Controller(limit)
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        gamma = controller.choose(1, missing)
+        assert 0 <= gamma <= min(missing, limit)
+        controller.observe(
+            Round(1, gamma, (Drafted(gamma, int(rng.integers(gamma + 1))),), gamma + 1, 0.1 * gamma, 1.0)
+        )
+
+
+@given(st.dictionaries(st.integers(1, 30), st.floats(0.1, 10), min_size=1), st.floats(0, 60))
+def test_a_curve_lies_between_its_neighbours(points: dict[int, float], x: float) -> None:
+    curve = Curve()
+    for at, value in points.items():
+        curve.add(at, value)
+        assert curve.at(at) == value
+    assert curve.at(x) >= min(points.values()) - 1e-9
+    if x <= max(points):
+        assert curve.at(x) <= max(points.values()) + 1e-9
+    assert Curve().at(x) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=40))
+def test_a_chain_counts_its_depths(found: list[tuple[int, int]]) -> None:
+    chain = Chain()
+    for budget, accepted in found:
+        chain.add(budget, budget, min(accepted, budget))
+    values = chain.tokens(12)
+    assert values[0] == 0 and values == sorted(values) and all(b - a <= 1 for a, b in pairwise(values))
+    # Each token is at most as likely as the one before it.
+    steps = [b - a for a, b in pairwise(values)]
+    assert all(a >= b - 1e-12 for a, b in pairwise(steps))
+
+
+def test_many_chains_give_their_mean() -> None:
+    rng, chain, tree = np.random.default_rng(3), Chain(), Tree()
+    accept = per_token(0.6)
+    found = [accept(6, rng) for _ in range(20_000)]
+    for accepted in found:
+        chain.add(6, 6, accepted)
+        tree.add(6, accepted)
+    assert chain.tokens(6)[6] == pytest.approx(np.mean(found), rel=1e-3)
+    assert tree.tokens(6) == pytest.approx(np.mean(found))
+    assert chain.lengths(6)[6] == 6 and tree.tokens(0) == 0 and tree.tokens(12) > tree.tokens(6)
+
+
+def test_a_lookup_that_seldom_finds_anything() -> None:
+    chain, rng = Chain(), np.random.default_rng(4)
+    for _ in range(5000):
+        hit = rng.random() < 0.2
+        chain.add(4, 4 * hit, 3 * hit)
+    assert chain.tokens(4)[4] == pytest.approx(0.2 * 3, rel=0.1)
+    assert chain.lengths(4)[4] == pytest.approx(0.2 * 4, rel=0.1)
