@@ -3,7 +3,8 @@
 transformers' kernels pick their order of operations by shape, so the lossless class is `measured`, not `exact`.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,23 @@ class AdapterCache:
     def close(self, request: int) -> None:
         """Frees the request's cache."""
         del self._caches[request]
+
+    def fork(self, request: int) -> int:
+        """A handle for a copy of the request's cache."""
+        handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
+        self._caches[handle] = copy.deepcopy(self._caches[request])
+        return handle
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """0: transformers' caches share nothing."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Does nothing, as `adopt`."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """0: transformers' caches grow."""
+        return 0
 
     def of(self, request: int) -> Any:
         """The transformers cache of a request."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Attention, Block, Linear, Mixture, Mlp
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.family import Architecture
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
 from runtime.kv import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
+from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
 
@@ -54,15 +55,18 @@ class LlamaDecoder:
         """torch's, which these kernels use."""
         return torch.get_num_threads()
 
-    def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
-        """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as float32, int8 or int4.
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
         a = self.architecture
-        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
-        if not isinstance(cache, ContiguousCache):
+        if not isinstance(cache, KeyValueCache):
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         if len(tokens) != len(rows):
             raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
@@ -93,7 +97,7 @@ class LlamaDecoder:
         weights: Attention,
         layer: int,
         layout: Layout,
-        cache: ContiguousCache,
+        cache: KeyValueCache,
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
+from runtime.errors import OutOfPages
 from runtime.kernels.reference import KEY_BLOCK, TILE
 from runtime.rows import Rows
 
@@ -59,11 +60,11 @@ class Layout:
     blocks: int
 
 
-def plan(rows: Rows, cache: ContiguousCache) -> Layout:
+def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     """Reserves slots for the rows and lays them out.
 
     Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
-    request, or a row's position is not its parent's plus one.
+    request, or a row's position is not its parent's plus one; OutOfPages where a paged cache does not hold them.
     """
     spans = _spans(rows, cache)
     gather: list[list[int]] = []
@@ -90,10 +91,10 @@ def plan(rows: Rows, cache: ContiguousCache) -> Layout:
     )
 
 
-def reserve(rows: Rows, cache: ContiguousCache) -> list[Reserved]:
+def reserve(rows: Rows, cache: KeyValueCache) -> list[Reserved]:
     """Takes slots for the rows of each request, having checked all rows first: a refusal leaves the cache as it was.
 
-    Raises ValueError as `plan` says.
+    Raises ValueError as `plan` says, and OutOfPages.
     """
     request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
     out: list[Reserved] = []
@@ -122,12 +123,14 @@ def reserve(rows: Rows, cache: ContiguousCache) -> list[Reserved]:
         parents = None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
         out.append(Reserved(handle, first, end - first, length, parents))
         first = end
+    if lacking := cache.shortage({part.request: part.count for part in out}):
+        raise OutOfPages(lacking, KEY_BLOCK)
     for part in out:
         cache.reserve(part.request, part.count)
     return out
 
 
-def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
+def _spans(rows: Rows, cache: KeyValueCache) -> tuple[Span, ...]:
     return tuple(
         Span(r.request, r.first, r.count, r.start, None if r.parents is None else tuple(_paths(r.parents, r.start)))
         for r in reserve(rows, cache)
@@ -143,7 +146,7 @@ def _paths(parents: list[int], start: int) -> list[Tensor]:
     return out
 
 
-def keys_and_values(layout: Layout, cache: ContiguousCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
+def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
     """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, equally many blocks."""
     keys, values = [], []
     blocks = 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Block, Mixture, Mlp
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.errors import UserError
 from runtime.family import Architecture
 from runtime.kernels.dispatch import Joined, Kernel
@@ -34,6 +34,7 @@ from runtime.kernels.native.binding import (
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
 from runtime.kv import CacheKind
 from runtime.layout import Reserved, reserve
+from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
 
@@ -79,15 +80,18 @@ class NativeDecoder:
         self._zeros = np.zeros(0, dtype=_INT64)
         self._chain = np.zeros(0, dtype=_INT64)
 
-    def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
-        """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as float32, int8 or int4.
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
         a = self.architecture
-        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder. Raises ValueError for rows that contradict the cache, or tokens outside the vocabulary."""
-        if not isinstance(cache, ContiguousCache):
+        if not isinstance(cache, KeyValueCache):
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         count = len(rows)
         if len(tokens) != count:
@@ -125,13 +129,13 @@ class NativeDecoder:
         del kept
         return Out(logits, hidden)
 
-    def _runner(self, cache: ContiguousCache) -> "_Native":
+    def _runner(self, cache: KeyValueCache) -> "_Native":
         if cache.kind not in self._native or self._native[cache.kind].factor is not cache.quantizer.key_factor:
             self._native[cache.kind] = self._make(cache.kind, cache.quantizer.key_factor)
         return self._native[cache.kind]
 
     def _batch(
-        self, reserved: Sequence[Reserved], ids: Any, position: Any, cache: ContiguousCache
+        self, reserved: Sequence[Reserved], ids: Any, position: Any, cache: KeyValueCache
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows for the kernels, and what must stay alive during the call."""
         count = len(ids)

@@ -4,7 +4,7 @@ A row is one token of one request at one logical position, after a parent row. P
 chain or a tree, and batches of all of these at once are the same call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,21 @@ class Cache(Protocol):
 
     def close(self, request: int) -> None:
         """Forgets the request; its handle may be given out again."""
+
+    def fork(self, request: int) -> int:
+        """A handle for a new request that holds the same tokens and goes its own way from here."""
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Takes over what the cache knows of the beginning of `tokens` for a request that was just opened.
+
+        Returns the tokens stored now, at most len(tokens) − 1.
+        """
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Lets other requests adopt what is stored; `tokens` are those of the first slots, a chain."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
 
     def length(self, request: int) -> int:
         """Tokens stored (slots: a tree's rows count each)."""

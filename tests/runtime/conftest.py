@@ -5,7 +5,7 @@ And what the tests of the native kernels share: the paths that run here, random 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,20 @@ class ListCache:
 
     def close(self, request: int) -> None:
         del self.slots[request], self.capacity[request]
+
+    def fork(self, request: int) -> int:
+        handle = self.open(self.capacity[request])
+        self.slots[handle] = list(self.slots[request])
+        return handle
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        assert list(tokens) == self.slots[request][: len(tokens)]
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        return 0
 
     def length(self, request: int) -> int:
         return len(self.slots[request])
