@@ -30,25 +30,25 @@ class AdapterCache:
         self._caches[handle] = DynamicCache(config=self._model.config)
         return handle
 
-    def fork(self, request: int) -> int:
-        """A copy of the request's cache under a handle of its own."""
-        handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
-        self._caches[handle] = copy.deepcopy(self._caches[request])
-        return handle
-
     def close(self, request: int) -> None:
         """Frees the request's cache."""
         del self._caches[request]
 
+    def fork(self, request: int) -> int:
+        """A handle for a copy of the request's cache."""
+        handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
+        self._caches[handle] = copy.deepcopy(self._caches[request])
+        return handle
+
     def adopt(self, request: int, tokens: Sequence[int]) -> int:
-        """Nothing is shared here: 0."""
+        """0: transformers' caches share nothing."""
         return 0
 
     def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared here."""
+        """Does nothing, as `adopt`."""
 
     def shortage(self, needs: Mapping[int, int]) -> int:
-        """Every request has its memory from the start: 0."""
+        """0: transformers' caches grow."""
         return 0
 
     def of(self, request: int) -> Any:

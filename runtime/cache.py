@@ -1,23 +1,24 @@
-"""The contiguous key/value cache: each request's keys lie in order of their slot, in whole key blocks."""
+"""Key/value caches of the native and the reference decoder: what all have in common, and the contiguous one.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+A request's keys lie in order of their slot, in blocks of 64. Truncation only moves the length: what lies behind it is
+never read, because a row sees keys by position alone. A quantised cache has no full-precision part: every row reads
+rounded keys and values, its own included, so rolling back is exact.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
-from runtime.kv import VECTOR, CacheKind, Quantizer, Store
+from runtime.kv import CacheKind, Quantizer, Store, allocate
 
 
-class ContiguousCache:
-    """Keys and values of any number of requests; one `Store` per request.
-
-    Truncation only moves the length: what lies behind it is never read, because a row sees keys by position alone. A
-    quantised cache has no full-precision part: every row reads rounded keys and values, its own included, so rolling
-    back is exact.
-    """
+class KeyValueCache(ABC):
+    """Keys and values of any number of requests. Subclasses say where their blocks lie."""
 
     def __init__(
         self,
@@ -44,55 +45,32 @@ class ContiguousCache:
         self._store: dict[int, Store] = {}
         self._length: dict[int, int] = {}
 
+    @abstractmethod
     def open(self, capacity: int) -> int:
-        """A handle for a request of at most `capacity` tokens. Raises UserError where memory does not hold them."""
-        if capacity < 1:
-            raise UserError(f"a cache needs room for at least 1 token, {capacity} were asked for")
-        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
-        blocks = -(-capacity // KEY_BLOCK)
-        lead = (self.layers, blocks, self.kv_heads)
-        wide = -(-self.head_dim // VECTOR) * VECTOR
-        dtype, keys, values = {
-            "float32": (torch.float32, (self.head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
-            "int8": (torch.int8, (self.head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
-            "int4": (torch.uint8, (self.head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
-        }[self.kind]
-        scales = (0,) if self.kind == "float32" else (*lead, KEY_BLOCK)
-        try:
-            self._store[handle] = Store(
-                torch.zeros((*lead, *keys), dtype=dtype, device=self.device),
-                torch.zeros((*lead, *values), dtype=dtype, device=self.device),
-                torch.zeros(scales, device=self.device),
-                torch.zeros(scales, device=self.device),
-            )
-        except (RuntimeError, MemoryError) as error:
-            size = capacity * self.bytes_per_token() / 1e9
-            raise UserError(f"a cache of {capacity} tokens needs {size:.1f} GB, which this machine refused") from error
-        self._length[handle] = 0
-        return handle
-
-    def fork(self, request: int) -> int:
-        """A handle for a request of its own that holds the same tokens and has the same capacity."""
-        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
-        held = self._store[request]
-        self._store[handle] = Store(*(getattr(held, part.name).clone() for part in fields(held)))
-        self._length[handle] = self._length[request]
-        return handle
+        """A handle for a request of at most `capacity` tokens. Raises UserError where the cache cannot hold them."""
 
     def close(self, request: int) -> None:
-        """Frees the request's memory."""
+        """Frees what the request holds; its handle may be given out again."""
         del self._store[request], self._length[request]
 
+    @abstractmethod
+    def fork(self, request: int) -> int:
+        """A handle for another request that holds the same tokens and goes its own way from here."""
+
+    @abstractmethod
     def adopt(self, request: int, tokens: Sequence[int]) -> int:
-        """Nothing is shared here: 0."""
-        return 0
+        """Takes over what is known of the beginning of `tokens`, never all of them; returns the tokens stored now.
 
+        Only for a request that was just opened (ValueError for others).
+        """
+
+    @abstractmethod
     def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared here."""
+        """Lets other requests adopt what is stored; `tokens` (int) are those of the first slots, a chain."""
 
+    @abstractmethod
     def shortage(self, needs: Mapping[int, int]) -> int:
-        """Every request has its memory from the start: 0."""
-        return 0
+        """Pages that are lacking to reserve needs[request] more slots for each request; 0: it fits."""
 
     def store(self, request: int) -> Store:
         """The request's memory, for kernels."""
@@ -104,7 +82,7 @@ class ContiguousCache:
 
     def capacity(self, request: int) -> int:
         """Tokens that fit, whole blocks."""
-        return self._store[request].keys.shape[1] * KEY_BLOCK
+        return self._store[request].capacity
 
     def truncate(self, request: int, length: int) -> None:
         """Drops all but the first `length` tokens."""
@@ -113,32 +91,51 @@ class ContiguousCache:
         self._length[request] = length
 
     def keep(self, request: int, length: int, path: Sequence[int]) -> None:
-        """Keeps the first `length` tokens and the slots length + path[i], moved together in that order."""
+        """Keeps the first `length` tokens and the slots length + path[i], moved together in that order.
+
+        Raises ValueError for slots that are not stored.
+        """
         held = self._length[request]
-        if any(not 0 <= step < held - length for step in path):
+        if not 0 <= length <= held or any(not 0 <= step < held - length for step in path) or len(path) > held - length:
             raise ValueError(f"slots {list(path)} after {length} are not all among the {held} stored")
-        source = torch.tensor([length + step for step in path], dtype=torch.long)
-        target = torch.arange(length, length + len(path))
-        self.quantizer.move(self._store[request], source, target)
-        self._length[request] = length + len(path)
+        moves = [(length + step, length + place) for place, step in enumerate(path) if step != place]
+        if moves:
+            source, target = torch.tensor(moves).unbind(1)
+            self._own(request, {slot // KEY_BLOCK for _, slot in moves})
+            store = self._store[request]
+            self.quantizer.move(store, store.physical(source), store.physical(target))
+        self.truncate(request, length + len(path))
 
     def reserve(self, request: int, count: int) -> int:
-        """Takes `count` slots behind the last token and returns the first of them."""
+        """Takes `count` slots behind the last token and returns the first of them.
+
+        Raises ValueError beyond the request's capacity, and OutOfPages; the cache is as it was then.
+        """
         start = self._length[request]
         if start + count > self.capacity(request):
             raise ValueError(f"{start} + {count} tokens do not fit a cache of {self.capacity(request)}")
+        self._own(request, blocks_of(start, count))
         self._length[request] = start + count
         return start
 
+    @abstractmethod
+    def _own(self, request: int, blocks: Iterable[int]) -> None:
+        """Called before slots in these blocks are written: nobody else may read them."""
+
     def write(self, layer: int, request: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values (n, kv_heads, head_dim) of consecutive slots from `start`."""
-        slots = torch.arange(start, start + keys.shape[0], device=self.device)
-        self.quantizer.write(self._store[request], layer, slots, keys, values)
+        """Stores keys and values (n, kv_heads, head_dim) of consecutive reserved slots from `start`."""
+        store = self._store[request]
+        slots = store.physical(torch.arange(start, start + keys.shape[0])).to(self.device)
+        self.quantizer.write(store, layer, slots, keys, values)
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The blocks that hold the first `tokens` slots: float32 keys and values (blocks, kv_heads, 64, head_dim)."""
         blocks = -(-tokens // KEY_BLOCK)
-        keys, values = self.quantizer.read(self._store[request], layer, slice(0, blocks))
+        store = self._store[request]
+        keys, values = self.quantizer.read(store, layer, store.first(blocks))
+        if store.table is not None:
+            # A page may come from a request that overflowed, and an infinity times a weight of 0 is no number.
+            values[blocks - 1 :, :, tokens - (blocks - 1) * KEY_BLOCK :] = 0
         return keys.transpose(-1, -2), values[..., : self.head_dim]
 
     def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,3 +153,61 @@ class ContiguousCache:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
         per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
         return self.layers * 2 * self.kv_heads * per_head[self.kind]
+
+    def _allocate(self, blocks: int) -> Store:
+        """Raises UserError where the machine has no such memory."""
+        try:
+            return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
+        except (RuntimeError, MemoryError) as error:
+            tokens = blocks * KEY_BLOCK
+            size = tokens * self.bytes_per_token() / 1e9
+            raise UserError(f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused") from error
+
+    def _add(self, store: Store, length: int) -> int:
+        """A new request's handle."""
+        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
+        self._store[handle], self._length[handle] = store, length
+        return handle
+
+
+class ContiguousCache(KeyValueCache):
+    """Each request has memory of its own, for all the tokens that it may ever hold. Nothing is shared."""
+
+    def open(self, capacity: int) -> int:
+        """See KeyValueCache: the memory is taken here."""
+        return self._add(self._allocate(blocks_for(capacity)), 0)
+
+    def fork(self, request: int) -> int:
+        """See KeyValueCache: a copy."""
+        store = self._store[request]
+        try:
+            parts = {name: getattr(store, name).clone() for name in ("keys", "values", "key_scale", "value_scale")}
+        except (RuntimeError, MemoryError) as error:
+            raise UserError("a copy of a request's cache does not fit this machine's memory") from error
+        return self._add(replace(store, **parts), self._length[request])
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """See KeyValueCache: 0, nothing is known here."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """See KeyValueCache: does nothing, requests share no memory."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """See KeyValueCache: 0, all memory is taken when a request is opened."""
+        return 0
+
+    def _own(self, request: int, blocks: Iterable[int]) -> None:
+        """Every block is the request's own."""
+
+
+def blocks_for(capacity: int) -> int:
+    """Blocks of a request of `capacity` tokens. Raises UserError for less than one."""
+    if capacity < 1:
+        raise UserError(f"a cache needs room for at least 1 token, {capacity} were asked for")
+    return -(-capacity // KEY_BLOCK)
+
+
+def blocks_of(start: int, count: int) -> range:
+    """The blocks in which `count` slots from `start` lie."""
+    return range(start // KEY_BLOCK, -(-(start + count) // KEY_BLOCK)) if count else range(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.family import Architecture
 from runtime.inputs import checked_cache
 from runtime.kernels import reference
@@ -18,6 +18,7 @@ from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
 from runtime.kv import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
+from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
 from runtime.upper import upper_parts, weight_bytes
@@ -75,10 +76,13 @@ class LlamaDecoder:
         p = upper_parts(self.parts)
         return LlamaDecoder(self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel)
 
-    def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
-        """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as float32, int8 or int4.
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
         a = self.architecture
-        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -109,7 +113,7 @@ class LlamaDecoder:
         weights: Attention,
         layer: int,
         layout: Layout,
-        cache: ContiguousCache,
+        cache: KeyValueCache,
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.family import Architecture
 from runtime.rows import Cache, Rows
 
@@ -12,13 +12,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def checked_cache(
     tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None, architecture: Architecture
-) -> ContiguousCache:
+) -> KeyValueCache:
     """The cache, of the type that it must have. Where the rows stand in it is checked by layout.reserve.
 
     Raises TypeError for another kind of cache; ValueError for another model's, for tokens that are no integers (T,) in
     the vocabulary or not as many as the rows, and for `logits_at` that are no integers (n,) in 0..T − 1.
     """
-    if not isinstance(cache, ContiguousCache):
+    if not isinstance(cache, KeyValueCache):
         raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
     count, a = len(rows), architecture
     # numel, not len: torch's len is Python.

@@ -21,35 +21,70 @@ VECTOR = 16
 
 @dataclass(frozen=True)
 class Store:
-    """One request's memory, for all layers; `wide` is head_dim rounded up to 16.
+    """Memory of keys and values, for all layers; `wide` is head_dim rounded up to 16.
 
     float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
     int8     the same, int8.
     int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
              values (…, 64, wide / 2) with dimension i beside i + wide / 2.
     scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for float32.
+    table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
+             pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
     """
 
     keys: Tensor
     values: Tensor
     key_scale: Tensor
     value_scale: Tensor
+    table: Tensor | None = None
 
     @cached_property
-    def pointers(self) -> tuple[int, int, int, int, int]:
-        """Addresses of the four, and the number of blocks."""
+    def pointers(self) -> tuple[int, int, int, int, int, int]:
+        """Addresses of the four, the number of blocks, and the table's address (0: none)."""
         return (
             self.keys.data_ptr(),
             self.values.data_ptr(),
             self.key_scale.data_ptr(),
             self.value_scale.data_ptr(),
             self.keys.shape[1],
+            0 if self.table is None else self.table.data_ptr(),
         )
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the request may use."""
+        return KEY_BLOCK * (self.keys.shape[1] if self.table is None else len(self.table))
+
+    def first(self, blocks: int) -> slice | Tensor:
+        """Where the request's first `blocks` blocks lie."""
+        return slice(0, blocks) if self.table is None else self.table[:blocks]
+
+    def physical(self, slots: Tensor) -> Tensor:
+        """Where some of the request's slots (n,) lie in the memory; int64 on the CPU."""
+        return slots if self.table is None else self.table[slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
+
+
+def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim: int, device: torch.device) -> Store:
+    """A store of zeros. Raises RuntimeError or MemoryError where the machine has no such memory."""
+    lead = (layers, blocks, kv_heads)
+    wide = -(-head_dim // VECTOR) * VECTOR
+    dtype, keys, values = {
+        "float32": (torch.float32, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "int8": (torch.int8, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "int4": (torch.uint8, (head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
+    }[kind]
+    scales = (0,) if kind == "float32" else (*lead, KEY_BLOCK)
+    return Store(
+        torch.zeros((*lead, *keys), dtype=dtype, device=device),
+        torch.zeros((*lead, *values), dtype=dtype, device=device),
+        torch.zeros(scales, device=device),
+        torch.zeros(scales, device=device),
+    )
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Reads and writes a `Store`. key_factor (layers, kv_heads, head_dim) or None."""
+    """Reads and writes a `Store` at blocks and slots of the memory. key_factor (layers, kv_heads, head_dim) or None."""
 
     kind: CacheKind
     key_factor: Tensor | None = None
@@ -58,58 +93,50 @@ class Quantizer:
         """Stores keys and values (n, kv_heads, head_dim) float32 at n slots."""
         block, inside = slots // KEY_BLOCK, slots % KEY_BLOCK
         dim = keys.shape[-1]
-        if self.kind == "float32":
+        if self.kind != "float32":
+            if self.key_factor is not None:
+                keys = keys / self.key_factor[layer]
+            limit = _LIMITS[self.kind]
+            keys, store.key_scale[layer, block, :, inside] = quantize_rows(keys, limit)
+            values, store.value_scale[layer, block, :, inside] = quantize_rows(values, limit)
+        if self.kind != "int4":
             store.keys[layer, block, :, :, inside] = keys
             store.values[layer, block, :, inside, :dim] = values
             return
-        if self.key_factor is not None:
-            keys = keys / self.key_factor[layer]
-        limit = _LIMITS[self.kind]
-        key_codes, key_scale = quantize_rows(keys, limit)
-        value_codes, value_scale = quantize_rows(values, limit)
-        store.key_scale[layer, block, :, inside] = key_scale
-        store.value_scale[layer, block, :, inside] = value_scale
-        blocks = _span(block)
-        held_keys, held_values = _codes(store, layer, blocks)
-        block = block - blocks.start
-        held_keys[block, :, :, inside] = key_codes
-        held_values[block, :, inside, :dim] = value_codes
-        _put(store, layer, blocks, held_keys, held_values)
+        blocks, block = block.unique(return_inverse=True)
+        held_keys, held_values = _nibbles(store.keys[layer, blocks]), _nibbles(store.values[layer, blocks])
+        held_keys[block, :, :, inside] = keys
+        held_values[block, :, inside, :dim] = values
+        store.keys[layer, blocks], store.values[layer, blocks] = _bytes(held_keys), _bytes(held_values)
 
-    def read(self, store: Store, layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
+    def read(self, store: Store, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks."""
+        keys, values = store.keys[layer, blocks], store.values[layer, blocks]
         if self.kind == "float32":
-            return store.keys[layer, blocks], store.values[layer, blocks]
-        key_codes, value_codes = _codes(store, layer, blocks)
-        keys = key_codes.float() * store.key_scale[layer, blocks].unsqueeze(-2)
+            return keys, values
+        if self.kind == "int4":
+            keys, values = _nibbles(keys), _nibbles(values)
+        keys = keys.float() * store.key_scale[layer, blocks].unsqueeze(-2)
         if self.key_factor is not None:
             keys = keys * self.key_factor[layer].unsqueeze(-1)
-        return keys, value_codes.float() * store.value_scale[layer, blocks].unsqueeze(-1)
+        return keys, values.float() * store.value_scale[layer, blocks].unsqueeze(-1)
 
     def move(self, store: Store, source: Tensor, target: Tensor) -> None:
         """Copies slots in all layers; what is read is read before anything is written."""
         a, i, b, j = source // KEY_BLOCK, source % KEY_BLOCK, target // KEY_BLOCK, target % KEY_BLOCK
-        if self.kind == "float32":
+        if self.kind != "float32":
+            for scale in (store.key_scale, store.value_scale):
+                scale[:, b, :, j] = scale[:, a, :, i]
+        if self.kind != "int4":
             store.keys[:, b, :, :, j] = store.keys[:, a, :, :, i]
             store.values[:, b, :, j] = store.values[:, a, :, i]
             return
-        for scale in (store.key_scale, store.value_scale):
-            scale[:, b, :, j] = scale[:, a, :, i]
-        blocks = _span(torch.cat((a, b)))
-        a, b = a - blocks.start, b - blocks.start
-        for layer in range(store.keys.shape[0]):
-            keys, values = _codes(store, layer, blocks)
-            keys[b, :, :, j] = keys[a, :, :, i]
-            values[b, :, j] = values[a, :, i]
-            _put(store, layer, blocks, keys, values)
-
-
-def _codes(store: Store, layer: int, blocks: slice) -> tuple[Tensor, Tensor]:
-    """int8 codes of some blocks, keys (…, head_dim, 64) and values (…, 64, wide); int8 ones are the store's own."""
-    keys, values = store.keys[layer, blocks], store.values[layer, blocks]
-    if keys.dtype == torch.int8:
-        return keys, values
-    return _nibbles(keys), _nibbles(values)
+        blocks, places = torch.cat((a, b)).unique(return_inverse=True)
+        a, b = places.chunk(2)
+        keys, values = _nibbles(store.keys[:, blocks]), _nibbles(store.values[:, blocks])
+        keys[:, b, :, :, j] = keys[:, a, :, :, i]
+        values[:, b, :, j] = values[:, a, :, i]
+        store.keys[:, blocks], store.values[:, blocks] = _bytes(keys), _bytes(values)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -117,14 +144,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1).to(torch.int8) - 8
 
 
-def _span(blocks: Tensor) -> slice:
-    """The blocks from the first to the last of some; none of none."""
-    return slice(int(blocks.min()), int(blocks.max()) + 1) if len(blocks) else slice(0, 0)
-
-
-def _put(store: Store, layer: int, blocks: slice, keys: Tensor, values: Tensor) -> None:
-    if store.keys.dtype == torch.int8:
-        return  # `_codes` gave the memory itself
-    for held, codes in ((store.keys, keys), (store.values, values)):
-        low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
-        held[layer, blocks] = low | high << 4
+def _bytes(codes: Tensor) -> Tensor:
+    """The inverse of `_nibbles`."""
+    low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
+    return low | high << 4

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
+from runtime.errors import OutOfPages
 from runtime.kernels.reference import KEY_BLOCK, TILE
 from runtime.rows import Rows
 
@@ -60,11 +61,11 @@ class Layout:
     blocks: int
 
 
-def plan(rows: Rows, cache: ContiguousCache) -> Layout:
+def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     """Reserves slots for the rows and lays them out.
 
     Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
-    request, or a row's position is not its parent's plus one.
+    request, or a row's position is not its parent's plus one; OutOfPages where a paged cache does not hold them.
     """
     spans = _spans(rows, cache)
     gather: list[list[int]] = []
@@ -91,11 +92,11 @@ def plan(rows: Rows, cache: ContiguousCache) -> Layout:
     )
 
 
-def reserve(rows: Rows, cache: ContiguousCache, further: Sequence[int] | None = None) -> list[Reserved]:
+def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = None) -> list[Reserved]:
     """Takes slots for the rows of each request, having checked all rows first: a refusal leaves the cache as it was.
 
     further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
-    Raises ValueError as `plan` says.
+    Raises ValueError as `plan` says, and OutOfPages.
     """
     request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
     out: list[Reserved] = []
@@ -124,8 +125,11 @@ def reserve(rows: Rows, cache: ContiguousCache, further: Sequence[int] | None = 
         first = end
     if further is not None and len(further) != len(out):
         raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
-    for part, more in zip(out, further or [0] * len(out), strict=True):
-        cache.reserve(part.request, part.count + more)
+    needs = {p.request: p.count + more for p, more in zip(out, further or [0] * len(out), strict=True)}
+    if lacking := cache.shortage(needs):
+        raise OutOfPages(lacking, KEY_BLOCK)
+    for handle, slots in needs.items():
+        cache.reserve(handle, slots)
     return out
 
 
@@ -143,7 +147,7 @@ def _parents(position: list[int], parent: list[int], first: int, end: int, lengt
     return None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
 
 
-def _spans(rows: Rows, cache: ContiguousCache) -> tuple[Span, ...]:
+def _spans(rows: Rows, cache: KeyValueCache) -> tuple[Span, ...]:
     return tuple(
         Span(r.request, r.first, r.count, r.start, None if r.parents is None else tuple(_paths(r.parents, r.start)))
         for r in reserve(rows, cache)
@@ -159,7 +163,7 @@ def _paths(parents: list[int], start: int) -> list[Tensor]:
     return out
 
 
-def keys_and_values(layout: Layout, cache: ContiguousCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
+def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
     """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, equally many blocks."""
     keys, values = [], []
     blocks = 1

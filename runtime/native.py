@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.blocks import Block, Mixture, Mlp, Parts
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.errors import UserError
 from runtime.family import Architecture
 from runtime.inputs import checked_cache
@@ -32,6 +32,7 @@ from runtime.kernels.native.binding import (
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
 from runtime.kv import CacheKind
 from runtime.layout import reserve
+from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows, integers
 from runtime.upper import upper_parts, weight_bytes
@@ -77,10 +78,13 @@ class NativeDecoder:
         self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
         self._batches = Batches()
 
-    def new_cache(self, kind: CacheKind = "float32") -> ContiguousCache:
-        """An empty contiguous cache that holds keys and values as float32, int8 or int4."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as float32, int8 or int4.
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
         a = self.architecture
-        return ContiguousCache(a.layers, a.kv_heads, a.head_dim, self.device, kind)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
 
     @property
     def weight_bytes(self) -> int:
@@ -155,7 +159,7 @@ class NativeDecoder:
             raise FloatingPointError("a row of logits holds NaN or Inf")
         return drafted
 
-    def _runner(self, cache: ContiguousCache) -> "_Native":
+    def _runner(self, cache: KeyValueCache) -> "_Native":
         if cache.kind not in self._native or self._native[cache.kind].factor is not cache.quantizer.key_factor:
             self._native[cache.kind] = self._make(cache.kind, cache.quantizer.key_factor)
         return self._native[cache.kind]

@@ -62,20 +62,23 @@ class Cache(Protocol):
     def open(self, capacity: int) -> int:
         """A handle for a new request of at most `capacity` tokens."""
 
-    def fork(self, request: int) -> int:
-        """A handle for a new request that holds the same tokens; from here on the two do not touch each other."""
-
     def close(self, request: int) -> None:
         """Forgets the request; its handle may be given out again."""
 
+    def fork(self, request: int) -> int:
+        """A handle for a new request that holds the same tokens and goes its own way from here."""
+
     def adopt(self, request: int, tokens: Sequence[int]) -> int:
-        """Takes over what the cache already holds of a new request's text, all but its last token; returns how many."""
+        """Takes over what the cache knows of the beginning of `tokens` for a request that was just opened.
+
+        Returns the tokens stored now, at most len(tokens) − 1.
+        """
 
     def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Says which tokens the request's slots hold, so that others may adopt them."""
+        """Lets other requests adopt what is stored; `tokens` are those of the first slots, a chain."""
 
     def shortage(self, needs: Mapping[int, int]) -> int:
-        """Pages that are lacking for needs[request] more rows of each request; 0: they fit."""
+        """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
 
     def length(self, request: int) -> int:
         """Tokens stored (slots: a tree's rows count each)."""

@@ -26,19 +26,42 @@ std::string describe(const NamedPath& path, const Shape& s) {
            " heads of " + std::to_string(s.dim) + ", window " + std::to_string(s.window);
 }
 
-// One request's memory as the kernels hold it; what was never written is not a number where it can be.
+int64_t blocks_of(int64_t slots) { return (slots + KEYS - 1) / KEYS; }
+
+// Memory as the kernels hold it; what was never written is not a number where it can be.
 struct Memory {
-    Memory(const Shape& s, int64_t slots) {
-        const int64_t blocks = (slots + KEYS - 1) / KEYS, heads = LAYERS * blocks * s.kv_heads, wide = (s.dim + 15) / 16 * 16;
+    Memory(const Shape& s, int64_t blocks) {
+        const int64_t heads = LAYERS * blocks * s.kv_heads, wide = (s.dim + 15) / 16 * 16;
         const int64_t unit = s.kind == CACHE_F32 ? 4 : 1, halves = s.kind == CACHE_INT4 ? 2 : 1;
         keys.resize(static_cast<size_t>(heads * s.dim * KEYS * unit / halves), 0xff);
         values.resize(static_cast<size_t>(heads * KEYS * wide * unit / halves), 0xff);
         if (s.kind != CACHE_F32) key_scale.resize(static_cast<size_t>(heads * KEYS), NAN), value_scale = key_scale;
-        store = {keys.data(), values.data(), key_scale.data(), value_scale.data(), blocks};
+        store = {keys.data(), values.data(), key_scale.data(), value_scale.data(), blocks, nullptr};
     }
     std::vector<uint8_t> keys, values;
     Floats key_scale, value_scale;
     Store store;
+};
+
+// One memory for requests of so many slots: the pages of each lie in any order between those of the others.
+struct Pages {
+    Pages(const Shape& s, const std::vector<int64_t>& slots, Random& random) : memory(s, total(slots)) {
+        const std::vector<int32_t> order = random.order(total(slots));
+        auto next = order.begin() + 1;  // one page stays unused
+        for (int64_t count : slots) {
+            tables.emplace_back(next, next + blocks_of(count));
+            next += blocks_of(count);
+        }
+        for (const auto& table : tables) stores.push_back(memory.store), stores.back().table = table.data();
+    }
+    static int64_t total(const std::vector<int64_t>& slots) {
+        int64_t blocks = 1;
+        for (int64_t count : slots) blocks += blocks_of(count);
+        return blocks;
+    }
+    Memory memory;
+    std::vector<std::vector<int64_t>> tables;
+    std::vector<Store> stores;
 };
 
 // A row of keys or values as a cache gives it back.
@@ -161,14 +184,20 @@ void play(const NamedPath& path, const Shape& s, const Scene& scene, int64_t che
     Run run = {path, s, {s.heads, s.kv_heads, s.dim, 0, s.kind, s.factors ? factors.data() : nullptr}, {}, 0.3f};
     std::vector<Memory> memory;
     std::vector<std::vector<Floats>> held_keys(requests), held_values(requests);
+    std::vector<int64_t> slots;
     for (int64_t r = 0; r < requests; r++) {
-        memory.emplace_back(s, scene.slots(r));
+        slots.push_back(scene.slots(r));
+        memory.emplace_back(s, blocks_of(slots.back()));
         held_keys[r].resize(scene.slots(r)), held_values[r].resize(scene.slots(r));
     }
     for (Memory& m : memory) run.stores.push_back(m.store);
+    Pages pages(s, slots, random);
+    Run paged = run;
+    paged.stores = pages.stores;
     for (int64_t i = 0; i < stored; i++) {
         const auto [r, slot] = tokens[i];
-        path.kernels->remember(run.heads, LAYER, run.stores[r], slot, keys.data() + i * size, values.data() + i * size);
+        for (const Store& store : {run.stores[r], paged.stores[r]})
+            path.kernels->remember(run.heads, LAYER, store, slot, keys.data() + i * size, values.data() + i * size);
         for (int64_t head = 0; head < s.kv_heads; head++) {
             const float* factor = s.factors ? factors.data() + LAYER * size + head * s.dim : nullptr;
             const Floats k = rounded(keys.data() + i * size + head * s.dim, factor, s.dim, s.kind);
@@ -180,6 +209,7 @@ void play(const NamedPath& path, const Shape& s, const Scene& scene, int64_t che
     Pool one(1), two(2);
     const Floats together = run.attend(one, scene, queries, 0, rows);
     expect_same(run.attend(two, scene, queries, 0, rows), together, what + " on two threads");
+    expect_same(paged.attend(two, scene, queries, 0, rows), together, what + " from pages");
     expect(run.attend(one, scene, queries, 0, 0).empty(), what + " without rows");
     const int64_t wide = s.heads * s.dim;
     for (int64_t i = 0; i < rows; i++) {
@@ -207,7 +237,7 @@ void branch_is_chain(const NamedPath& path, const Shape& s, Random& random) {
     Floats outs[2];
     for (int which = 0; which < 2; which++) {
         const Scene& scene = which ? tree : chain;
-        Memory memory(s, scene.slots(0));
+        Memory memory(s, blocks_of(scene.slots(0)));
         Run run = {path, s, {s.heads, s.kv_heads, s.dim, 0, s.kind, nullptr}, {memory.store}, 0.3f};
         for (int64_t i = 0; i < scene.rows(); i++) {
             const int64_t token = which && i >= start ? (i == start + 1 ? start : i == start + 3 ? start + 1 : 7) : i;
@@ -230,7 +260,7 @@ void edges(const NamedPath& path, const Shape& s, Random& random) {
     for (float odd : {1e30f, -1e30f, 1e-42f, INFINITY, NAN}) {
         Floats keys = random.reals(3 * size, -1.0f, 1.0f), values = random.reals(3 * size, -1.0f, 1.0f);
         for (int64_t d = 0; d < size; d += s.dim) keys[size + d] = values[size + d + s.dim - 1] = odd;
-        Memory memory(s, 3);
+        Memory memory(s, 1);
         Run run = {path, s, {s.heads, s.kv_heads, s.dim, 0, s.kind, nullptr}, {memory.store}, 0.3f};
         for (int64_t i = 0; i < 3; i++)
             path.kernels->remember(run.heads, LAYER, memory.store, i, keys.data() + i * size, values.data() + i * size);

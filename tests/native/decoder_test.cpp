@@ -12,15 +12,15 @@ using namespace specpress;
 
 namespace {
 
-// One request's cache, zeros as Python makes it.
+// A cache's memory, zeros as Python makes it.
 struct Memory {
-    Memory(const ModelShape& s, int64_t slots) {
-        const int64_t blocks = (slots + KEYS - 1) / KEYS, heads = DEPTH * blocks * KV_HEADS, wide = (s.dim + 15) / 16 * 16;
+    Memory(const ModelShape& s, int64_t blocks) {
+        const int64_t heads = DEPTH * blocks * KV_HEADS, wide = (s.dim + 15) / 16 * 16;
         const int64_t unit = s.cache == CACHE_F32 ? 4 : 1, halves = s.cache == CACHE_INT4 ? 2 : 1;
         keys.resize(static_cast<size_t>(heads * s.dim * KEYS * unit / halves));
         values.resize(static_cast<size_t>(heads * KEYS * wide * unit / halves));
         if (s.cache != CACHE_F32) key_scale.resize(static_cast<size_t>(heads * KEYS)), value_scale = key_scale;
-        store = {keys.data(), values.data(), key_scale.data(), value_scale.data(), blocks};
+        store = {keys.data(), values.data(), key_scale.data(), value_scale.data(), blocks, nullptr};
     }
     std::vector<uint8_t> keys, values;
     Floats key_scale, value_scale;
@@ -31,20 +31,31 @@ struct Result {
     Floats hidden, logits;
 };
 
-// Requests of the given tokens, every row's norms and logits; `width` rows of each request a call.
-Result run(const NamedPath& path, const TestModel& m, int threads, const std::vector<std::vector<int64_t>>& requests, int64_t width) {
+// Requests of the given tokens, every row's norms and logits; `width` rows of each request a call. `paged`: their blocks
+// lie in one memory, the first request's last in it and each from its last to its first.
+Result run(const NamedPath& path, const TestModel& m, int threads, const std::vector<std::vector<int64_t>>& requests, int64_t width,
+           bool paged = false) {
     Pool pool(threads);
     Decoder decoder(m.model, *path.kernels, pool);
     std::vector<Memory> memory;
     std::vector<Store> stores;
-    int64_t longest = 0, total = 0;
+    int64_t longest = 0, total = 0, all_blocks = 0;
     std::vector<int64_t> base;
     for (const auto& tokens : requests) {
         const int64_t length = static_cast<int64_t>(tokens.size());
-        memory.emplace_back(m.shape, length);
-        base.push_back(total), total += length, longest = std::max(longest, length);
+        const int64_t blocks = (length + KEYS - 1) / KEYS;
+        if (!paged) memory.emplace_back(m.shape, blocks);
+        base.push_back(total), total += length, longest = std::max(longest, length), all_blocks += blocks;
     }
-    for (Memory& one : memory) stores.push_back(one.store);
+    std::vector<std::vector<int64_t>> tables;
+    if (paged) memory.emplace_back(m.shape, all_blocks);
+    for (const auto& tokens : requests) {
+        stores.push_back(memory[paged ? 0 : stores.size()].store);
+        if (!paged) continue;
+        tables.emplace_back();
+        for (size_t slot = 0; slot < tokens.size(); slot += KEYS) tables.back().push_back(--all_blocks);
+        stores.back().table = tables.back().data();
+    }
     Result result = {Floats(static_cast<size_t>(total * HIDDEN), NAN), Floats(static_cast<size_t>(total * VOCABULARY), NAN)};
     for (int64_t from = 0; from < longest; from += width) {
         std::vector<int64_t> tokens, request, position, where;
@@ -155,6 +166,8 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
         expect_same(narrow.hidden, whole.hidden, what + " hidden at width " + std::to_string(width));
         expect_same(narrow.logits, whole.logits, what + " at width " + std::to_string(width));
     }
+    for (int64_t width : {static_cast<int64_t>(7), POSITIONS})
+        expect_same(run(path, m, 2, requests, width, true).logits, whole.logits, what + " from pages, width " + std::to_string(width));
     // Rounded inputs differ by a whole code where the textbook's differ by a hair: only float models are compared.
     if (shape.cache == CACHE_F32 && shape.kind < INT8) {
         const std::vector<double> wanted = textbook(m, requests[2]);

@@ -51,7 +51,7 @@ class ListCache:
         return 0
 
     def publish(self, request: int, tokens: Sequence[int]) -> None:
-        pass
+        assert list(tokens) == self.slots[request][: len(tokens)]
 
     def shortage(self, needs: Mapping[int, int]) -> int:
         return 0

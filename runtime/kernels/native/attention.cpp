@@ -194,7 +194,7 @@ void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
                     recall(c, s, u.kv_head, slot, k + j, v + j * wide);
                 }
             } else if (h.cache_kind == CACHE_F32) {
-                const int64_t at = place(h, s.blocks, c.layer, u.kv_head, from).block;
+                const int64_t at = place(h, s, c.layer, u.kv_head, from).block;
                 keys[block] = static_cast<const float*>(s.keys) + at * dim * KEYS;
                 values[block] = static_cast<const float*>(s.values) + at * KEYS * wide;
                 // A few rows come upon keys that the weights have pushed out of the caches.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache import KeyValueCache
 from runtime.kernels.native.binding import BatchStruct, StoreStruct
 from runtime.layout import Reserved
 
@@ -36,7 +36,7 @@ class Batches:
         return found
 
     def of(
-        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: ContiguousCache
+        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: KeyValueCache
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows, whose slots are taken, and what must stay alive during the call."""
         count = tokens.numel()

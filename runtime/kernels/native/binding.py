@@ -124,6 +124,7 @@ class StoreStruct(Structure):
         ("key_scale", c_void_p),
         ("value_scale", c_void_p),
         ("blocks", c_int64),
+        ("table", c_void_p),
     ]
 
 

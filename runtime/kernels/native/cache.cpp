@@ -29,7 +29,7 @@ static float round_row(const float* x, int64_t dim, float limit, int32_t* codes)
 void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
     const int64_t dim = h.dim, wide = padded(dim);
     for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += dim) {
-        const Place at = place(h, s.blocks, layer, head, slot);
+        const Place at = place(h, s, layer, head, slot);
         if (h.cache_kind == CACHE_F32) {
             float* k = static_cast<float*>(s.keys) + at.block * dim * KEYS + at.inside;
             for (int64_t d = 0; d < dim; d++) k[d * KEYS] = key[d];
@@ -66,7 +66,7 @@ void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const
 void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, float* key, float* value) {
     const Heads& h = c.heads;
     const int64_t dim = h.dim, wide = padded(dim);
-    const Place at = place(h, s.blocks, c.layer, head, slot);
+    const Place at = place(h, s, c.layer, head, slot);
     for (int64_t d = dim; d < wide; d++) value[d] = 0.0f;
     if (h.cache_kind == CACHE_F32) {
         const float* k = static_cast<const float*>(s.keys) + at.block * dim * KEYS + at.inside;
@@ -107,7 +107,7 @@ static inline F16 high_nibbles(const uint8_t* p) {
 void widen(const AttentionCall& c, const Store& s, int64_t head, int64_t block, float* keys, float* values) {
     const Heads& h = c.heads;
     const int64_t dim = h.dim, wide = padded(dim);
-    const int64_t at = place(h, s.blocks, c.layer, head, block * KEYS).block;
+    const int64_t at = place(h, s, c.layer, head, block * KEYS).block;
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
     const bool four_bits = h.cache_kind == CACHE_INT4;
     const auto* k = static_cast<const uint8_t*>(s.keys) + at * dim * (four_bits ? KEYS / 2 : KEYS);

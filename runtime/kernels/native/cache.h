@@ -12,8 +12,9 @@ inline int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
 struct Place {
     int64_t block, inside;
 };
-inline Place place(const specpress::Heads& h, int64_t blocks, int64_t layer, int64_t head, int64_t slot) {
-    return {((layer * blocks + slot / specpress::KEYS) * h.kv_heads + head), slot % specpress::KEYS};
+inline Place place(const specpress::Heads& h, const specpress::Store& s, int64_t layer, int64_t head, int64_t slot) {
+    const int64_t own = slot / specpress::KEYS, block = s.table ? s.table[own] : own;
+    return {(layer * s.blocks + block) * h.kv_heads + head, slot % specpress::KEYS};
 }
 
 // One key and value of the cache as floats: out keys with a stride of KEYS, out values adjacent.

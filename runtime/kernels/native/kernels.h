@@ -42,7 +42,7 @@ struct Inputs {
     const int32_t* sums;  // [rows][groups]
 };
 
-// Keys and values of one request. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
+// Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
 // padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
 // i + dim/2), with one scale per key and head, [layers][blocks][heads][64].
 struct Store {
@@ -51,6 +51,7 @@ struct Store {
     float* key_scale;
     float* value_scale;
     int64_t blocks;
+    const int64_t* table;  // [the request's blocks]: which of `blocks` each of them is (a page); null: the same
 };
 enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2 };
 
