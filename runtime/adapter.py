@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.rows import Cache, Out, Rows
+from runtime.rows import Cache, CacheKind, Out, Rows
 
 
 class AdapterCache:
@@ -113,8 +113,13 @@ class Adapter:
         """torch's, which transformers uses."""
         return torch.get_num_threads()
 
-    def new_cache(self) -> AdapterCache:
-        """An empty cache."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> AdapterCache:
+        """An empty cache. Raises UserError for quantised and paged ones."""
+        if kind != "float32" or pages is not None:
+            raise UserError(
+                f"{type(self.model).__name__} runs through transformers, whose caches are neither quantised nor paged"
+                " here; leave out the kind of cache and the pages."
+            )
         return AdapterCache(self.model)
 
     @torch.inference_mode()

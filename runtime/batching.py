@@ -134,6 +134,10 @@ class Engine:
         judged = [part for part in work if part.judged]
         lengths = [len(part.one.request.tokens) for part in judged]
         outcomes = self._settle(judged, drafts, host(out.logits), out.hidden)
+        for part, length in zip(judged, lengths, strict=True):
+            if not part.decoding:
+                # The prompt is complete: others that begin like it need not read it again.
+                self._cache.publish(_handle(part.one), part.one.request.tokens[:length])
         verified = self.clock.now()
         self._drafter.observe(outcomes)
         self._account(work, drafts, outcomes, lengths, (started, drafted, verified, self.clock.now()), len(tokens))

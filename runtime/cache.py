@@ -14,7 +14,8 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
-from runtime.kv import CacheKind, Quantizer, Store, allocate
+from runtime.kv import Quantizer, Store, allocate
+from runtime.rows import CacheKind
 
 
 class KeyValueCache(ABC):

@@ -82,6 +82,7 @@ def main(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Allow --verify typical, which changes what is written.")
     ] = False,
+    kv: Annotated[str, typer.Option(help="Keys and values in float32, int8 or int4.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     kernels: Annotated[str, typer.Option(help="auto, avx512-vnni, avx-vnni, avx2, portable or reference.")] = "auto",
@@ -93,7 +94,7 @@ def main(
         from runtime.drafters.choose import choose
         from runtime.loading import load
         from runtime.sampling import Sampling
-        from runtime.speculate import Speculator, lossless_class
+        from runtime.speculate import CacheOptions, Speculator, lossless_class
 
         sampling = Sampling(
             temperature,
@@ -107,6 +108,7 @@ def main(
             _bias(logit_bias or []),
             min_tokens,
         )
+        cache = CacheOptions(kv)  # type: ignore[arg-type]  # it refuses what is no kind
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         if beams is not None:
             _require_plain(sampling, stop, draft, drafter)
@@ -114,7 +116,7 @@ def main(
             return
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
         chosen = choose(model, drafter and drafter.value, draft, corpus, verify.value, options)
-        speculator = Speculator(model, chosen.drafter, draft_length=draft_length, verify=verify.value, lossy=lossy)
+        speculator = Speculator(model, chosen.drafter, draft_length, verify.value, lossy, cache)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)

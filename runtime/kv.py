@@ -6,14 +6,13 @@ rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symme
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from runtime.kernels.reference import KEY_BLOCK, quantize_rows
+from runtime.rows import CacheKind
 
-CacheKind = Literal["float32", "int8", "int4"]
 _LIMITS = {"int8": 127.0, "int4": 7.0}
 # Head dimensions are stored in whole vectors of this many floats.
 VECTOR = 16

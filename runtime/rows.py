@@ -6,11 +6,14 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+CacheKind = Literal["float32", "int8", "int4"]
+"""How a cache holds keys and values (kv.py)."""
 
 
 def integers(values: Sequence[int]) -> Tensor:
@@ -107,8 +110,8 @@ class Decoder(Protocol):
     def threads(self) -> int:
         """CPU threads that a forward uses."""
 
-    def new_cache(self) -> Cache:
-        """An empty cache that `forward` takes."""
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> Cache:
+        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all."""
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """Appends every row to the cache, in order, and returns the rows `logits_at` (T-indices; None: all).

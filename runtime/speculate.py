@@ -12,6 +12,7 @@ from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.reencoded import model_drafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics
+from runtime.rows import Cache, CacheKind, Decoder
 from runtime.sampling import Sampling, require_known
 from runtime.stopping import Stop, StopStrings, resolve
 from runtime.verify import Rule
@@ -45,6 +46,31 @@ class Result:
     prompt_tokens: list[int]
     finish: Literal["stop", "length"]
     metrics: Metrics
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How the target's cache holds keys and values, and in how many pages of 64 tokens (None: memory per request).
+
+    Raises UserError for an unknown kind, or for no pages.
+    """
+
+    kind: CacheKind = "float32"
+    pages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CacheKind):
+            kinds = ", ".join(get_args(CacheKind))
+            raise UserError(f"the kind of cache must be one of {kinds}, but is {self.kind!r}; choose one of them.")
+        if self.pages is not None and self.pages < 1:
+            raise UserError(f"a paged cache needs at least 1 page, but {self.pages} were asked for; give it more.")
+
+    def make(self, decoder: Decoder) -> Cache:
+        """An empty cache of the decoder's."""
+        return decoder.new_cache(self.kind, self.pages)
+
+
+CONTIGUOUS = CacheOptions()
 
 
 class NoDrafter:
@@ -93,8 +119,10 @@ class Speculator:
     draft_length  γ: tokens drafted a round, 0 to 64; None: what pays most, chosen every round by what was measured.
     verify        the rule for requests that sample; greedy requests need none.
     lossy         allows the rule `typical`, whose text is not distributed as the target's.
+    cache         what all requests share: how keys and values are held, and whether in pages.
+    max_batch     requests in one forward; further ones wait.
 
-    Raises UserError for a draft length out of range, an unknown rule, or a lossy one without `lossy`.
+    Raises UserError for a draft length or batch out of range, an unknown rule, or a lossy one without `lossy`.
     """
 
     def __init__(
@@ -104,7 +132,11 @@ class Speculator:
         draft_length: int | None = None,
         verify: Rule = "coupled",
         lossy: bool = False,
+        cache: CacheOptions = CONTIGUOUS,
+        max_batch: int = 256,
     ) -> None:
+        if max_batch < 1:
+            raise UserError(f"max_batch must be at least 1, but is {max_batch}; choose a larger number.")
         if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
             raise UserError(
                 f"draft_length must be from 0 to {MAX_DRAFT_LENGTH}, but is {draft_length}; choose another."
@@ -123,7 +155,8 @@ class Speculator:
         self.verify: Rule = verify
         self.drafter = self._drafter(draft)
         self.controller = Controller() if draft_length is None else None
-        self._cache = target.decoder.new_cache()
+        self._cache = cache.make(target.decoder)
+        self._max_batch = max_batch
         self._ids = itertools.count()
 
     def stream(
@@ -183,7 +216,8 @@ class Speculator:
             length: int | Controller = 0
         else:
             length = self.controller if self.draft_length is None else self.draft_length  # type: ignore[assignment]
-        return Engine(self.target.decoder, self.drafter, length, self.verify, self._cache)
+        decoder = self.target.decoder
+        return Engine(decoder, self.drafter, length, self.verify, self._cache, max_batch=self._max_batch)
 
     def _drafter(self, draft: "Model | Drafter | None") -> Drafter:
         if draft is None:

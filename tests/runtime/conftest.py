@@ -51,7 +51,7 @@ class ListCache:
         return 0
 
     def publish(self, request: int, tokens: Sequence[int]) -> None:
-        assert list(tokens) == self.slots[request][: len(tokens)]
+        assert self.broken or list(tokens) == self.slots[request][: len(tokens)]
 
     def shortage(self, needs: Mapping[int, int]) -> int:
         return 0
@@ -89,7 +89,7 @@ class HashDecoder:
     caches: list[ListCache] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
 
-    def new_cache(self) -> ListCache:
+    def new_cache(self, kind: str = "float32", pages: int | None = None) -> ListCache:
         self.caches.append(ListCache(self.broken))
         return self.caches[-1]
 
