@@ -33,6 +33,7 @@ class Live:
     number   the order in which requests came.
     handle   None while the request waits.
     started  when it came, by the engine's clock.
+    drafted  whether its last round drafted, so that its drafter knows the text but for that round's tokens.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Live:
     metrics: Metrics
     started: float
     handle: int | None = None
+    drafted: bool = False
 
     @property
     def capacity(self) -> int:
@@ -313,7 +315,11 @@ class Engine:
             budget = max(part.budget for part in work)
             # A text about to end drafts less than the others: that says nothing of this γ.
             whole = tuple(one for own, one in learned if own == budget)
-            self._draft_length.observe(Round(len(work), budget, whole, width, drafted - started, ended - drafted))
+            behind = any(part.budget > 0 and not part.one.drafted for part in work)
+            times_taken = (drafted - started, ended - drafted)
+            self._draft_length.observe(Round(len(work), budget, whole, width, *times_taken, behind))
+        for part in work:
+            part.one.drafted = part.budget > 0
 
     def _release(self, one: Live) -> None:
         """Frees what a running request holds. Out of the list first: an interrupt must not free a handle twice."""

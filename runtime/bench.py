@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runtime.bench_serving import load, speculate
 from runtime.commands import without_traceback
 from runtime.errors import UserError
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     Measure = Callable[[str, Memory], list[Row]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(speculate)
+app.command()(load)
 
 _WIDEST = 512
 # An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.

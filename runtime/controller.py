@@ -20,8 +20,8 @@ _FADE = 0.99
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
 _PRIOR = 2.0
 _HOPED = 0.7
-# The first rounds of all, which show what drafting and not drafting cost.
-_OPENING = (0, 4, 0, 4)
+# The first rounds of all, which show what not drafting and drafting cost.
+_OPENING = (0, 0, 4, 4, 4)
 # A choice holds for so many rounds: choosing anew takes as long as a tenth of a small model's forward.
 _HOLD = 8
 
@@ -153,7 +153,10 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round was and took: `batch` requests of at most `budget` drafted tokens each; `width` rows; seconds."""
+    """What one round was and took: `batch` requests of at most `budget` drafted tokens each; `width` rows; seconds.
+
+    behind  a request did not draft in the round before: its drafter had more to read than a round brings.
+    """
 
     batch: int
     budget: int
@@ -161,6 +164,7 @@ class Round:
     width: int
     draft_seconds: float
     target_seconds: float
+    behind: bool = False
 
 
 class Controller:
@@ -179,15 +183,20 @@ class Controller:
         self._trees = False
         self._rounds = 0
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
+        self._again: int | None = None  # a probe that told nothing of its cost: the drafter had to catch up first
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
 
     def choose(self, batch: int, missing: int) -> int:
         """γ for a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
         most = min(self.limit, missing)
-        self._probing = None
+        probing, self._probing = self._probing, None
+        again, self._again = self._again, None
         if most <= 0:
             return 0
+        if again is not None:
+            self._probing = probing
+            return min(again, most)
         if self._rounds < len(_OPENING):
             return min(_OPENING[self._rounds], most)
         held_batch, held_most, held, until = self._held
@@ -232,9 +241,12 @@ class Controller:
                     self._chain.add(found.budget, draft.drafted, draft.accepted)
                 else:
                     self._tree.add(found.budget, draft.accepted)
-            self._draft.setdefault(found.batch, Curve({0: 0.0})).add(found.budget, found.draft_seconds)
+            if not found.behind:
+                self._draft.setdefault(found.batch, Curve({0: 0.0})).add(found.budget, found.draft_seconds)
         self._target.add(found.width, found.target_seconds)
         if self._probing is not None:
+            if found.behind and found.budget > 0:
+                self._again = found.budget
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             self.probing_seconds += max(0.0, taken - gained / self._probing)

@@ -1,5 +1,6 @@
 """A drafter by its name, as the commands take it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,13 +64,28 @@ def choose(
     if kinds == ["none"]:
         return Chosen(None)
     model = load(found, **(options or {})) if uses_draft and found is not None else None
-    made = [_make(kind, target, model, corpus, verify) for kind in kinds]
+    made = make(target, kinds, model, corpus, verify)
     note = f" ({Path(found).name})" if model is not None and found is not None else ""
     if name is None and model is None:
         note = " (no draft was given, and the target has none)"
     if kinds == ["nested"]:
         note = " (the target's upper four bits)"
-    return Chosen(made[0] if len(made) == 1 else ChainedDrafter(made), note)
+    return Chosen(made, note)
+
+
+def make(
+    target: "Model",
+    kinds: Sequence[str],
+    draft: "Model | None" = None,
+    corpus: Path | None = None,
+    verify: Rule = "coupled",
+) -> Drafter:
+    """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
+
+    Raises UserError as `choose`.
+    """
+    made = [_make(kind, target, draft, corpus, verify) for kind in kinds]
+    return made[0] if len(made) == 1 else ChainedDrafter(made)
 
 
 def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule) -> Drafter:
