@@ -350,8 +350,8 @@ def _show(facts: dict[str, Any], found: dict[str, Any]) -> None:
     console.print(table)
     plain, itl, ttft = found["plain"], found["speculative"]["itl_ms"], found["ttft_ms"]
     lines = (
-        f"plain {plain['tokens_per_second']:.1f} tokens/s; predicted speedup"
-        f" {_number(found['predicted_speedup'], '.2f')} (a draft step costs"
+        f"plain {plain['tokens_per_second']:.1f} tokens/s; speedup without the prompts' time"
+        f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')} (a draft step costs"
         f" {_number(found['draft_cost_ratio'], '.3f')} of a target step;"
         f" {_number(found['drafted_per_round'], '.2f')} drafted a round)",
         f"{_number(found['mismatches'], 'd')} of {found['prompts']} texts differ from plain decoding's",

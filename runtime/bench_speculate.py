@@ -121,6 +121,7 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "plain": plain.counts.report() | {"tokens_per_second": median(plain.tokens_per_second)},
         "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
         "speedup": median(speeds),
+        "decode_speedup": _decode_speedup(plain, spoken),
         "predicted_speedup": _predicted(job, plain.counts, counts, costs),
         "draft_cost_ratio": _draft_cost(plain.counts, counts, costs),
         "acceptance_rate": counts.acceptance_rate,
@@ -135,6 +136,16 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "mismatches": None if _free(job) else sum(a != b for a, b in pairs),
         "groups": _groups(job, plain, spoken),
     }
+
+
+def _decode_speedup(plain: Way, spoken: Way) -> float | None:
+    """The same without the prompts' time, which the prediction leaves out as well."""
+    pairs = [
+        (total(a.metrics).decode_tokens_per_second, total(b.metrics).decode_tokens_per_second)
+        for a, b in zip(spoken.passes, plain.passes, strict=True)
+    ]
+    ratios = [ours / base for ours, base in pairs if ours and base]
+    return median(ratios) if ratios else None
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:

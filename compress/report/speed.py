@@ -17,6 +17,7 @@ from runtime.metrics import Metrics, predicted_speedup, total
 from runtime.rows import Rows
 from runtime.sampling import Sampling
 from runtime.speculate import Speculator, lossless_class
+from runtime.vocabulary import require_same_vocabulary
 
 if TYPE_CHECKING:
     from runtime.loading import Model
@@ -189,6 +190,9 @@ def measure(
     Without `draft` the drafter is prompt lookup. Where the target cannot be rolled back, or γ = 0, the speculative
     figures are null with that reason. Raises UserError for a draft with another vocabulary.
     """
+    if draft is not None:
+        # The runtime would encode such a draft's text again; the report's agreement figures need one vocabulary.
+        require_same_vocabulary(compressed.tokenizer, draft.tokenizer)
     missing: dict[str, str] = {"speed.*.energy_j": _NO_ENERGY}
     ways = {"original": Speculator(original), "compressed": Speculator(compressed)}
     reason = "the draft length is 0" if draft_length == 0 else _cannot_roll_back(compressed, prompts[0])
