@@ -196,11 +196,11 @@ def _job(
     kinds = [] if drafter is None else drafter.split("+")
     with TemporaryDirectory(prefix="specpress-bench-") as folder:
 
-        def opened(name: str, is_shape: bool, packed: str, planes: bool = False) -> "Model":
-            path = write_shape(name, packed, Path(folder) / name) if is_shape else name
+        def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> "Model":
+            path = write_shape(name, scheme, Path(folder) / f"{role}-{name}") if is_shape else name
             return load(path, threads=threads, planes=planes)
 
-        model = opened(shape or str(target), shape is not None, scheme, planes="nested" in kinds)
+        model = opened(shape or str(target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
             kinds = ["lookup" if source is None else "model"]
@@ -209,7 +209,7 @@ def _job(
             raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
         if draft is not None and not needs_draft:
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
-        draft_model = opened(source, source in SHAPES, scheme) if source is not None and needs_draft else None
+        draft_model = opened(source, "draft", source in SHAPES) if source is not None and needs_draft else None
         items = _items(model, prompts, count, new_tokens, seed)
         stop: frozenset[int] = frozenset()
         job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)
@@ -351,7 +351,8 @@ def _show(facts: dict[str, Any], found: dict[str, Any]) -> None:
     plain, itl, ttft = found["plain"], found["speculative"]["itl_ms"], found["ttft_ms"]
     lines = (
         f"plain {plain['tokens_per_second']:.1f} tokens/s; speedup without the prompts' time"
-        f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')} (a draft step costs"
+        f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')}"
+        " (a draft step costs"
         f" {_number(found['draft_cost_ratio'], '.3f')} of a target step;"
         f" {_number(found['drafted_per_round'], '.2f')} drafted a round)",
         f"{_number(found['mismatches'], 'd')} of {found['prompts']} texts differ from plain decoding's",
