@@ -82,7 +82,9 @@ def speculate(
             verify, draft_length, threads,
         ) as (job, model, draft_model):  # fmt: skip
             plain, spoken = measure(job, NoDrafter(), rounds, _say)
-            costs = _costs(job, model, draft_model) if batch == 1 else None
+            # A draft step is a forward of the draft only where every drafted token takes one.
+            steps = draft_model if job.drafter.name in ("model", "oracle") else None
+            costs = _costs(job, model, steps) if batch == 1 else None
             found = row(job, plain, spoken, costs)
             _show(_facts(job, model), found)
             if json_file is not None:

@@ -22,8 +22,9 @@ _PRIOR = 2.0
 _HOPED = 0.7
 # The first rounds of all, which show what not drafting and drafting cost.
 _OPENING = (0, 0, 4, 4, 4)
-# A choice holds for so many rounds: choosing anew takes as long as a tenth of a small model's forward.
-_HOLD = 8
+# A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
+# as a quarter of a small model's forward.
+_HOLD, _LONGEST_HOLD = 4, 64
 
 
 # Weights are brought back to 1 above this.
@@ -186,6 +187,7 @@ class Controller:
         self._again: int | None = None  # a probe that told nothing of its cost: the drafter had to catch up first
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
+        self._hold = _HOLD
 
     def choose(self, batch: int, missing: int) -> int:
         """γ for a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
@@ -200,14 +202,16 @@ class Controller:
         if self._rounds < len(_OPENING):
             return min(_OPENING[self._rounds], most)
         held_batch, held_most, held, until = self._held
-        if (batch, most) == (held_batch, held_most) and self._rounds < until:
+        # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
+        if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
             return held
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
         other = 0 if best > 0 else max(range(1, most + 1), key=rates.__getitem__)
         lost = (1 + self._tokens(other)[other]) * batch / rates[other] * max(0.0, 1 - rates[other] / rates[best])
         if self._last.get(other > 0, 0) == self._rounds or self.probing_seconds + lost > PROBING * self.seconds:
-            self._held = (batch, most, best, self._rounds + _HOLD)
+            self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
+            self._held = (batch, most, best, self._rounds + self._hold)
             return best
         # One round of what looked worse: drafting where none is done, or none where drafting is done.
         self._probing = rates[best]
