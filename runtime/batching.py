@@ -248,7 +248,8 @@ class Engine:
             request.finished = stopped or request.missing <= 0
             self._roll_back(_handle(one), before, path, len(draft.tokens))
             outcomes.append(Outcome(request, path, len(path), _along(hidden[base:end], path)))
-            one.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
+            if request.finished:
+                one.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
             one.metrics.arrivals[0] += [self.clock.now() - one.started] * len(gained)
             base = end
         return outcomes
@@ -309,8 +310,9 @@ class Engine:
             m.target_rows += rows
             m.draft_seconds += (drafted - started) * draft_share
             m.target_seconds += (verified - drafted) * target_share
-            chain = draft.parents == list(range(-1, len(at) - 1))
-            learned.append((part.budget, Drafted(len(draft.tokens), outcome.length, chain)))
+            if isinstance(self._draft_length, Controller):
+                chain = draft.parents == [*range(-1, len(at) - 1)]
+                learned.append((part.budget, Drafted(len(at), outcome.length, chain)))
         if isinstance(self._draft_length, Controller) and len(learned) == len(work):
             budget = max(part.budget for part in work)
             # A text about to end drafts less than the others: that says nothing of this γ.
