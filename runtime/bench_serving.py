@@ -29,7 +29,8 @@ _Scheme = Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, n
 _Drafter = Annotated[
     str | None,
     typer.Option(
-        help="none, model, tree, lookup, suffix, nested, two of them with a plus between, or oracle.",
+        help="none, model, tree, lookup, suffix, nested, two of them with a plus between, or oracle (oracle+nested: at"
+        " the nested drafter's cost).",
         show_default="model where there is a draft, else lookup",
     ),
 ]
@@ -206,12 +207,17 @@ def _job(
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
             kinds = ["lookup" if source is None else "model"]
-        needs_draft = bool({"model", "tree", "oracle"} & set(kinds))
-        if needs_draft and source is None:
-            raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
-        if draft is not None and not needs_draft:
+        draft_model = None
+        if kinds == ["oracle", "nested"]:
+            from runtime.drafters.nested import upper_half
+
+            kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
+        elif {"model", "tree", "oracle"} & set(kinds):
+            if source is None:
+                raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
+            draft_model = opened(source, "draft", source in SHAPES)
+        if draft is not None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
-        draft_model = opened(source, "draft", source in SHAPES) if source is not None and needs_draft else None
         items = _items(model, prompts, count, new_tokens, seed)
         stop: frozenset[int] = frozenset()
         job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)

@@ -33,9 +33,14 @@ class NestedDrafter(ModelDrafter):
     name = "nested"
 
     def __init__(self, target: HasDecoder, verify: Rule = "coupled") -> None:
-        decoder = target.decoder
-        if not isinstance(decoder, NativeDecoder | LlamaDecoder):
-            raise UserError(
-                f"nested drafts on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
-            )
-        super().__init__(_View(decoder.upper()), verify)
+        super().__init__(_View(upper_half(target)), verify)
+
+
+def upper_half(target: HasDecoder) -> Decoder:
+    """The target's decoder on the upper planes of its int8 weights. Raises UserError as NestedDrafter does."""
+    decoder = target.decoder
+    if not isinstance(decoder, NativeDecoder | LlamaDecoder):
+        raise UserError(
+            f"nested drafts on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
+        )
+    return decoder.upper()

@@ -28,6 +28,7 @@ def command(*arguments: object) -> Any:
         ("--drafter", "nested", "--scheme", "int8", "--draft-length", 2),
         ("--drafter", "oracle", "--draft", "pair", "--alpha", 1.0, "--draft-length", 3),
         ("--drafter", "lookup+suffix", "--batch", 2, "--temperature", 0.7),
+        ("--drafter", "oracle+nested", "--scheme", "int8", "--alpha", 1.0, "--draft-length", 3),
     ],
 )
 def test_speculate(tmp_path: Path, options: tuple[object, ...]) -> None:
@@ -37,7 +38,7 @@ def test_speculate(tmp_path: Path, options: tuple[object, ...]) -> None:
     assert found["random_weights"] and found["threads"] == 1 and found["result"]["mismatches"] == 0
     assert found["result"]["prompts"] == 2 and found["result"]["new_tokens"] == 16
     assert "random weights: speed only" in result.stdout and "0 of 2 texts differ" in result.stdout
-    if "oracle" in options:
+    if {"oracle", "oracle+nested"} & set(options):
         assert found["result"]["acceptance_rate"] == 1.0 and found["result"]["predicted_speedup"] > 0
 
 
