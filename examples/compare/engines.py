@@ -134,7 +134,7 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
     from processes import Start
     from tables import Compared, rows
 
-    from runtime.bench_rounds import Memory
+    from runtime.bench.rounds import Memory
 
     given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")}
 

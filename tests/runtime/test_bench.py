@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from runtime import bench_layers
-from runtime.bench import app
-from runtime.bench_forwards import CONTEXT, tree
-from runtime.bench_layers import Layer, copies, forward_bytes, layers
-from runtime.bench_rounds import WARM_UP, Row, Sample, bytes_read, cache_bytes, fastest, interleaved, machine, row
+from runtime.bench import layers as bench_layers
+from runtime.bench.__main__ import app
+from runtime.bench.forwards import CONTEXT, tree
+from runtime.bench.layers import Layer, copies, forward_bytes, layers
+from runtime.bench.rounds import WARM_UP, Row, Sample, bytes_read, cache_bytes, fastest, interleaved, machine, row
 from runtime.errors import UserError
 from runtime.kernels import native
 from runtime.kernels.dispatch import choose, linear
@@ -265,13 +265,15 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runtime.bench_layers.time_layers", interrupt)
+    monkeypatch.setattr("runtime.bench.layers.time_layers", interrupt)
     result = command("kernels", "--shape", "pair")
     assert result.exit_code == 130 and "Traceback" not in result.output
 
 
 def test_help_loads_no_model_library() -> None:
-    code = "import sys, runtime.bench; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, runtime.bench.__main__; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     done = subprocess.run([sys.executable, "-m", "runtime.bench", "decode", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--prefill" in done.stdout

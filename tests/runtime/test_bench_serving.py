@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from runtime.bench import app
+from runtime.bench.__main__ import app
 
 SMALL = ("--shape", "pair", "--count", 2, "--new-tokens", 8, "--threads", 1)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bench_load import Bound, Served, arrivals, highest_rate, serve
-from runtime.bench_prompts import Prompt, read_prompts
-from runtime.bench_speculate import Item, Job, Way, measure, percentiles, row
+from runtime.bench.load import Bound, Served, arrivals, highest_rate, serve
+from runtime.bench.prompts import Prompt, read_prompts
+from runtime.bench.speculate import Item, Job, Way, measure, percentiles, row
 from runtime.controller import Controller
 from runtime.costs import StepCosts
 from runtime.drafters.lookup import LookupDrafter

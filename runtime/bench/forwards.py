@@ -6,7 +6,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from runtime.bench_rounds import Row, interleaved, row
+from runtime.bench.rounds import Row, interleaved, row
 from runtime.rows import Cache, Decoder, Rows, integers
 
 CONTEXT = 64

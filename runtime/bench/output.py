@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from runtime.bench_forwards import CONTEXT
-from runtime.bench_rounds import WARM_UP, Row, machine
+from runtime.bench.forwards import CONTEXT
+from runtime.bench.rounds import WARM_UP, Row, machine
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.bench_rounds import Row, bytes_read, cache_bytes, interleaved, row
+from runtime.bench.rounds import Row, bytes_read, cache_bytes, interleaved, row
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.kernels.native.layers import NativeLinear

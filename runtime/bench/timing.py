@@ -1,4 +1,4 @@
-"""`python -m runtime.bench`: how fast the layers, a forward, and the verification of drafts are on this machine.
+"""The commands `kernels`, `decode` and `verify`: how fast layers, forwards, and the verification of drafts are.
 
 The models have a real architecture and random weights: they are for speed only.
 """
@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runtime.bench_serving import load, speculate
 from runtime.commands import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.bench_output import Plan
-    from runtime.bench_rounds import Memory, Row
+    from runtime.bench.output import Plan
+    from runtime.bench.rounds import Memory, Row
 
     Measure = Callable[[str, Memory], list[Row]]
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-app.command()(speculate)
-app.command()(load)
 
 _WIDEST = 512
 # An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.
@@ -45,7 +40,6 @@ _Json = Annotated[Path | None, typer.Option("--json", help="Also write the rows 
 _Work = Annotated[Path | None, typer.Option(help="Keep the models here between runs.", show_default="removed")]
 
 
-@app.command()
 def kernels(
     shape: _ShapeName = "tinyllama-1.1b",
     scheme: _Scheme = None,
@@ -58,7 +52,7 @@ def kernels(
 ) -> None:
     """Times each linear layer alone, and all of a forward's together, on weights that no cache holds."""
     with without_traceback():
-        from runtime.bench_layers import time_layers
+        from runtime.bench.layers import time_layers
 
         plan = _plan("kernels", shape, scheme, head, widths, threads, kernels, rounds, json_file)
 
@@ -68,7 +62,6 @@ def kernels(
         _run(plan, measure)
 
 
-@app.command()
 def decode(
     shape: _ShapeName = "tinyllama-1.1b",
     scheme: _Scheme = None,
@@ -83,14 +76,13 @@ def decode(
 ) -> None:
     """Times forwards of the whole model after 64 tokens, with the logits of every row."""
     with without_traceback():
-        from runtime.bench_forwards import PREFILL
+        from runtime.bench.forwards import PREFILL
 
         plan = _plan("decode", shape, scheme, head, widths, threads, kernels, rounds, json_file)
         tasks = [("decode", width) for width in plan.widths] + [("prefill", PREFILL)] * prefill
         _run(plan, _forwards(plan, tasks, work))
 
 
-@app.command()
 def verify(
     shape: _ShapeName = "tinyllama-1.1b",
     scheme: _Scheme = None,
@@ -127,7 +119,7 @@ def _plan(
     """Raises UserError for anything that is not offered."""
     import torch
 
-    from runtime.bench_output import Plan
+    from runtime.bench.output import Plan
     from runtime.kernels.dispatch import choose
     from runtime.kernels.native import default_threads
     from runtime.shapes import SCHEMES, model_config
@@ -158,9 +150,9 @@ def _stored(scheme: str) -> str:
 
 def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
     """Measures a scheme on a model on disk."""
-    from runtime.bench_forwards import time_forwards
-    from runtime.bench_layers import forward_bytes
-    from runtime.bench_rounds import layers_bytes
+    from runtime.bench.forwards import time_forwards
+    from runtime.bench.layers import forward_bytes
+    from runtime.bench.rounds import layers_bytes
     from runtime.decoder import LlamaDecoder
     from runtime.loading import load
     from runtime.native import NativeDecoder
@@ -209,8 +201,8 @@ def _run(plan: "Plan", measure: "Measure") -> None:
     """Measures scheme after scheme, prints a table each, and writes the file at the end."""
     from rich.console import Console
 
-    from runtime.bench_output import header, print_rows, report, write
-    from runtime.bench_rounds import Memory
+    from runtime.bench.output import header, print_rows, report, write
+    from runtime.bench.rounds import Memory
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 100)
     notes = Console(stderr=True, highlight=False)
@@ -227,7 +219,3 @@ def _run(plan: "Plan", measure: "Measure") -> None:
         print_rows(console, plan.command, scheme, found, memory.readings)
     if plan.json_file is not None:
         write(plan.json_file, report(plan, everything, readings))
-
-
-if __name__ == "__main__":
-    app()

@@ -8,7 +8,7 @@ from itertools import cycle, islice, pairwise
 import numpy as np
 
 from runtime.batching import Engine
-from runtime.bench_speculate import Job, Way, percentiles
+from runtime.bench.speculate import Job, Way, percentiles
 from runtime.drafters import Request
 from runtime.metrics import Metrics
 

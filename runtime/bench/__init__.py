@@ -1,0 +1,1 @@
+"""`python -m runtime.bench`: how fast kernels, forwards, speculation and a loaded engine are on this machine."""

@@ -1,0 +1,156 @@
+"""What `speculate` and `load` measure, loaded: a target, its drafter, and prompts as tokens."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import typer
+
+from runtime.bench.prompts import read_prompts
+from runtime.bench.rounds import machine
+from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.costs import StepCosts, measure_costs
+from runtime.drafters import Drafter
+from runtime.drafters.choose import make
+from runtime.drafters.nested import upper_half
+from runtime.drafters.oracle import OracleDrafter
+from runtime.errors import UserError
+from runtime.loading import Model, load
+from runtime.sampling import Sampling
+from runtime.shapes import SHAPES, write_shape
+from runtime.speculate import MAX_DRAFT_LENGTH, NoDrafter
+from runtime.verify import Rule
+
+# Prompts of models without a tokenizer: random tokens.
+_RANDOM_PROMPT, _RANDOM_PROMPTS = 64, 8
+_COST_SECONDS = 5.0
+
+
+@contextmanager
+def opened_job(
+    target: str | None,
+    shape: str | None,
+    scheme: str,
+    drafter: str | None,
+    draft: str | None,
+    alpha: float,
+    corpus: Path | None,
+    prompts: Path | None,
+    count: int | None,
+    new_tokens: int,
+    batch: int,
+    temperature: float,
+    seed: int,
+    verify: str,
+    draft_length: int | None,
+    threads: int | None,
+) -> Iterator[tuple[Job, Model, Model | None]]:
+    """Loads what is to be measured. Raises UserError for whatever does not fit together."""
+    if (target is None) == (shape is None):
+        raise UserError("name either a --target or a --shape to measure")
+    if verify not in ("coupled", "rejection"):
+        raise UserError(f"--verify must be coupled or rejection, found {verify!r}")
+    if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
+        raise UserError(f"--draft-length must be from 0 to {MAX_DRAFT_LENGTH}, found {draft_length}")
+    rule: Rule = "coupled" if verify == "coupled" else "rejection"
+    sampling = Sampling(temperature, seed=seed)
+    kinds = [] if drafter is None else drafter.split("+")
+    with TemporaryDirectory(prefix="specpress-bench-") as folder:
+
+        def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> Model:
+            path = write_shape(name, scheme, Path(folder) / f"{role}-{name}") if is_shape else name
+            return load(path, threads=threads, planes=planes)
+
+        model = opened(shape or str(target), "target", shape is not None, planes="nested" in kinds)
+        source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
+        if not kinds:
+            kinds = ["lookup" if source is None else "model"]
+        draft_model = None
+        if kinds == ["oracle", "nested"]:
+            kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
+        elif {"model", "tree", "oracle"} & set(kinds):
+            if source is None:
+                raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
+            draft_model = opened(source, "draft", source in SHAPES)
+        if draft is not None and (draft_model is None or draft_model.decoder is model.decoder):
+            raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
+        items = _items(model, prompts, count, new_tokens, seed)
+        stop: frozenset[int] = frozenset()
+        job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)
+        made = _drafter(job, model, draft_model, kinds, alpha, corpus, rule, seed)
+        yield replace(job, drafter=made), model, draft_model
+
+
+_NOTHING: Any = None
+
+
+def _items(model: Model, prompts: Path | None, count: int | None, new_tokens: int, seed: int) -> tuple[Any, ...]:
+    if prompts is None:
+        rng = np.random.default_rng(seed)
+        draws = rng.integers(0, model.decoder.vocab_size, (count or _RANDOM_PROMPTS, _RANDOM_PROMPT))
+        return tuple(Item(row, "random tokens") for row in draws.tolist())
+    found = read_prompts(prompts)
+    if count is not None and count < len(found):
+        found = [found[i * len(found) // count] for i in range(count)]
+    decoder = model.decoder
+    items = [Item(model.tokenizer(one.text)["input_ids"], one.group) for one in found]
+    fitting = [item for item in items if len(item.tokens) + new_tokens <= decoder.max_positions]
+    if len(fitting) < len(items):
+        typer.echo(
+            f"{len(items) - len(fitting)} of {len(items)} prompts are left out: with {new_tokens} new tokens they are"
+            f" longer than the target's {decoder.max_positions} positions",
+            err=True,
+        )
+    if not fitting:
+        raise UserError("--prompts: no prompt is short enough for the target; give shorter ones or lower --new-tokens")
+    return tuple(fitting)
+
+
+def _drafter(
+    job: Job,
+    model: Model,
+    draft: Model | None,
+    kinds: Sequence[str],
+    alpha: float,
+    corpus: Path | None,
+    rule: Rule,
+    seed: int,
+) -> Drafter:
+    if "oracle" not in kinds:
+        return make(model, kinds, draft, corpus, rule)
+    if len(kinds) > 1:
+        raise UserError("--drafter oracle goes alone: it knows every token")
+    assert draft is not None
+    if not job.sampling.greedy:
+        raise UserError("--drafter oracle knows the greedy text only; leave out --temperature")
+    say("plain texts for the oracle")
+    plain = run_once(job, Way(NoDrafter(), 0, job.decoder.new_cache()))
+    known = {tuple(item.tokens): text for item, text in zip(job.items, plain.tokens, strict=True)}
+    return OracleDrafter(draft, known, alpha, seed, job.decoder.vocab_size)
+
+
+def step_costs(job: Job, model: Model, draft: Model | None) -> StepCosts:
+    text = job.items[0].tokens[: max(1, min(128, model.decoder.max_positions // 2))]
+    gamma = 4 if job.draft_length is None else job.draft_length
+    return measure_costs(model, draft, text, gamma, _COST_SECONDS)
+
+
+def facts_of(job: Job, model: Model) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "target": model.path.name,
+        "random_weights": not (model.path / "tokenizer.json").exists(),
+        "kernels": model.decoder.kernels,
+        "threads": model.decoder.threads,
+        "protocol": "plain and speculative passes over all prompts in turns; tokens/s with the prompts' time; medians",
+    }
+
+
+def say(text: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(text, err=True)
