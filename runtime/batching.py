@@ -188,27 +188,34 @@ class Engine:
             one.metrics.arrivals[0] != [] and len(one.request.tokens) == first + 1
             for one, first in zip(self._live, held, strict=True)
         ]
-        gamma = self._gamma([one for one, ready in zip(self._live, decoding, strict=True) if ready])
+        budgets = self._budgets([one for one, ready in zip(self._live, decoding, strict=True) if ready])
         room = MIXED_ROWS if any(decoding) else PREFILL_ROWS
         work = []
         for one, first, ready in zip(self._live, held, decoding, strict=True):
             count = len(one.request.tokens) - first
             if ready:
-                # A round adds the target's own token as well, so the last token of a text needs no draft.
-                work.append(Work(one, first, 1, max(0, min(gamma, one.request.missing - 1)), True, True))
+                work.append(Work(one, first, 1, budgets[one.number], True, True))
             elif room > 0:
                 piece = min(count, room)
                 room -= piece
                 work.append(Work(one, first, piece, 0, piece == count, False))
         return work
 
-    def _gamma(self, decoding: Sequence[Live]) -> int:
+    def _budgets(self, decoding: Sequence[Live]) -> dict[int, int]:
+        """By number, how many tokens may be drafted for each."""
+        # A round adds the target's own token as well, so the last token of a text needs no draft.
+        room = {one.number: max(0, one.request.missing - 1) for one in decoding}
         if not decoding:
-            return 0
-        missing = max(one.request.missing for one in decoding) - 1
-        if isinstance(self._draft_length, Controller):
-            return self._draft_length.choose(len(decoding), missing)
-        return min(self._draft_length, missing)
+            return room
+        if not isinstance(self._draft_length, Controller):
+            return {number: min(self._draft_length, most) for number, most in room.items()}
+        gamma, count = self._draft_length.choose(len(decoding), max(room.values()))
+        if count >= len(decoding):
+            return {number: min(gamma, most) for number, most in room.items()}
+        # Rather one whose drafter is up to date, and that has room for the whole draft.
+        first = sorted(decoding, key=lambda one: (not one.drafted, -min(gamma, room[one.number])))[:count]
+        chosen = {one.number for one in first}
+        return {number: min(gamma, most) if number in chosen else 0 for number, most in room.items()}
 
     def _put_back(self, one: Live) -> None:
         """Preempts: the pages go, tokens and noise stay; the text goes on from its last token when there is room."""
@@ -316,7 +323,7 @@ class Engine:
         if isinstance(self._draft_length, Controller) and len(learned) == len(work):
             budget = max(part.budget for part in work)
             # A text about to end drafts less than the others: that says nothing of this γ.
-            whole = tuple(one for own, one in learned if own == budget)
+            whole = tuple(one for own, one in learned if own == budget > 0)
             behind = any(part.budget > 0 and not part.one.drafted for part in work)
             times_taken = (drafted - started, ended - drafted)
             self._draft_length.observe(Round(len(work), budget, whole, width, *times_taken, behind))

@@ -7,6 +7,7 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 LONGEST = 16
 # What trying a length that does not look best may cost, as a share of all time.
@@ -43,7 +44,7 @@ class Curve:
         self.values[at] = seconds if old is None else old + _RATE * (min(seconds, _OUTLIER * old) - old)
 
     def at(self, x: float) -> float:
-        """The time at x; 0 where nothing was measured, and the first or last measurement's beyond a single one."""
+        """The time at x; 0 where nothing was measured."""
         known = sorted(self.values)
         if not known:
             return 0.0
@@ -55,7 +56,8 @@ class Curve:
                 return self.values[low] * (1 - share) + self.values[high] * share
         first, last = known[0], known[-1]
         if first == last:
-            return self.values[last]
+            # All that is known of the cost of more work: it is not more than proportional.
+            return self.values[last] * x / last if last > 0 else self.values[last]
         # The slope over all that is known, which wavers least; never downwards: more work does not take less time.
         slope = max(0.0, (self.values[last] - self.values[first]) / (last - first))
         return self.values[last] + slope * (x - last)
@@ -152,11 +154,20 @@ class Drafted:
     chain: bool = True
 
 
+class Choice(NamedTuple):
+    """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
+
+    budget: int
+    requests: int
+
+
 @dataclass(frozen=True)
 class Round:
-    """What one round was and took: `batch` requests of at most `budget` drafted tokens each; `width` rows; seconds.
+    """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
 
-    behind  a request did not draft in the round before: its drafter had more to read than a round brings.
+    drafts  one for each request that was drafted for.
+    width   rows of the target's forward.
+    behind  one of these did not draft in the round before: its drafter had more to read than a round brings.
     """
 
     batch: int
@@ -180,53 +191,55 @@ class Controller:
         self.probing_seconds = 0.0
         self._chain, self._tree = Chain(), Tree()
         self._target = Curve()  # by width
-        self._draft: dict[int, Curve] = {}  # by batch: by budget
+        self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
         self._trees = False
         self._rounds = 0
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
-        self._again: int | None = None  # a probe that told nothing of its cost: the drafter had to catch up first
+        self._again: Choice | None = None  # a probe that told nothing of its cost: the drafter had to catch up first
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
 
-    def choose(self, batch: int, missing: int) -> int:
-        """γ for a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
+    def choose(self, batch: int, missing: int) -> Choice:
+        """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
         most = min(self.limit, missing)
         probing, self._probing = self._probing, None
         again, self._again = self._again, None
         if most <= 0:
-            return 0
+            return Choice(0, batch)
         if again is not None:
             self._probing = probing
-            return min(again, most)
+            return Choice(min(again.budget, most), min(again.requests, batch))
         if self._rounds < len(_OPENING):
-            return min(_OPENING[self._rounds], most)
+            return Choice(min(_OPENING[self._rounds], most), 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
-            return held
+            return Choice(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
-        other = 0 if best > 0 else max(range(1, most + 1), key=rates.__getitem__)
-        lost = (1 + self._tokens(other)[other]) * batch / rates[other] * max(0.0, 1 - rates[other] / rates[best])
-        if self._last.get(other > 0, 0) == self._rounds or self.probing_seconds + lost > PROBING * self.seconds:
+        other = self._other(batch, best, most)
+        if other is None:
             self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
             self._held = (batch, most, best, self._rounds + self._hold)
-            return best
-        # One round of what looked worse: drafting where none is done, or none where drafting is done.
+            return Choice(best, batch)
         self._probing = rates[best]
         return other
 
     def rates(self, batch: int, most: int) -> list[float]:
-        """Tokens per second that a round of γ = 0, 1, … `most` can be expected to gain."""
-        tokens, found = self._tokens(most), []
-        lengths = [float(i) for i in range(most + 1)] if self._trees else self._chain.lengths(most)
-        nearest = min(self._draft, key=lambda known: abs(known - batch), default=None)
+        """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
+
+        0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
+        """
+        tokens, lengths = self._expected(most)
+        widest = 2 * max(self._target.values, default=batch)
+        found = []
         for budget in range(most + 1):
-            seconds = self._target.at(batch * (1 + lengths[budget]))
-            if budget > 0 and nearest is not None:
-                # Unknown batches take what the nearest known one takes: a draft model reads its weights once for all.
-                seconds += self._draft[nearest].at(budget)
+            width = batch * (1 + lengths[budget])
+            if budget > 0 and width > widest:
+                found.append(0.0)
+                continue
+            seconds = self._target.at(width) + self._draft_time(batch, budget)
             found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
         return found
 
@@ -239,21 +252,51 @@ class Controller:
         if found.budget > 0:
             self._chain.fade()
             self._tree.fade()
+            self._trees = self._trees or not all(draft.chain for draft in found.drafts)
             for draft in found.drafts:
-                self._trees = not draft.chain
-                if draft.chain:
-                    self._chain.add(found.budget, draft.drafted, draft.accepted)
-                else:
+                if self._trees:
                     self._tree.add(found.budget, draft.accepted)
+                else:
+                    self._chain.add(found.budget, draft.drafted, draft.accepted)
             if not found.behind:
-                self._draft.setdefault(found.batch, Curve({0: 0.0})).add(found.budget, found.draft_seconds)
+                curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
+                curve.add(found.budget, found.draft_seconds)
         self._target.add(found.width, found.target_seconds)
         if self._probing is not None:
             if found.behind and found.budget > 0:
-                self._again = found.budget
+                self._again = Choice(found.budget, len(found.drafts))
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             self.probing_seconds += max(0.0, taken - gained / self._probing)
 
-    def _tokens(self, most: int) -> list[float]:
-        return [self._tree.tokens(n) for n in range(most + 1)] if self._trees else self._chain.tokens(most)
+    def _other(self, batch: int, best: int, most: int) -> Choice | None:
+        """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
+        if self._last.get(best == 0, 0) == self._rounds:
+            return None
+        tokens, lengths = self._expected(most)
+        rate = self.rates(batch, best)[best]
+        if best > 0:
+            choice, gained, seconds = Choice(0, batch), float(batch), self._target.at(batch)
+        else:
+            alone = [
+                (batch + tokens[n]) / (self._target.at(batch + lengths[n]) + self._draft_time(1, n))
+                for n in range(most + 1)
+            ]
+            budget = max(range(1, most + 1), key=alone.__getitem__)
+            choice, gained = Choice(budget, 1), batch + tokens[budget]
+            seconds = gained / alone[budget]
+        lost = max(0.0, seconds - gained / rate)
+        return choice if self.probing_seconds + lost <= PROBING * self.seconds else None
+
+    def _expected(self, most: int) -> tuple[list[float], list[float]]:
+        """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
+        if self._trees:
+            return [self._tree.tokens(n) for n in range(most + 1)], [float(n) for n in range(most + 1)]
+        return self._chain.tokens(most), self._chain.lengths(most)
+
+    def _draft_time(self, requests: int, budget: int) -> float:
+        if budget == 0 or not self._draft:
+            return 0.0
+        # Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all.
+        nearest = min(self._draft, key=lambda known: abs(known - requests))
+        return self._draft[nearest].at(budget)

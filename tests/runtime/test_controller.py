@@ -25,9 +25,9 @@ def simulate(
     rng = np.random.default_rng(seed)
     tokens, seconds, chosen = 0, 0.0, []
     for _ in range(rounds):
-        gamma = controller.choose(batch, 1000)
-        drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(batch)]
-        width = batch * (1 + gamma)
+        gamma, requests = controller.choose(batch, 1000)
+        drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(requests)] if gamma else []
+        width = batch + requests * gamma
         spent = [gamma * step, forward(width)]
         draft, target = (one * rng.lognormal(0, noise) for one in spent)
         controller.observe(Round(batch, gamma, tuple(drafts), width, draft, target))
@@ -79,10 +79,12 @@ def test_it_comes_near_the_best_fixed_length(
     assert found > 0.93 * highest
 
 
-def test_a_useless_drafter_costs_nothing() -> None:
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("forward", [flat, linear])
+def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], float]) -> None:
     controller = Controller()
-    found, chosen = simulate(controller, 3000, per_token(0.0), 0.3, flat)
-    assert found > 0.97 * expected(0, 0, 0.3, flat)
+    found, chosen = simulate(controller, 3000, per_token(0.0), 0.3, forward, batch)
+    assert found > 0.975 * expected(0, 0, 0.3, forward, batch)
     # It keeps trying, as often as it may.
     assert sum(gamma > 0 for gamma in chosen[100:]) > 10
     assert controller.probing_seconds < PROBING * controller.seconds < 0.02 * controller.seconds
@@ -119,7 +121,8 @@ def test_it_never_asks_for_more_than_there_is(missing: int, limit: int, rounds: 
     controller = Controller(limit)
     rng = np.random.default_rng(0)
     for _ in range(rounds):
-        gamma = controller.choose(1, missing)
+        gamma, requests = controller.choose(1, missing)
+        assert requests == 1
         assert 0 <= gamma <= min(missing, limit)
         controller.observe(
             Round(1, gamma, (Drafted(gamma, int(rng.integers(gamma + 1))),), gamma + 1, 0.1 * gamma, 1.0)
@@ -169,3 +172,11 @@ def test_a_lookup_that_seldom_finds_anything() -> None:
         chain.add(4, 4 * hit, 3 * hit)
     assert chain.tokens(4)[4] == pytest.approx(0.2 * 3, rel=0.1)
     assert chain.lengths(4)[4] == pytest.approx(0.2 * 4, rel=0.1)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.9])
+def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> None:
+    """Two hundred rounds of sixteen requests, the first of all: as long as a short text."""
+    plain = expected(0, 0, 0.05, linear, 16)
+    found, _ = simulate(Controller(), 200, per_token(p), 0.05, linear, 16)
+    assert found > 0.96 * plain
