@@ -7,8 +7,6 @@ together with its next draft. One request is a batch of one: the same loop serve
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,52 +14,15 @@ from runtime.controller import Controller, Drafted, Round
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.errors import UserError
 from runtime.metrics import Clock, Metrics
-from runtime.rows import Cache, Decoder, Rows, integers
-from runtime.sampling import Distributions, Logits, finite_choices, greedy_choices, host
+from runtime.rounds import EMPTY, Live, Work, along, handle_of, judge, rows_of
+from runtime.rows import Cache, Decoder
+from runtime.sampling import Logits, finite_choices, host
 from runtime.stopping import kept
-from runtime.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, require_sound, typical
+from runtime.verify import Rule, depths, require_sound
 
 # Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
 PREFILL_ROWS = 512
 MIXED_ROWS = 128
-
-
-@dataclass(eq=False)
-class Live:
-    """A request with its place in the target's cache, and what has been counted of it.
-
-    number   the order in which requests came.
-    handle   None while the request waits.
-    started  when it came, by the engine's clock.
-    drafted  whether its last round drafted, so that its drafter knows the text but for that round's tokens.
-    """
-
-    request: Request
-    number: int
-    metrics: Metrics
-    started: float
-    handle: int | None = None
-    drafted: bool = False
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that it can come to need."""
-        return self.request.prompt_length + self.request.max_new_tokens
-
-
-class Work(NamedTuple):
-    """One request's part of a forward: `fed` of its tokens from `first` on, then its draft of at most `budget`.
-
-    judged    whether its last token is among them, so that a next one comes of it.
-    decoding  whether it goes on with its text, rather than with its prompt or with what it had before it was put back.
-    """
-
-    one: Live
-    first: int
-    fed: int
-    budget: int
-    judged: bool
-    decoding: bool
 
 
 class Engine:
@@ -131,7 +92,7 @@ class Engine:
         drafting = [part for part in work if part.budget > 0]
         drafts = self._propose(drafting)
         drafted = self.clock.now()
-        tokens, rows, at = _rows(work, drafts)
+        tokens, rows, at = rows_of(work, drafts)
         out = self._decoder.forward(tokens, rows, self._cache, at)
         judged = [part for part in work if part.judged]
         lengths = [len(part.one.request.tokens) for part in judged]
@@ -139,7 +100,7 @@ class Engine:
         for part, length in zip(judged, lengths, strict=True):
             if not part.decoding:
                 # The prompt is complete: others that begin like it need not read it again.
-                self._cache.publish(_handle(part.one), part.one.request.tokens[:length])
+                self._cache.publish(handle_of(part.one), part.one.request.tokens[:length])
         verified = self.clock.now()
         self._drafter.observe(outcomes)
         self._account(work, drafts, outcomes, lengths, (started, drafted, verified, self.clock.now()), len(tokens))
@@ -179,11 +140,11 @@ class Engine:
         return []
 
     def _fits(self, work: Sequence[Work]) -> bool:
-        return not self._cache.shortage({_handle(part.one): part.fed + part.budget for part in work})
+        return not self._cache.shortage({handle_of(part.one): part.fed + part.budget for part in work})
 
     def _wanted(self) -> list[Work]:
         """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
-        held = [self._cache.length(_handle(one)) for one in self._live]
+        held = [self._cache.length(handle_of(one)) for one in self._live]
         decoding = [
             one.metrics.arrivals[0] != [] and len(one.request.tokens) == first + 1
             for one, first in zip(self._live, held, strict=True)
@@ -219,7 +180,7 @@ class Engine:
 
     def _put_back(self, one: Live) -> None:
         """Preempts: the pages go, tokens and noise stay; the text goes on from its last token when there is room."""
-        handle = _handle(one)
+        handle = handle_of(one)
         self._cache.publish(handle, one.request.tokens[: self._cache.length(handle)])
         self._release(one)
         one.metrics.preemptions += 1
@@ -242,9 +203,9 @@ class Engine:
         outcomes, base = [], 0
         for part in judged:
             one = part.one
-            draft = drafts.get(one.number, _EMPTY)
+            draft = drafts.get(one.number, EMPTY)
             end = base + len(draft.tokens) + 1
-            verdict = self._judge(one.request, draft, logits[base:end], choices[base:end])
+            verdict = judge(one.request, draft, logits[base:end], choices[base:end], self._rule)
             request, before = one.request, len(one.request.tokens)
             gained = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
             count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
@@ -253,28 +214,13 @@ class Engine:
             request.tokens += gained
             request.noise.forget(len(request.tokens))
             request.finished = stopped or request.missing <= 0
-            self._roll_back(_handle(one), before, path, len(draft.tokens))
-            outcomes.append(Outcome(request, path, len(path), _along(hidden[base:end], path)))
+            self._roll_back(handle_of(one), before, path, len(draft.tokens))
+            outcomes.append(Outcome(request, path, len(path), along(hidden[base:end], path)))
             if request.finished:
                 one.metrics.kv_bytes = len(request.tokens) * self._cache.bytes_per_token()
             one.metrics.arrivals[0] += [self.clock.now() - one.started] * len(gained)
             base = end
         return outcomes
-
-    def _judge(self, request: Request, draft: Draft, logits: Logits, choices: list[int]) -> Verdict:
-        """`choices`: the argmax of each row of the logits."""
-        sampling, position = request.sampling, len(request.tokens)
-        if sampling.greedy and sampling.plain:
-            return greedy(choices, draft)
-        context = (sampling, request.tokens, paths(draft), request.prompt_length, request.stop_tokens)
-        if sampling.greedy:
-            return greedy(greedy_choices(logits, *context), draft)
-        rows = Distributions(logits, *context)
-        if self._rule == "coupled":
-            return coupled(rows, draft, position, sampling.seed, request.noise.exponential)
-        if self._rule == "typical":
-            return typical(rows, draft, position, sampling.seed, request.noise.exponential)
-        return rejection(rows, draft, position, sampling.seed)
 
     def _roll_back(self, handle: int, before: int, path: list[int], drafted: int) -> None:
         """Leaves in the cache the `before` tokens of the text so far and the accepted path."""
@@ -297,7 +243,7 @@ class Engine:
         settled = iter(zip(outcomes, lengths, strict=True))
         learned = []
         for part in work:
-            m, draft = part.one.metrics, drafts.get(part.one.number, _EMPTY)
+            m, draft = part.one.metrics, drafts.get(part.one.number, EMPTY)
             rows = part.fed + len(draft.tokens)
             target_share = rows / width
             draft_share = 1 / len(drafts) if part.one.number in drafts else 0.0
@@ -333,7 +279,7 @@ class Engine:
     def _release(self, one: Live) -> None:
         """Frees what a running request holds. Out of the list first: an interrupt must not free a handle twice."""
         self._live.remove(one)
-        handle, one.handle = _handle(one), None
+        handle, one.handle = handle_of(one), None
         self._cache.close(handle)
         self._drafter.close(one.request)
 
@@ -344,47 +290,3 @@ class Engine:
             self._cache.publish(one.handle, one.request.tokens[: self._cache.length(one.handle)])
             self._release(one)
         one.request.noise.forget()
-
-
-_EMPTY = Draft()
-
-
-def _handle(one: Live) -> int:
-    assert one.handle is not None
-    return one.handle
-
-
-def _rows(work: Sequence[Work], drafts: dict[int, Draft]) -> tuple[Tensor, Rows, Tensor | None]:
-    """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
-    tokens: list[int] = []
-    request: list[int] = []
-    position: list[int] = []
-    parent: list[int] = []
-    at: list[int] = []
-    for part in work:
-        text, draft = part.one.request.tokens, drafts.get(part.one.number, _EMPTY)
-        base, last = len(tokens), part.first + part.fed
-        tokens += text[part.first : last]
-        position += range(part.first, last)
-        parent += [-1, *range(base, base + part.fed - 1)]
-        if part.judged:
-            end = len(tokens) - 1
-            at += range(end, end + 1 + len(draft.tokens))
-            tokens += draft.tokens
-            position += [last + depth for depth in depths(draft)]
-            parent += [end + 1 + above for above in draft.parents]
-        request += [_handle(part.one)] * (len(tokens) - base)
-    where = Rows(integers(request), integers(position), integers(parent))
-    return integers(tokens), where, None if len(at) == len(tokens) else integers(at)
-
-
-def _along(hidden: Tensor, path: list[int]) -> Tensor | None:
-    """Of hidden (n + 1, hidden), of the text's last token and a draft, the rows of the text and the accepted path.
-
-    A copy: the decoder may use its memory again. None where the decoder gives no hidden states.
-    """
-    if not len(hidden):
-        return None
-    if path == list(range(len(path))):
-        return hidden[: len(path) + 1].clone()
-    return hidden[[0, *(1 + i for i in path)]]
