@@ -183,7 +183,8 @@ def check(bench: Bench, case: Case, source: str, count: int = PROMPTS) -> None:
     measured = total([result.metrics for result in results])
     # Nobody guesses the nonsense that a ternary target writes, but its repetitions.
     assert measured.drafted > 0 and (measured.accepted > 0 or case.target == "ternary")
-    if case.cache.pages is not None and case.batch == 16:
+    if case.cache.pages is not None and case.batch == 16 and source == "python":
+        # The pages do not last, so some texts are put back and go on later.
         assert measured.preemptions > 0
 
 
