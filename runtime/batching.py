@@ -93,10 +93,16 @@ class Engine:
         drafts = self._propose(drafting)
         drafted = self.clock.now()
         tokens, rows, at = rows_of(work, drafts)
-        out = self._decoder.forward(tokens, rows, self._cache, at)
         judged = [part for part in work if part.judged]
         lengths = [len(part.one.request.tokens) for part in judged]
-        outcomes = self._settle(judged, drafts, host(out.logits), out.hidden)
+        try:
+            out = self._decoder.forward(tokens, rows, self._cache, at)
+            outcomes = self._settle(judged, drafts, host(out.logits), out.hidden)
+        except BaseException:
+            # Slots that the forward took and may not have written: nobody must come to read or to adopt them.
+            for part in work:
+                self._cache.truncate(handle_of(part.one), part.first)
+            raise
         for part, length in zip(judged, lengths, strict=True):
             if not part.decoding:
                 # The prompt is complete: others that begin like it need not read it again.

@@ -173,11 +173,14 @@ class Speculator:
                  own, texts come on top of them.
         options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`.
 
-        Raises UserError for an empty or too long prompt and for values out of range, here and not at the first piece.
+        Raises UserError for an empty prompt, one too long for the target or the cache, and values out of range, here
+        and not at the first piece.
         """
         request = self._request(prompt, max_new_tokens, _sampling(sampling, options), stop)
-        metrics = Metrics()
-        return Stream(self._pieces(request, metrics), request, metrics)
+        metrics, engine = Metrics(), self._engine()
+        engine.clock.pause()
+        engine.add(request, metrics)
+        return Stream(self._pieces(engine, request), request, metrics)
 
     def generate(
         self,
@@ -255,12 +258,11 @@ class Speculator:
         text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
         return Result(text, new, prompt, _finish(request), metrics)
 
-    def _pieces(self, request: Request, metrics: Metrics) -> Generator[Piece, None, None]:
+    def _pieces(self, engine: Engine, request: Request) -> Generator[Piece, None, None]:
         text = Detokenizer(self.target.tokenizer, request.tokens)
         shown = len(request.tokens)
-        engine = self._engine()
+        engine.clock.resume()
         try:
-            engine.add(request, metrics)
             while engine.busy:
                 if not engine.step():
                     continue

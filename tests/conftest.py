@@ -1,5 +1,7 @@
-"""Tiny random models of every architecture that the tests use, written once per session as ordinary directories."""
+"""Models that the tests share, written once per session as ordinary directories: tiny random ones, and the pair's."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,52 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def pair_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`pair_target("nf4")` is the embedded pair's target by that recipe; also "original", and "ternary"."""
+    from compress import Recipe
+    from compress.pair import default_pair
+    from compress.pipeline import Options, run
+
+    source: Path = default_pair()[0]
+    made: dict[str, Path] = {"original": source}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            out = tmp_path_factory.mktemp("pair") / name
+            if name == "ternary":
+                made[name] = write_ternary(source, out)
+            else:
+                # Only the weights are wanted here: no report.
+                made[name] = run(str(source), Recipe.load(name), out, Options(), report=lambda *_: {}).model
+        return made[name]
+
+    return get
+
+
+def write_ternary(source: Path, out: Path) -> Path:
+    """The model with its linear layers rounded to −1, 0, 1: no text of any use, and a target like any other."""
+    from safetensors.torch import save_file
+
+    from runtime import formats
+    from runtime.checkpoint import open_checkpoint
+    from runtime.formats import ternary
+
+    checkpoint = open_checkpoint(source)
+    tensors, schemes = {}, {}
+    for name in checkpoint.names():
+        prefix = name.removesuffix(".weight")
+        if name.endswith("_proj.weight"):
+            packed = ternary.pack(checkpoint.tensor(name))
+            tensors |= ternary.to_tensors(packed, prefix)
+            schemes[prefix] = packed.scheme
+        else:
+            tensors[name] = checkpoint.tensor(name).clone()
+    assert len(schemes) == 7 * checkpoint.config["num_hidden_layers"]
+    shutil.copytree(source, out)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = checkpoint.config | {"quantization_config": formats.hf_config(schemes, ["lm_head"])}
+    (out / "config.json").write_text(json.dumps(config))
+    return out

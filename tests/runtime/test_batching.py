@@ -1,7 +1,9 @@
 """The engine: requests join, leave, wait and are put back, and no text depends on it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,15 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime import Speculator
+from runtime import Model, Speculator, load
 from runtime.batching import MIXED_ROWS, PREFILL_ROWS, Engine
 from runtime.controller import Controller
-from runtime.drafters import Request
+from runtime.drafters import Draft, Request
 from runtime.drafters.lookup import LookupDrafter
 from runtime.drafters.model import ModelDrafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics
+from runtime.rows import Out
 from runtime.sampling import Sampling
+from runtime.speculate import CacheOptions
 from tests.runtime.conftest import ListCache
 
 Fake = Callable[..., Any]
@@ -187,3 +191,146 @@ def test_cancelled_before_it_began(fake: Fake) -> None:
     assert first.finished and not second.new_tokens
     running.cancel(first)  # it has ended: nothing happens
     running.close()
+
+
+# Pages of the real decoder: whatever happens to a request, they come back, and the others write what they would alone.
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., Path]) -> tuple[Model, Model]:
+    return load(tiny("llama")), load(tiny("llama", num_hidden_layers=1))
+
+
+def alone_for_real(target: Model, one: Request) -> list[int]:
+    prompt = one.tokens[: one.prompt_length]
+    return Speculator(target).generate([prompt], one.max_new_tokens, one.sampling, stop=())[0].tokens
+
+
+def long_prompts(count: int) -> list[list[int]]:
+    return np.random.default_rng(1).integers(1, 300, (count, 50)).tolist()
+
+
+def test_running_out_of_pages_loses_no_text_and_no_page(pair: tuple[Model, Model]) -> None:
+    target, draft = pair
+    cache = target.decoder.new_cache("int8", 5)
+    running = engine(target, ModelDrafter(draft), 4, cache)
+    requests, metrics = [request(i, p, 60) for i, p in enumerate(long_prompts(4))], [Metrics() for _ in range(4)]
+    for one, measured in zip(requests, metrics, strict=True):
+        running.add(one, measured)
+    finish(running)
+    assert sum(measured.preemptions for measured in metrics) > 0 and metrics[0].preemptions == 0
+    plain = Speculator(target, cache=CacheOptions("int8"))
+    expected = plain.generate([one.tokens[:50] for one in requests], 60, stop=())
+    assert [one.new_tokens for one in requests] == [result.tokens for result in expected]
+    assert cache.pages_free == 5
+
+
+@pytest.mark.parametrize("moment", ["waiting", "in its prompt", "in its text", "put back"])
+def test_cancelling_gives_all_pages_back(pair: tuple[Model, Model], moment: str) -> None:
+    target, draft = pair
+    drafter = ModelDrafter(draft)
+    pages = 3 if moment == "put back" else 12
+    cache = target.decoder.new_cache("float32", pages)
+    running = engine(target, drafter, 4, cache, max_batch=1 if moment == "waiting" else 4)
+    other, measured = request(0, long_prompts(2)[0], 120), Metrics()
+    victim = request(1, [7, 8] * 85 if moment == "in its prompt" else long_prompts(2)[1], 70)
+    running.add(other, Metrics())
+    running.step()
+    running.add(victim, measured)
+    reached = {
+        "waiting": lambda: True,
+        "in its prompt": lambda: cache.pages_free < pages - 2,
+        "in its text": lambda: len(victim.new_tokens) > 3,
+        "put back": lambda: measured.preemptions > 0,
+    }[moment]
+    while not reached():
+        assert running.busy
+        running.step()
+    free, begun = cache.pages_free, len(victim.new_tokens)
+    assert (begun > 0) == (moment in ("in its text", "put back")) and not other.finished and not victim.finished
+    running.cancel(victim)
+    # Who waits or was put back holds none.
+    assert (cache.pages_free > free) == (moment in ("in its prompt", "in its text"))
+    finish(running)
+    assert other.new_tokens == alone_for_real(target, other)
+    assert victim.new_tokens == alone_for_real(target, victim)[:begun]
+    assert cache.pages_free == pages and not drafter._texts
+
+
+def test_a_request_larger_than_the_pages_is_refused_when_it_comes(pair: tuple[Model, Model]) -> None:
+    target, _ = pair
+    cache = target.decoder.new_cache("float32", 3)
+    running = engine(target, LookupDrafter(), 4, cache)
+    good = request(0, long_prompts(1)[0], 100)
+    running.add(good, Metrics())
+    running.step()
+    with pytest.raises(UserError, match="too small for one request: 193 tokens need 4 pages of 64, and it has 3"):
+        running.add(request(1, [5], 192), Metrics())
+    running.add(request(2, [5], 191), Metrics())
+    finish(running)
+    assert good.new_tokens == alone_for_real(target, good) and cache.pages_free == 3
+
+
+class Failing(LookupDrafter):
+    """Fails when it is asked for the fourth time."""
+
+    calls = 0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("boom")
+        return super().propose(requests, budgets)
+
+
+def test_a_drafter_that_fails_in_the_middle_of_a_round(pair: tuple[Model, Model]) -> None:
+    """Closing frees everything; a caller who steps again goes on as if nothing had been."""
+    target, _ = pair
+    for going_on in (False, True):
+        cache, drafter = target.decoder.new_cache("float32", 9), Failing()
+        running = engine(target, drafter, 4, cache)
+        requests = [request(i, p, 40) for i, p in enumerate(long_prompts(3))]
+        for one in requests:
+            running.add(one, Metrics())
+        with pytest.raises(RuntimeError, match="boom"):
+            finish(running)
+        assert cache.pages_free < 9 and drafter._indices
+        if going_on:
+            finish(running)
+            assert [one.new_tokens for one in requests] == [alone_for_real(target, one) for one in requests]
+        running.close()
+        assert not running.busy and cache.pages_free == 9 and not drafter._indices
+
+
+class Interrupted:
+    """A decoder that is interrupted at its n-th forward: after it has taken its slots, before it has written them."""
+
+    def __init__(self, decoder: Any, at: int) -> None:
+        self.__dict__.update(vars(decoder))
+        self.decoder, self.at = decoder, at
+
+    def forward(self, tokens: Any, rows: Any, cache: Any, logits_at: Any = None) -> Out:
+        self.at -= 1
+        if self.at == 0:
+            for handle in rows.request.unique().tolist():
+                cache.reserve(handle, int((rows.request == handle).sum()))
+            raise KeyboardInterrupt
+        return self.decoder.forward(tokens, rows, cache, logits_at)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_nobody_adopts_what_an_interrupted_forward_did_not_write(pair: tuple[Model, Model], at: int) -> None:
+    target, _ = pair
+    cache = target.decoder.new_cache("float32", 20)
+    prompt = [*long_prompts(1)[0], *range(1, 100)]
+    broken = engine(SimpleNamespace(decoder=Interrupted(target.decoder, at)), LookupDrafter(), 4, cache)
+    broken.add(request(0, prompt, 90), Metrics())
+    with pytest.raises(KeyboardInterrupt):
+        finish(broken)
+    broken.close()
+    assert cache.pages_free == 20
+    running, again, measured = engine(target, LookupDrafter(), 4, cache), request(1, prompt, 90), Metrics()
+    running.add(again, measured)
+    finish(running)
+    assert again.new_tokens == alone_for_real(target, again)
+    assert measured.reused_tokens == (0 if at == 1 else 128)

@@ -125,6 +125,8 @@ def test_a_seed_s_text(run_folder: Path) -> None:
         (("--draft-length", 99), "draft_length must be from 0 to 64"),
         (("--max-new-tokens", 0), "max_new_tokens must be"),
         (("--prompt", ""), "prompt must hold"),
+        (("--prompt", "x" * 256), "256 tokens, but the target has 256 positions"),
+        (("--kv", "int2"), "the kind of cache must be one of float32, int8, int4, but is 'int2'"),
         (("--drafter", "model"), "--drafter model needs a draft"),
         (("--drafter", "lookup", "--draft", "anywhere"), "leave out one of the two"),
         (("--drafter", "tree"), "--drafter tree needs a draft"),

@@ -14,7 +14,7 @@ from runtime.drafters.lookup import LookupDrafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics, total
 from runtime.sampling import Sampling
-from runtime.speculate import Speculator, Stream, lossless_class
+from runtime.speculate import CacheOptions, Speculator, Stream, lossless_class
 from runtime.vocabulary import Detokenizer, require_same_vocabulary
 
 Fake = Callable[..., Any]
@@ -355,6 +355,12 @@ def test_user_mistakes(fake: Fake, tiny: Callable[..., Path]) -> None:
     Speculator(target, verify="typical", lossy=True)
     with pytest.raises(UserError, match="one sampling for each of the 2 prompts"):
         speculator.generate([[1], [2]], sampling=[Sampling()])
+    with pytest.raises(UserError, match="max_batch must be at least 1, but is 0"):
+        Speculator(target, max_batch=0)
+    with pytest.raises(UserError, match="at least 1 page, but 0 were asked for"):
+        CacheOptions(pages=0)
+    with pytest.raises(UserError, match="must be one of float32, int8, int4, but is 'int2'"):
+        CacheOptions("int2")  # type: ignore[arg-type]
 
 
 def test_a_draft_with_another_vocabulary(fake: Fake, tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -444,6 +450,33 @@ class TreeBeside(LookupDrafter):
             parents = [parent for i in range(len(draft.tokens)) for parent in (2 * i - 1, 2 * i - 1)]
             drafts.append(Draft(tokens, parents))
         return drafts
+
+
+def test_streams_in_a_paged_cache(pair: tuple[Any, Any]) -> None:
+    """Too large ones are refused at once; one that is closed or finds no page gives back its own, and no other ends."""
+    target, draft = pair
+    prompts = [[i + 1, *range(5, 54)] for i in range(3)]
+    expected = [Speculator(target).generate([prompt], 100, stop=())[0].tokens for prompt in prompts]
+    speculator = Speculator(target, draft, draft_length=4, cache=CacheOptions(pages=4))
+    cache = speculator._cache
+    with pytest.raises(UserError, match="too small for one request: 193 tokens need 4 pages of 64, and it has 3"):
+        Speculator(target, cache=CacheOptions(pages=3)).stream([1] * 50, 143)
+    speculator.stream(prompts[0], 100, stop=()).close()  # never begun
+    first, closed, second = (speculator.stream(prompt, 100, stop=()) for prompt in prompts)
+    texts = [list(next(first).tokens), list(next(closed).tokens)]
+    assert cache.pages_free == 2
+    closed.close()
+    assert cache.pages_free == 3 and list(closed) == []
+    # Both can begin; whoever is the first to need a page that the other holds is out.
+    with pytest.raises(UserError, match="ran out of pages with one request left in it") as error:
+        for _ in range(100):
+            texts[0] += next(first).tokens
+            next(second)
+            next(second)
+    assert "\n" not in str(error.value) and first.finish is None
+    texts[0] += [token for piece in first for token in piece.tokens]
+    assert texts[0] == expected[0] and cache.pages_free == 4
+    assert speculator.generate([prompts[2]], 100, stop=())[0].tokens == expected[2] and cache.pages_free == 4
 
 
 def constant_model(path: Path, probabilities: np.ndarray) -> Path:
