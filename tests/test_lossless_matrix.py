@@ -18,7 +18,7 @@ from calib import corpora
 from calib.prompts import prompts
 from compress.pair import default_pair
 from runtime import Model, Speculator, load
-from runtime.bench_prompts import read_prompts
+from runtime.bench.prompts import read_prompts
 from runtime.drafters.chained import ChainedDrafter
 from runtime.drafters.lookup import LookupDrafter
 from runtime.drafters.model import ModelDrafter

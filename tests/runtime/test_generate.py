@@ -64,7 +64,7 @@ def test_without_a_draft_lookup_is_taken_and_said(tiny: Tiny) -> None:
 
 
 def test_a_corpus_and_a_lossy_rule(run_folder: Path, tmp_path: Path) -> None:
-    common = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 30, "--quiet")
+    common = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 30, "--quiet", "--draft-length", 4)
     alone = command(*common, "--drafter", "suffix")
     (tmp_path / "corpus.txt").write_text(PROMPT + alone.stdout, encoding="utf-8")
     result = command(*common, "--drafter", "suffix", "--corpus", tmp_path / "corpus.txt")
