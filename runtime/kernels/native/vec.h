@@ -89,7 +89,15 @@ inline X4 four(const int8_t* p) {
     return {_mm512_set1_epi32(x)};
 }
 // acc + Σ4 w·x: weights unsigned (any byte), activations signed.
-inline I16 dot_weights_unsigned(I16 acc, B64 w, X4 x) { return {_mm512_dpbusd_epi32(acc.v, w.v, x.v)}; }
+inline I16 dot_weights_unsigned(I16 acc, B64 w, X4 x) {
+#if defined(__GNUC__)
+    // The intrinsic makes gcc copy sums from register to register: a tenth of the time at four rows.
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
+    return acc;
+#else
+    return {_mm512_dpbusd_epi32(acc.v, w.v, x.v)};
+#endif
+}
 // acc + Σ4 w·x: activations unsigned, weights signed.
 inline I16 dot_activations_unsigned(I16 acc, B64 w, X4 x) { return {_mm512_dpbusd_epi32(acc.v, x.v, w.v)}; }
 
