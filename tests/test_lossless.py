@@ -92,9 +92,9 @@ def test_greedy_and_coupled_with_the_nested_drafter(target: Model, texts: list[s
     assert check(planes, NestedDrafter(planes), 4, texts, plain) > 4.2
     sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)
     expected = Speculator(target).generate(texts[:10], max_new_tokens=40, sampling=sampling)
-    drafted = Speculator(planes, NestedDrafter(planes)).generate(texts[:10], max_new_tokens=40, sampling=sampling)
+    drafted = Speculator(planes, NestedDrafter(planes), 4).generate(texts[:10], max_new_tokens=40, sampling=sampling)
     assert [r.tokens for r in drafted] == [r.tokens for r in expected]
-    for results in (drafted, Speculator(planes, NestedDrafter(planes)).generate(texts[:10], max_new_tokens=40)):
+    for results in (drafted, Speculator(planes, NestedDrafter(planes), 4).generate(texts[:10], max_new_tokens=40)):
         # Its own upper four bits guess most of a model's tokens.
         assert (total([r.metrics for r in results]).acceptance_rate or 0) > 0.6
 

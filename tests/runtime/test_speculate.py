@@ -211,7 +211,7 @@ def test_a_request_holds_no_noise_when_it_is_done(fake: Fake) -> None:
             requests.extend(live)
             return super().propose(live, budgets)
 
-    Speculator(fake(0), Watching()).generate(PROMPTS, 20, temperature=1.0)
+    Speculator(fake(0), Watching(), draft_length=4).generate(PROMPTS, 20, temperature=1.0)
     noises = {id(request.noise): request.noise for request in requests}.values()
     assert len(noises) == len(PROMPTS) and all(not noise._kept for noise in noises)
 
@@ -287,10 +287,10 @@ class Interrupting(LookupDrafter):
 def test_caches_are_freed_whatever_happens(fake: Fake, error: BaseException) -> None:
     target, drafter = fake(0), Interrupting(error)
     with pytest.raises(type(error)):
-        Speculator(target, drafter).generate(PROMPTS, 40)
+        Speculator(target, drafter, 4).generate(PROMPTS, 40)
     assert target.decoder.caches[-1].slots == {} and drafter.closed == [0, 1, 2, 3]
     with pytest.raises(type(error)):
-        list(Speculator(target, Interrupting(error)).stream(PROMPTS[0], 40))
+        list(Speculator(target, Interrupting(error), 4).stream(PROMPTS[0], 40))
     assert target.decoder.caches[-1].slots == {}
 
 
@@ -326,7 +326,7 @@ def test_unsound_drafts_are_refused(fake: Fake) -> None:
         (Draft([1], [-1], torch.rand(1, 5)), "probabilities"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Speculator(fake(0), Wrong(draft)).generate([PROMPTS[0]], 20)
+            Speculator(fake(0), Wrong(draft), 4).generate([PROMPTS[0]], 20)
     Speculator(fake(0), Wrong(Draft([1], [-1]))).stream(PROMPTS[0], 20).close()
 
 
@@ -432,7 +432,7 @@ def test_the_adapter(tiny: Callable[..., Path]) -> None:
     target = load(tiny("gpt2"))
     assert lossless_class(target, "coupled", Sampling()) == "measured"
     for drafter in (target, LookupDrafter()):
-        results = Speculator(target, drafter).generate(["def f(x):", "import os"], 20, stop=())
+        results = Speculator(target, drafter, 4).generate(["def f(x):", "import os"], 20, stop=())
         assert [len(result.tokens) for result in results] == [20, 20]
         metrics = total([result.metrics for result in results])
         assert metrics.drafted > 0
