@@ -17,6 +17,7 @@ from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.costs import StepCosts, measure_costs
 from runtime.drafters import Drafter
 from runtime.drafters.choose import make
+from runtime.drafters.model import ModelDrafter
 from runtime.drafters.nested import upper_half
 from runtime.drafters.oracle import OracleDrafter
 from runtime.errors import UserError
@@ -121,6 +122,9 @@ def _drafter(
     rule: Rule,
     seed: int,
 ) -> Drafter:
+    if list(kinds) == ["model"] and draft is not None and not (model.path / "tokenizer.json").exists():
+        # Random weights have no tokenizers whose vocabularies could differ.
+        return ModelDrafter(draft, rule, model.decoder.vocab_size)
     if "oracle" not in kinds:
         return make(model, kinds, draft, corpus, rule)
     if len(kinds) > 1:

@@ -27,6 +27,7 @@ def command(*arguments: object) -> Any:
         ("--drafter", "lookup", "--scheme", "int8"),
         ("--drafter", "nested", "--scheme", "int8", "--draft-length", 2),
         ("--drafter", "oracle", "--draft", "pair", "--alpha", 1.0, "--draft-length", 3),
+        ("--drafter", "model", "--draft", "pair", "--draft-length", 2),
         ("--drafter", "lookup+suffix", "--batch", 2, "--temperature", 0.7),
         ("--drafter", "oracle+nested", "--scheme", "int8", "--alpha", 1.0, "--draft-length", 3),
     ],
