@@ -16,6 +16,9 @@ PROBING = 0.015
 # in which the machine was elsewhere says little.
 _RATE = 0.1
 _OUTLIER = 1.5
+# The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
+# would not be tried again.
+_FIRST = 3
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
@@ -37,11 +40,16 @@ class Curve:
     """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
 
     values: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
     def add(self, at: int, seconds: float) -> None:
         """Takes in one measurement."""
-        old = self.values.get(at)
-        self.values[at] = seconds if old is None else old + _RATE * (min(seconds, _OUTLIER * old) - old)
+        old, count = self.values.get(at), self.counts.get(at, 0)
+        self.counts[at] = count + 1
+        if old is None or count < _FIRST:
+            self.values[at] = seconds if old is None else min(old, seconds)
+        else:
+            self.values[at] = old + _RATE * (min(seconds, _OUTLIER * old) - old)
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
