@@ -78,7 +78,7 @@ def check_supported(quantization: Any) -> None:
     else:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4,"
-            " compressed-tensors int8 or int4, or bitnet"
+            " compressed-tensors int8, int4, int3 or int2, or bitnet"
         )
 
 
