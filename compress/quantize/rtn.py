@@ -9,23 +9,49 @@ from torch import Tensor
 from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
 
-
-def describe(scheme: str, group_size: int) -> Scheme:
-    """The format's description of a recipe's scheme."""
-    if scheme == "int8-dynamic":
-        return int8.scheme()
-    return int4.scheme(group_size) if scheme == "int4" else nf4.scheme(group_size)
+# Bits of the schemes that are kept as int4 is.
+_BITS = {"int4": 4, "int3": 3, "int2": 2}
 
 
-def quantize(weight: Tensor, scheme: str, group_size: int) -> PackedWeight:
-    """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it."""
-    if scheme == "int8-dynamic":
-        return int8.pack(weight)
-    if scheme == "int4":
-        return int4.pack(weight, group_size)
+def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
+    """The format's description of a recipe's scheme.
+
+    `symmetric` False gives each group a zero point: int4, int3 and int2 only. Raises ValueError for an unknown scheme.
+    """
+    if not symmetric and scheme not in _BITS:
+        raise ValueError(f"scheme {scheme!r} has no zero points: {', '.join(_BITS)} have")
+    if scheme in _BITS:
+        return int4.scheme(group_size, bits=_BITS[scheme], symmetric=symmetric)
     if scheme == "nf4":
+        return nf4.scheme(group_size)
+    if scheme not in ("int8-dynamic", "int8-static"):
+        raise ValueError(f"scheme {scheme!r} has no description")
+    return int8.scheme("int8-tensor" if scheme == "int8-static" else "int8-token")
+
+
+def quantize(
+    weight: Tensor,
+    scheme: str,
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    input_scale: Tensor | float | None = None,
+) -> PackedWeight:
+    """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it.
+
+    symmetric    False: a zero point per group (int4, int3, int2).
+    input_scale  the step of the layer's inputs, which int8-static has and no other scheme: somebody looked at text.
+
+    Raises ValueError for an unknown scheme, and for one that asks for another combination of the two.
+    """
+    if (scheme == "int8-static") != (input_scale is not None):
+        raise ValueError(f"scheme {scheme!r}: int8-static needs an input_scale, and the others take none")
+    described = describe(scheme, group_size, symmetric)
+    if described.kind == "int8":
+        return int8.pack(weight, input_scale=input_scale)
+    if described.kind == "nf4":
         return nf4.pack(weight)
-    raise ValueError(f"scheme {scheme!r} has no rounding")
+    return int4.pack(weight, group_size, bits=described.bits, symmetric=symmetric)
 
 
 def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -26,9 +26,9 @@ def measure(
     cache_bytes              what one token takes in the cache of the original and of the compressed decoder.
 
     Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
-    not counted; bits_per_weight over the quantised weights only, their scales included; kv_bytes_per_token{original,
-    compressed}; peak_memory_bytes of this process until now. A figure that could not be had is null, and `not_measured`
-    says why. Raises UserError for a directory without readable safetensors weights.
+    not counted; bits_per_weight over the quantised weights only, with all that is stored for them (`bits_per_weight`);
+    kv_bytes_per_token{original, compressed}; peak_memory_bytes of this process until now. A figure that could not be
+    had is null, and `not_measured` says why. Raises UserError for a directory without readable safetensors weights.
     """
     missing: dict[str, str] = {}
     original_bytes, compressed_bytes = weight_bytes(original), weight_bytes(model)
@@ -53,7 +53,7 @@ def measure(
 
 
 def bits_per_weight(layers: Sequence[LayerRecord]) -> float:
-    """Stored bits (codes, scales, zero points, tables) over weights, of all `layers` together."""
+    """Stored bits (codes, scales, zero points, input order, tables) over weights, of all `layers` together."""
     return 8 * sum(layer.stored_bytes for layer in layers) / sum(layer.weights for layer in layers)
 
 
