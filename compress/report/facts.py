@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,20 @@ class LayerRecord:
     weights: int
     stored_bytes: int
     error: float
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """One expert of a mixture: the calibration tokens routed to it, and where its statistics come from.
+
+    handled  calibrated: from those tokens; all tokens: they were too few, so from every calibration token; rounded to
+             nearest: they were too few, so from none.
+    """
+
+    block: int
+    expert: int
+    tokens: int
+    handled: Literal["calibrated", "all tokens", "rounded to nearest"]
 
 
 @dataclass(frozen=True)
