@@ -322,8 +322,14 @@ _STATEMENTS = (
 
 def unexplained(report: dict[str, Any]) -> list[str]:
     """Paths of nulls that neither are statements nor stand under a path of `not_measured`."""
-    reasons = (*report.get("not_measured", {}), *_STATEMENTS)
-    return [path for path in null_paths(report) if not any(covers(reason, path) for reason in reasons)]
+    reasons = tuple(report.get("not_measured", {}))
+    return [
+        path
+        for path in null_paths(report)
+        if not any(covers(reason, path) for reason in reasons)
+        # A statement is about itself, not about what would stand below it.
+        and not any(covers(said, path) and said.count(".") == path.count(".") for said in _STATEMENTS)
+    ]
 
 
 def reason_for(report: dict[str, Any], path: str) -> str | None:

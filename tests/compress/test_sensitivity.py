@@ -163,10 +163,10 @@ def test_the_proxy_is_the_error_of_the_outputs() -> None:
 
 
 def made() -> Sensitivity:
-    """Two layers: rounding the first hurts ten times as much."""
+    """Two layers: rounding the first hurts more."""
     units = (
         Unit("a", ("a",), 100, (10.0, 1.0, 0.1), (200, 400, 800)),
-        Unit("b", ("b.q", "b.k"), 100, (1.0, 0.1, 0.01), (200, 400, 800)),
+        Unit("b", ("b.q", "b.k"), 100, (0.5, 0.1, 0.01), (200, 400, 800)),
     )
     return Sensitivity((Candidate(2, 0), Candidate(4, 0), Candidate(8, 0)), units, 1)
 

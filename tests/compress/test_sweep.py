@@ -43,7 +43,7 @@ def bad(tmp_path: Path) -> Path:
 
 
 def test_the_whole_command(tiny: Tiny, text: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A good recipe, one that fails, one that is killed; then the same command again."""
+    """A good recipe, one that fails, one that is killed; then the command again, without what cannot succeed."""
     monkeypatch.chdir(REPOSITORY)  # what the runs' processes import
     out = tmp_path / "out"
     words = ["--recipes", f"nf4,{bad},int8-dynamic", "--out", str(out), *small(tiny("llama"), text)]
@@ -63,13 +63,13 @@ def test_the_whole_command(tiny: Tiny, text: Path, bad: Path, tmp_path: Path, mo
         assert str(tmp_path) not in (out / name).read_text()
     assert "failed" in result.stdout and "nf4: started" in result.stderr and "Quantising: done" in result.stderr
 
+    words[1] = "nf4,int8-dynamic"
     result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 0, result.output
     assert "nf4: done before" in result.stderr and "int8-dynamic: resumed" in result.stderr
-    assert "bad: started" in result.stderr and "bad: failed (exit code 2)" in result.stderr
     assert (out / "nf4" / "manifest.json").stat().st_mtime_ns == before
     rows = json.loads((out / "sweep.json").read_text())["rows"]
-    assert rows[2]["failed"] is None and rows[2]["perplexity_change"] < rows[0]["perplexity_change"]
+    assert rows[1]["failed"] is None and rows[1]["kl_divergence"] < rows[0]["kl_divergence"]
     assert "Measuring quality" in (out / "int8-dynamic.log").read_text()
     names = {path.name for path in out.iterdir()}
     logs = {"nf4.log", "bad.log", "int8-dynamic.log"}
