@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,20 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class ExpertRecord:
+    """One expert of a mixture: the calibration tokens routed to it, and where its statistics come from.
+
+    handled  calibrated: from those tokens; all tokens: they were too few, so from every calibration token; rounded to
+             nearest: they were too few, so from none.
+    """
+
+    block: int
+    expert: int
+    tokens: int
+    handled: Literal["calibrated", "all tokens", "rounded to nearest"]
+
+
+@dataclass(frozen=True)
 class LeftAlone:
     """A tensor or layer that stayed as it was, and why."""
 
@@ -27,7 +41,10 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one)."""
+    """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one).
+
+    pruned  linear layers, by their names in `model`, of which single weights were set to zero.
+    """
 
     recipe: dict[str, Any]
     model_name: str
@@ -42,6 +59,7 @@ class RunFacts:
     command: str
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
+    pruned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
