@@ -190,10 +190,11 @@ def test_what_cannot_be_pruned_is_said() -> None:
         sparsegpt.prune(weight, hessian, (10, 20))
 
 
-def test_the_inverse_factor_splits_into_the_inverse() -> None:
-    hessian = layer(1, 600, 14)[1]  # above the leaf, so that the halves are multiplied
-    upper, damping = hessians.inverse_factor(hessian, 0.01)
-    exact = hessian.double() + hessians.ridge(hessian, damping) * torch.eye(600, dtype=torch.float64)
+def test_the_upper_factor_is_the_hessians_and_its_inverse_the_inverses() -> None:
+    hessian = layer(1, 60, 14)[1]
+    upper, damping = hessians.upper_factor(hessian, 0.01)
+    exact = hessian.double() + hessians.ridge(hessian, damping) * torch.eye(60, dtype=torch.float64)
     assert torch.equal(upper, upper.triu())
-    product = (upper.double().T @ upper.double()) @ exact
-    assert (product - torch.eye(600, dtype=torch.float64)).abs().max() < 1e-3
+    assert torch.allclose(upper.double() @ upper.double().T, exact, atol=1e-5 * float(exact.max()))
+    expected = torch.linalg.cholesky(torch.linalg.inv(exact), upper=True)
+    assert torch.allclose(torch.linalg.inv(upper.double()), expected, atol=1e-4 * float(expected.max()))
