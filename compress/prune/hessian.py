@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from compress.prune.sparsity import finite
+
 
 def check(hessian: Tensor, inputs: int) -> None:
     """Raises ValueError unless the Hessian is (inputs, inputs), finite, with no negative diagonal."""
     if tuple(hessian.shape) != (inputs, inputs):
         raise ValueError(f"expected a Hessian of {inputs} inputs, found the shape {tuple(hessian.shape)}")
-    if not torch.isfinite(hessian.abs().sum(dtype=torch.float64)):
+    if not finite(hessian):
         raise ValueError("the Hessian holds NaN or Inf")
     if (hessian.diagonal() < 0).any():
         raise ValueError("the Hessian has a negative diagonal, so it is no mean of x xᵀ")
