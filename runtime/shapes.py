@@ -105,6 +105,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA
     | _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, tied=True)
     | {"rope_parameters": _LLAMA3_ROPE, "bos_token_id": 128_000, "eos_token_id": 128_001},
+    "llama-2-7b": _LLAMA
+    | _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, tied=False)
+    | {"head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
+    "llama-3.1-8b": _LLAMA
+    | _sizes(128_256, 4096, 14_336, 32, 32, 8, 131_072, tied=False)
+    | {
+        "head_dim": 128,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
     "qwen2.5-0.5b": _QWEN2
     | _sizes(151_936, 896, 4864, 24, 14, 2, 32_768, tied=True)
     | {"bos_token_id": 151_643, "eos_token_id": 151_643},
@@ -115,7 +126,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
 )
-"""The shapes by name: three published models, a draft of a tenth of the first's bytes, and examples/pair's target."""
+"""The shapes by name: published models, a draft of a tenth of the first's bytes, and examples/pair's target."""
 
 
 def write_shape(
