@@ -19,6 +19,7 @@ from torch import Tensor
 from runtime import formats
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import native
+from runtime.kv_scheme import UNCALIBRATED, CacheScheme
 from runtime.rows import Cache, Decoder, Out, Rows
 
 VOCABULARY = 320
@@ -85,6 +86,7 @@ class HashDecoder:
     vocab_size: int = VOCABULARY
     hidden_size: int = 4
     exact: bool = True
+    kv: CacheScheme = UNCALIBRATED
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     caches: list[ListCache] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
