@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from runtime import Speculator, kv_scheme, load
 from runtime.cache import KeyValueCache
 from runtime.checkpoint import open_checkpoint
 from runtime.errors import UserError
+from runtime.generate import app
 from runtime.rows import CacheKind, Decoder, Rows
 from runtime.speculate import CacheOptions
 
@@ -188,3 +190,35 @@ def test_only_compressed_tensors_and_plain_weights_have_a_place_for_static_scale
     assert kv_scheme.holds_scales({})
     with pytest.raises(ValueError, match="no scheme"):
         kv_scheme.to_config({}, "float32")
+
+
+def test_the_command_says_how_keys_and_values_are_held(path: Path, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    def run(target: Path, *more: str) -> str:
+        result = CliRunner().invoke(app, ["--target", str(target), "--prompt", "x", "--max-new-tokens", "3", *more])
+        assert result.exit_code == 0, result.stderr
+        return " ".join(result.stdout.split())
+
+    assert "cache int4, keys by calibrated factors" in run(path)
+    assert "cache float32 kernels" in run(path, "--kv", "float32")
+    assert "cache" not in run(tiny("llama"))
+    floats = {"num_bits": 8, "type": "float"}
+    foreign = changed(
+        artifact(tiny("llama"), tmp_path / "model", "int8"),
+        lambda config: (config.pop("specpress"), config["quantization_config"].update(kv_cache_scheme=floats)),
+    )
+    assert "cache float32 (the checkpoint asks for a cache of 8-bit float numbers" in run(foreign)
+
+
+@pytest.mark.parametrize("has_scheme", [True, False])
+def test_the_hub_is_asked_for_the_factors_too(
+    path: Path, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, has_scheme: bool
+) -> None:
+    source, asked = path if has_scheme else tiny("llama"), []
+
+    def download(name: str, allow_patterns: list[str], ignore_patterns: object = None) -> str:
+        asked.append(allow_patterns)
+        return str(source)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert open_checkpoint("someone/model").path == source
+    assert (["kv_cache/*.safetensors"] in asked) == has_scheme
