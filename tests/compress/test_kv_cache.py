@@ -20,6 +20,7 @@ from calib import corpora
 from calib.windows import Windows, make_windows
 from compress import kv_cache, shards
 from compress.errors import UserError
+from compress.export import huggingface
 from compress.kv_cache import Calibrated, Kind
 from compress.pair import default_pair
 from compress.report import quality
@@ -228,6 +229,14 @@ def test_several_shards_take_more_tensors_too(tiny: Callable[..., Path], tmp_pat
     out = attached(source, tmp_path / "out", found)
     whole = attached(tiny("llama"), tmp_path / "whole", found)
     assert same_files(out, whole)
+
+
+def test_a_draft_brings_its_scheme_along(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    source = attached(tiny("llama"), tmp_path / "a", kv_cache.calibrate(tiny("llama"), "int8", random_windows(1, 32)))
+    huggingface.copy_model(source, tmp_path / "draft", open_checkpoint(source).shards.files)
+    before, after = load(source).decoder.kv, load(tmp_path / "draft").decoder.kv
+    assert before.kind == after.kind == "int8" and before.key_factor is not None and after.key_factor is not None
+    assert torch.equal(before.key_factor, after.key_factor)
 
 
 @pytest.mark.parametrize("recipe", ["original", "int8-dynamic", "int4-rtn", "nf4"])
