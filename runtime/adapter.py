@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.kv_scheme import UNCALIBRATED
 from runtime.rows import Cache, CacheKind, Out, Rows
 
 
@@ -99,6 +100,7 @@ class Adapter:
 
     exact = False
     kernels = "transformers"
+    kv = UNCALIBRATED
 
     def __init__(self, model: Any):
         self.model = model

@@ -119,7 +119,11 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        found = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        # The one folder that our artifacts have (kv_scheme.py); patterns cannot say "all folders but this".
+        if (found / "config.json").is_file() and '"specpress"' in (found / "config.json").read_text(encoding="utf-8"):
+            snapshot_download(name, allow_patterns=["kv_cache/*.safetensors"])
+        return found
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.rows import Decoder, Rows
+from runtime.rows import CacheKind, Decoder, Rows
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -46,9 +46,9 @@ class StepCosts:
 class _Probe:
     """One model with a text in its cache, from which forwards of any width are timed and rolled back."""
 
-    def __init__(self, model: HasDecoder, text: Sequence[int]) -> None:
+    def __init__(self, model: HasDecoder, text: Sequence[int], kind: CacheKind = "float32") -> None:
         self.decoder, self.text = model.decoder, text
-        self.cache = model.decoder.new_cache()
+        self.cache = model.decoder.new_cache(kind)
         self.handle = self.cache.open(len(text) + max(WIDTHS) + 1)
         rows = Rows.chains([(self.handle, 0, len(text))])
         self.decoder.forward(torch.tensor(text), rows, self.cache, torch.tensor([len(text) - 1]))
@@ -77,7 +77,7 @@ class Prober:
         room = target.decoder.max_positions - len(text)
         self._context = len(text)
         self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
-        probe = _Probe(target, text)
+        probe = _Probe(target, text, target.decoder.kv.kind)
         self._tasks: dict[int, Callable[[], float]] = {w: partial(probe.milliseconds, w) for w in self._widths}
         if draft is not None:
             self._tasks[_DRAFT] = partial(_Probe(draft, text).milliseconds, 1)

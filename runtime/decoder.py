@@ -16,6 +16,7 @@ from runtime.inputs import checked_cache
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
+from runtime.kv_scheme import UNCALIBRATED, CacheScheme
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
@@ -38,6 +39,7 @@ class LlamaDecoder:
         norm: Tensor,
         head: Linear,
         kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
     ):
         self.architecture, self.embedding, self.blocks, self.norm, self.head = (
             architecture,
@@ -49,7 +51,7 @@ class LlamaDecoder:
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
         self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
         self.kernels = kernel.name
-        self._config, self._kernel = config, kernel
+        self._config, self._kernel, self.kv = config, kernel, kv
         self._rotary = RotaryTable(config, self.device)
 
     @property
@@ -73,15 +75,17 @@ class LlamaDecoder:
         Raises UserError where it was not loaded with planes.
         """
         p = upper_parts(self.parts)
-        return LlamaDecoder(self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel)
+        return LlamaDecoder(
+            self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel, self.kv
+        )
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as float32, int8 or int4.
+        """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """
         a = self.architecture
-        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -93,18 +97,40 @@ class LlamaDecoder:
         layout = plan(rows, held)
         cos, sin = self._rotary.at(rows.position)
         a = self.architecture
-        x = self.embedding[tokens.to(self.device)].float()
-        if a.embedding_scale != 1.0:
-            x = x * a.embedding_scale
+        x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
             normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
             x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
-            normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
-            x = x + (self._mix(normed, block.mlp) if isinstance(block.mlp, Mixture) else self._mlp(normed, block.mlp))
+            x = x + self.feed_forward(x, block)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
         hidden = reference.rms_norm(x, self.norm, a.norm_eps, a.norm_offset)
         return Out(self.head(hidden), hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream (T, hidden) float32 before the first block, of tokens (T,) int64."""
+        x = self.embedding[tokens.to(self.device)].float()
+        scale = self.architecture.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def project(self, x: Tensor, weights: Attention, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim) of normed x, as the cache takes them.
+
+        cos, sin  the rotary table at the rows' positions (RotaryTable.at).
+        """
+        a, count = self.architecture, x.shape[0]
+        q, k, v = weights.qkv.split(x)
+        q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = reference.rms_norm(q, weights.q_norm, a.norm_eps)
+            k = reference.rms_norm(k, weights.k_norm, a.norm_eps)
+        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v
+
+    def feed_forward(self, x: Tensor, block: Block) -> Tensor:
+        """What a block's MLP or mixture adds to the residual stream x (T, hidden)."""
+        a, mlp = self.architecture, block.mlp
+        normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
+        return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
 
     def _attend(
         self,
@@ -118,12 +144,7 @@ class LlamaDecoder:
     ) -> Tensor:
         a = self.architecture
         count = x.shape[0]
-        q, k, v = weights.qkv.split(x)
-        q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = reference.rms_norm(q, weights.q_norm, a.norm_eps)
-            k = reference.rms_norm(k, weights.k_norm, a.norm_eps)
-        q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+        q, k, v = self.project(x, weights, cos, sin)
         for span in layout.spans:
             part = slice(span.first, span.first + span.count)
             cache.write(layer, span.request, span.start, k[part], v[part])

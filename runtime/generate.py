@@ -82,7 +82,9 @@ def main(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Allow --verify typical, which changes what is written.")
     ] = False,
-    kv: Annotated[str, typer.Option(help="Keys and values in float32, int8 or int4.")] = "float32",
+    kv: Annotated[
+        str, typer.Option(help="Keys and values in float32, int8 or int4.", show_default="as the artifact says")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
     kernels: Annotated[str, typer.Option(help="auto, avx512-vnni, avx-vnni, avx2, portable or reference.")] = "auto",
@@ -125,6 +127,10 @@ def main(
             *stream.metrics.summary(),
             ("ended by", str(stream.finish)),
         ]
+        if (scheme := model.decoder.kv).kind != "float32" or scheme.note or kv != "auto":
+            kind = scheme.kind if kv == "auto" else kv
+            factors = ", keys by calibrated factors" if scheme.factor(kind) is not None else ""  # type: ignore[arg-type]
+            lines.append(("cache", f"{kind}{factors}{f' ({scheme.note})' if scheme.note else ''}"))
         _summarise([*lines, ("kernels", _kernels(model.decoder)), ("lossless class", lossless)], quiet)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from runtime.kernels.reference import KEY_BLOCK, quantize_rows
 from runtime.rows import CacheKind
 
-_LIMITS = {"int8": 127.0, "int4": 7.0}
+# Codes lie within ± these.
+LIMITS = {"int8": 127.0, "int4": 7.0}
 # Head dimensions are stored in whole vectors of this many floats.
 VECTOR = 16
 # Bytes of a cache line, and of the widest load: stores begin at a multiple.
@@ -109,7 +110,7 @@ class Quantizer:
         if self.kind != "float32":
             if self.key_factor is not None:
                 keys = keys / self.key_factor[layer]
-            limit = _LIMITS[self.kind]
+            limit = LIMITS[self.kind]
             keys, store.key_scale[layer, block, :, inside] = quantize_rows(keys, limit)
             values, store.value_scale[layer, block, :, inside] = quantize_rows(values, limit)
         if self.kind != "int4":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from runtime import kv_scheme
 from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
@@ -133,6 +134,7 @@ def build(
     a = architecture
     if planes and not (kernel.native or kernel.name == "reference"):
         raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
+    kv = kv_scheme.read(checkpoint, a, device)
     reader = _Reader(checkpoint, kernel, device, planes)
     shape = (a.vocab, a.hidden)
     embedding: Tensor | None = reader.table("model.embed_tokens.weight", shape)
@@ -151,9 +153,9 @@ def build(
             " compress it to int8, or choose another drafter than nested"
         )
     if isinstance(head, NativeLinear):
-        return NativeDecoder(a, config, embedding, blocks, norm, head, kernel)
+        return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     assert embedding is not None
-    return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel)
+    return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
 
 
 class _Reader:

@@ -30,6 +30,7 @@ from runtime.kernels.native.binding import (
     require,
 )
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
+from runtime.kv_scheme import UNCALIBRATED, CacheScheme
 from runtime.layout import reserve
 from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
@@ -53,6 +54,7 @@ class NativeDecoder:
         norm: Tensor,
         head: NativeLinear,
         kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
     ):
         """`embedding` None: its rows are the head's (tied, float). Raises UserError for sizes beyond the kernels'."""
         experts = 0 if architecture.experts is None else architecture.experts.count
@@ -71,19 +73,19 @@ class NativeDecoder:
         self._rotary = RotaryTable(config, self.device)
         self._pool: Pool = pool(kernel.threads)
         self.parts = Parts(embedding, blocks, norm, head)
-        self._config, self._kernel = config, kernel
+        self._config, self._kernel, self.kv = config, kernel, kv
         rotated = 2 * self._rotary.upto(0)[0].shape[1]
         self._native: dict[CacheKind, _Native] = {}
         self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
         self._batches = Batches()
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as float32, int8 or int4.
+        """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """
         a = self.architecture
-        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
 
     @property
     def weight_bytes(self) -> int:
@@ -97,7 +99,9 @@ class NativeDecoder:
         """
         p = upper_parts(self.parts)
         head = _linear(p.head)
-        return NativeDecoder(self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel)
+        return NativeDecoder(
+            self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel, self.kv
+        )
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.reserve."""

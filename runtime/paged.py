@@ -189,9 +189,15 @@ def _contents(tokens: Sequence[int], pages: int) -> list[bytes]:
 
 
 def new_cache(
-    layers: int, kv_heads: int, head_dim: int, device: torch.device, kind: CacheKind, pages: int | None
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    kind: CacheKind,
+    pages: int | None,
+    key_factor: Tensor | None = None,
 ) -> KeyValueCache:
     """A paged cache of so many pages; None: a contiguous one. Raises UserError as they do."""
     if pages is None:
-        return ContiguousCache(layers, kv_heads, head_dim, device, kind)
-    return PagedCache(layers, kv_heads, head_dim, device, pages, kind)
+        return ContiguousCache(layers, kv_heads, head_dim, device, kind, key_factor)
+    return PagedCache(layers, kv_heads, head_dim, device, pages, kind, key_factor)

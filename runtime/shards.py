@@ -66,13 +66,16 @@ class Shards(Mapping[str, Tensor]):
     every page that was ever touched.
     """
 
-    def __init__(self, directory: Path):
-        """Raises UserError for a missing, truncated or foreign file, or a tensor that the index promises in vain."""
+    def __init__(self, directory: Path, file: str | None = None):
+        """The weights; or one other `file` of the directory, which config.json names.
+
+        Raises UserError for a missing, truncated or foreign file, or a tensor that the index promises in vain.
+        """
         self.directory = directory
-        names = _weight_map(directory)
+        names = _weight_map(directory) if file is None else None
         self.files: tuple[Path, ...] = tuple(
-            inside(directory, name, SINGLE if names is None else INDEX)
-            for name in sorted(set(names.values()) if names is not None else [SINGLE])
+            inside(directory, name, "config.json" if file else SINGLE if names is None else INDEX)
+            for name in sorted(set(names.values()) if names is not None else [file or SINGLE])
         )
         entries = {name: entry for file in self.files for name, entry in _header(file).items()}
         for name, file in (names or {}).items():
@@ -92,7 +95,7 @@ class Shards(Mapping[str, Tensor]):
     def entry(self, name: str) -> Entry:
         """File, dtype and shape of a tensor. Raises UserError where there is none."""
         if name not in self._entries:
-            held = f"{self.directory.name}/{SINGLE if len(self.files) == 1 else INDEX}"
+            held = f"{self.directory.name}/{self.files[0].name if len(self.files) == 1 else INDEX}"
             raise UserError(
                 f"{held}: tensor {name} is missing; the checkpoint is incomplete or of another architecture"
             )

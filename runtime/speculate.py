@@ -52,22 +52,24 @@ class Result:
 class CacheOptions:
     """How the target's cache holds keys and values, and in how many pages of 64 tokens (None: memory per request).
 
+    kind  "auto": as the target's artifact says (float32 where it says nothing).
+
     Raises UserError for an unknown kind, or for no pages.
     """
 
-    kind: CacheKind = "float32"
+    kind: CacheKind | Literal["auto"] = "auto"
     pages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CacheKind):
-            kinds = ", ".join(get_args(CacheKind))
+        if self.kind not in ("auto", *get_args(CacheKind)):
+            kinds = ", ".join(("auto", *get_args(CacheKind)))
             raise UserError(f"the kind of cache must be one of {kinds}, but is {self.kind!r}; choose one of them.")
         if self.pages is not None and self.pages < 1:
             raise UserError(f"a paged cache needs at least 1 page, but {self.pages} were asked for; give it more.")
 
     def make(self, decoder: Decoder) -> Cache:
         """An empty cache of the decoder's."""
-        return decoder.new_cache(self.kind, self.pages)
+        return decoder.new_cache(decoder.kv.kind if self.kind == "auto" else self.kind, self.pages)
 
 
 CONTIGUOUS = CacheOptions()

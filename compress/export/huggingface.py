@@ -8,6 +8,7 @@ from typing import Any
 from compress.files import copy_synced, write_json
 from compress.plan import Plan
 from compress.quantize import rtn
+from runtime import kv_scheme
 from runtime.formats import hf_config
 
 # What a directory may have beside its weights. Code (*.py), pickles (*.bin, *.pt) and model cards are never copied.
@@ -60,12 +61,15 @@ def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def copy_model(source: Path, target: Path, weights: Sequence[Path]) -> None:
-    """A model as it is: weights, index, config and tokenizer."""
+    """A model as it is: weights, what its caches take, index, config and tokenizer."""
     target.mkdir(parents=True, exist_ok=True)
     for path in weights:
         copy_synced(path, target / path.name)
     index = source / "model.safetensors.index.json"
     if index.is_file() and len(weights) > 1:
         copy_synced(index, target / index.name)
+    if (source / kv_scheme.TENSORS).is_file():
+        (target / kv_scheme.TENSORS).parent.mkdir(exist_ok=True)
+        copy_synced(source / kv_scheme.TENSORS, target / kv_scheme.TENSORS)
     write_config(source, target, None)
     copy_companions(source, target)

@@ -71,6 +71,8 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         head=_head(facts.recipe),
         on_step=lambda done, total: progress("quality", done, total),
     )
+    kind = compressed.decoder.kv.kind
+    quantised = None if kind == "float32" else quality.kv_perplexity(compressed.decoder, windows, kind)
     new_tokens = _affordable(options.new_tokens, [*models, *([draft] if draft else [])])
     prompts = make_prompts(corpus, compressed, windows, new_tokens, facts.seed)
     measured_speed = (
@@ -91,7 +93,10 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     sample = make_sample(original, compressed, prompts[0], new_tokens)
     machine = describe_machine(compressed.decoder)
     threads, device = torch.get_num_threads(), str(compressed.decoder.device)
-    cache_bytes = (original.decoder.new_cache().bytes_per_token(), compressed.decoder.new_cache().bytes_per_token())
+    cache_bytes = (
+        original.decoder.new_cache().bytes_per_token(),
+        compressed.decoder.new_cache(kind).bytes_per_token(),
+    )
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
     if options.speed:
@@ -106,7 +111,8 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     for section, figures in (("size", measured_size), ("quality", measured_quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
     missing |= measured_speed.not_measured
-    missing["quality.kv_perplexity"] = _NO_KV
+    if quantised is None:
+        missing["quality.kv_perplexity"] = _NO_KV
     calibration, uncalibrated = _calibration(facts.calibration)
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -130,7 +136,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         "quality": {
             "corpus": {"name": corpus.name, "sha256": corpus.sha256, "python": corpus.python},
             **measured_quality,
-            "kv_perplexity": None,
+            "kv_perplexity": quantised,
             "layers": [
                 {key: value for key, value in asdict(layer).items() if key in ("name", "scheme", "group_size", "error")}
                 for layer in facts.layers

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calib.windows import Windows
 from compress.errors import UserError
-from runtime.rows import Decoder, Rows
+from runtime.rows import CacheKind, Decoder, Rows
 
 # Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
 _BLOCK = 256
@@ -94,9 +94,32 @@ def score_window(original: Decoder, compressed: Decoder, tokens: Tensor, index: 
     return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
 
-def _logits(decoder: Decoder, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+def kv_perplexity(decoder: Decoder, windows: Windows, kind: CacheKind) -> float:
+    """Perplexity on the evaluation windows when all keys and values go through a cache of `kind`.
+
+    To be held against `perplexity.compressed`, which the same windows gave through a float32 cache. Raises UserError
+    for logits that are NaN or infinite, or a loss that has no finite perplexity.
+    """
+    losses = []
+    for index, tokens in enumerate(windows.evaluation):
+        for start, logits in _logits(decoder, tokens, kind):
+            _check_finite(logits, f"the compressed model's logits through an {kind} cache in window {index + 1}", start)
+            wanted = tokens[start + 1 : start + 1 + len(logits)].to(logits.device)
+            step = max(1, _ELEMENTS // logits.shape[1])
+            for rows, targets in zip(logits.split(step), wanted.split(step), strict=True):
+                losses.append(token_nll(log_probabilities(rows), targets).cpu())
+    mean = float(torch.cat(losses).mean())
+    if mean >= 700:  # exp overflows above 709
+        raise UserError(
+            f"the loss per token through an {kind} cache is {mean:.4g} nats, which has no finite perplexity: leave the "
+            "recipe's key kv out, or take int8"
+        )
+    return math.exp(mean)
+
+
+def _logits(decoder: Decoder, tokens: Tensor, kind: CacheKind = "float32") -> Iterator[tuple[int, Tensor]]:
     """Yields (first position, logits (n, vocabulary) float32) for blocks of all positions but the last."""
-    cache = decoder.new_cache()
+    cache = decoder.new_cache(kind)
     request = cache.open(len(tokens))
     count = len(tokens) - 1
     for start in range(0, count, _BLOCK):

@@ -124,6 +124,10 @@ def _quality(report: dict[str, Any]) -> Section:
         ("KL, 99th percentile", number(quality["kl_divergence"]["p99"], 4, " nats")),
         ("same most probable token", percent(quality["top1_agreement"], 2)),
     ]
+    if quality["kv_perplexity"] is not None:
+        change = quality["kv_perplexity"] / found["compressed"] - 1
+        through = f"{number(quality['kv_perplexity'], 3)} ({change:+.2%} over a float32 cache)"
+        others.append(("compressed, through its quantised cache: perplexity", through))
     text = [
         "Measured through the runtime's own kernels on the artifact read back from disk. The left plot's intervals are "
         "wide because texts differ in difficulty; the right one compares both models on the same windows."

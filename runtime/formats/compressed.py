@@ -115,7 +115,8 @@ def _targets(kinds: Mapping[str, Kind], kind: Kind, ignore: Sequence[str]) -> li
 def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration that is malformed, or that names something not read yet."""
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    # A cache's scheme alone is a configuration too: of plain weights.
+    if not isinstance(groups, dict) or not (groups or config.get("kv_cache_scheme")):
         raise UserError(f"{_WHERE}.config_groups must name at least one group, found {groups!r}")
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
@@ -137,8 +138,6 @@ def check(config: Mapping[str, Any]) -> None:
         if (order := weights.get("actorder")) not in _ORDERS:
             raise UserError(f"{where}.weights.actorder must be 'group', 'weight', 'static' or null, found {order!r}")
         _activation(group, where)
-    if config.get("kv_cache_scheme"):
-        raise UserError(f"{_WHERE}.kv_cache_scheme is not read yet; use a checkpoint without one")
     if config.get("sparsity_config") or config.get("transform_config"):
         raise UserError(f"{_WHERE}: sparsity_config and transform_config are not read; use a checkpoint without them")
 

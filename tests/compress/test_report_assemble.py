@@ -1,5 +1,6 @@
 import json
 import platform
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from calib import corpora
+from compress import kv_cache
 from compress.report import assemble, baselines
 from compress.report.facts import LayerRecord, LeftAlone, ReportOptions, RunFacts
 from compress.report.schema import validate
@@ -98,6 +101,23 @@ def test_without_speed_everything_else_is_there(facts: RunFacts, options: Report
     assert report["not_measured"]["speed"] == "speed was not measured (--no-speed)"
     assert report["quality"]["perplexity"]["compressed"] > 1
     assert report["sample"]["original"] != report["sample"]["compressed"]
+
+
+def test_a_quantised_cache_is_in_the_report(facts: RunFacts, options: ReportOptions, tmp_path: Path) -> None:
+    plain = assemble.make_report(facts, replace(options, speed=False))
+    assert plain["quality"]["kv_perplexity"] is None and "quality.kv_perplexity" in plain["not_measured"]
+    model = tmp_path / "model"
+    shutil.copytree(facts.model, model)
+    windows = torch.randint(1, 300, (2, 48), generator=torch.Generator().manual_seed(0))
+    kv_cache.attach(model, kv_cache.calibrate(model, "int4", windows))
+    report = assemble.make_report(replace(facts, model=model), replace(options, speed=False))
+    quality, before = report["quality"], plain["quality"]
+    assert quality["perplexity"] == before["perplexity"] and "quality.kv_perplexity" not in report["not_measured"]
+    assert 0 < abs(quality["kv_perplexity"] / quality["perplexity"]["compressed"] - 1) < 0.05
+    # 2 layers of 2 heads of 16 dimensions, keys and values: 4 bytes each, or half a byte and a scale.
+    assert report["size"]["kv_bytes_per_token"] == {"original": 2 * 2 * 2 * 64, "compressed": 2 * 2 * 2 * 12}
+    page = (facts.folder / "report.md").read_text()
+    assert "through its quantised cache" in page and f"{quality['kv_perplexity']:.3f}" in page.replace(",", "")
 
 
 def test_the_same_run_gives_the_same_report(facts: RunFacts, options: ReportOptions) -> None:

@@ -20,6 +20,7 @@ from runtime import formats
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import native
+from runtime.kv_scheme import UNCALIBRATED, CacheScheme
 from runtime.rows import Cache, Decoder, Out, Rows
 
 VOCABULARY = 320
@@ -86,6 +87,7 @@ class HashDecoder:
     vocab_size: int = VOCABULARY
     hidden_size: int = 4
     exact: bool = True
+    kv: CacheScheme = UNCALIBRATED
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     caches: list[ListCache] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
