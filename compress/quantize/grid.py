@@ -4,7 +4,9 @@ A weight w becomes the code c = clamp(round(w / scale) + zero) and is read back 
 −2^(b−1)..2^(b−1)−1 for b bits, and so is the zero point, an integer among them (0 where the grid is symmetric).
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +68,19 @@ def fit(
     if importance is not None:
         importance = importance.float().expand(n, k)
     scale, zero = (torch.empty(n, k // width) for _ in range(2))
-    for rows in _row_chunks(n, k):
-        # A group's weights come first: all groups of some rows are fitted at once.
-        values = weight[rows].float().view(-1, k // width, width).permute(2, 0, 1).contiguous()
+    for rows, values in grouped(weight, width):
         weights = None if importance is None else importance[rows].reshape(-1, k // width, width).permute(2, 0, 1)
         scale[rows], zero[rows] = fit_groups(values, grid, dtype, weights, search)
     return scale, zero
+
+
+def grouped(weight: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a weight (N, K) at a time, as float32 (width, rows, groups): a group along the first dimension."""
+    n, k = weight.shape
+    step = max(1, _CHUNK // k)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        yield rows, weight[rows].float().view(-1, k // width, width).permute(2, 0, 1).contiguous()
 
 
 def fit_groups(
@@ -81,19 +90,13 @@ def fit_groups(
 
     `importance` broadcasts to `values`. Raises ValueError as `fit` does.
     """
-    low, high = torch.aminmax(values, dim=0)
-    if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
-        raise ValueError("the weight has values that are NaN or infinite")
-    scale, zero = _from_range(low, high, grid, dtype)
+    tried = ranges(values, grid, dtype)
+    scale, zero = next(tried)
     if not search:
         return scale, zero
     weighted = values if importance is None else values * importance
     gain = torch.full_like(scale, -math.inf)
-    for shrink in _SHRINKS if not grid.symmetric else (*_SHRINKS, *(-shrink for shrink in _SHRINKS)):
-        narrow, shifted = _from_range(low * abs(shrink), high * abs(shrink), grid, dtype)
-        if shrink < 0:
-            # There is one code more below 0 than above: a negative scale gives it to the side that needs it.
-            narrow = -narrow
+    for narrow, shifted in itertools.chain([(scale, zero)], tried):
         codes = nearest(values, narrow, shifted, grid)
         # The error is Σ h (w − s c)² = Σ h w² − (2 s Σ h w c − s² Σ h c²): a parabola in s, and its top is known.
         products = (weighted * codes).sum(dim=0)
@@ -106,6 +109,22 @@ def fit_groups(
         gain = torch.where(better, found, gain)
         scale, zero = torch.where(better, narrow, scale), torch.where(better, shifted, zero)
     return scale, zero
+
+
+def ranges(values: Tensor, grid: Grid, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and zeros (…) that a search tries for groups along the first dimension of `values`: the whole range first.
+
+    Raises ValueError as `fit` does.
+    """
+    low, high = torch.aminmax(values, dim=0)
+    if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        raise ValueError("the weight has values that are NaN or infinite")
+    for shrink in _SHRINKS:
+        scale, zero = _from_range(low * shrink, high * shrink, grid, dtype)
+        yield scale, zero
+        if grid.symmetric:
+            # There is one code more below 0 than above: a negative scale gives it to the side that needs it.
+            yield -scale, zero
 
 
 def _from_range(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,8 +181,3 @@ def to_packed(
         perm=perm,
         bias=None if bias is None else bias.float(),
     )
-
-
-def _row_chunks(n: int, k: int) -> list[slice]:
-    step = max(1, _CHUNK // k)
-    return [slice(start, start + step) for start in range(0, n, step)]
