@@ -5,6 +5,7 @@ tr((W − Ŵ) H (W − Ŵ)ᵀ), exactly, so a candidate costs N·K² operations 
 layers again costs N·K·tokens: 16 times as much at 32 k tokens and K = 2048).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.quantize.grid import Grid, decode, encode, fit
-from runtime.formats.tensors import round_scale
+from runtime.formats.tensors import group_width, round_scale
 
 # Exponents on the line that the paper searches.
 RATIOS = 20
@@ -22,9 +23,11 @@ JUDGES = 1024
 _STEPS = (0.05, 0.025)
 # How far a factor may go; the least keeps an activation scale of float16 out of its subnormals.
 _LEAST, _MOST = 1e-4, 1e4
-# Scales tried by the clip search, as parts of the one that covers the largest weight. Above 1 nothing is clipped even
-# where the codes' range is lopsided (4 bits: 7 steps one way, 8 the other).
-_SHRINKS = tuple(1.08 - 0.03 * step for step in range(20))
+# Scales tried by the clip search, as parts of the one that covers the largest weight. Of equals the first is taken.
+# Above 1: the codes have half a step less above zero than that scale asks for, and the largest weight may need it.
+_SHRINKS = (1.0, 1.08, 1.04, *(1 - 0.03 * step for step in range(1, 18)))
+# Weights that the clip search works on at once: what a core's cache holds of a few passes over them.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Fed:
     """One of the layers that a factor multiplies.
 
     weight      (N, K) float32.
-    hessian     (K, K) float32: the mean of x xᵀ over the tokens that the layer sees.
+    hessian     (K, K) float32: the mean of x xᵀ over the tokens that the layer sees; zeros where it saw none.
     grid        how the layer will be rounded.
     importance  what a squared error counts: one number (an expert's share of the tokens), or (N,) one an output.
     """
@@ -66,14 +69,14 @@ def search_scale(
 
     Candidates are x̄^a / w̄^b, with x̄ the mean |x| of a channel and w̄ its mean |w| relative to its group's largest: the
     paper's line b = 0, the line b = 1 − a of its code, and then smaller and smaller steps away from the best in both
-    exponents. The factor 1 is always among them, so the result is never worse than rounding alone.
+    exponents. The factor 1 is always among them, so the result is never judged worse than rounding alone.
     absmean  (K,): mean |x| per channel. A channel that is always 0 counts as the smallest that is not.
     dtype    what the scales of the weights are stored in.
     tie      makes channels that must share a factor equal (`folding.share`).
     judge    the loss of the layers' rounded weights (each (N, K), for inputs as they were), in place of the Hessians:
              the error of a parent module's output, for instance. `judges` does not apply then.
     judges   at most so many outputs of each layer, evenly spaced, judge the candidates.
-    Raises ValueError for statistics that are not finite, or that do not fit the weights.
+    Raises ValueError for statistics or a loss that are not finite, and for statistics that do not fit the weights.
     """
     tie = tie or (lambda statistic: statistic)
     _check(layers, absmean)
@@ -94,6 +97,8 @@ def search_scale(
         key = (round(a, 6), round(b, 6))
         if key not in seen:
             seen[key] = loss(_factor(x_log, w_log, *key))
+            if not math.isfinite(seen[key]):
+                raise ValueError("the judged error is NaN or infinite")
         return seen[key]
 
     plain = at(0.0, 0.0)
@@ -111,27 +116,20 @@ def search_clip(
     A smaller scale clips a group's largest weights and serves the others better. Each group is judged through its own
     block of the Hessian, as the paper judges it through its own inputs: N·K·group operations a candidate.
     weight   (N, K) float32, already multiplied by the factor; `hessian` (K, K) of inputs already divided by it.
-    Raises ValueError for values that are not finite.
+    Raises ValueError for values that are not finite, and for groups that do not divide K.
     """
     _finite("a weight", weight)
     _finite("a Hessian", hessian)
     n, k = weight.shape
-    full, zero = fit(weight, grid, dtype)
-    groups = full.shape[1]
-    width = k // groups
+    scale, zero = fit(weight, grid, dtype)
+    groups = scale.shape[1]
     # (G, width, width): what the inputs of a group have to do with each other.
-    blocks = hessian.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).float()
-    best = full
-    least = torch.full((n, groups), torch.inf)
-    for shrink in shrinks:
-        scale = round_scale(full * shrink, dtype)
-        error = weight - decode(encode(weight, scale, zero, grid), scale, zero, grid)
-        parts = error.view(n, groups, width).transpose(0, 1)
-        loss = ((parts @ blocks) * parts).sum(dim=-1).T
-        better = loss < least
-        least = torch.where(better, loss, least)
-        best = torch.where(better, scale, best)
-    return best, zero
+    blocks = hessian.view(groups, k // groups, groups, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    step = max(1, _CHUNK // k)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        scale[rows] = _best_scale(weight[rows], blocks, scale[rows], zero[rows], grid, dtype, shrinks)
+    return scale, zero
 
 
 def output_error(layer: Fed, rounded: Tensor) -> float:
@@ -184,12 +182,33 @@ def _log(statistic: Tensor) -> Tensor:
     return torch.where(live, logs - middle, 0.0)
 
 
+def _best_scale(
+    weight: Tensor,
+    blocks: Tensor,
+    full: Tensor,
+    zero: Tensor,
+    grid: Grid,
+    dtype: torch.dtype,
+    shrinks: Sequence[float],
+) -> Tensor:
+    """(N, G) of the scales `full` · shrink the one that makes each group's own error least."""
+    best, least = full, torch.full_like(full, torch.inf)
+    for shrink in shrinks:
+        scale = round_scale(full * shrink, dtype)
+        error = weight - decode(encode(weight, scale, zero, grid), scale, zero, grid)
+        parts = error.view(*full.shape, -1).transpose(0, 1)
+        loss = ((parts @ blocks) * parts).sum(dim=-1).T
+        better = loss < least
+        best, least = torch.where(better, scale, best), torch.where(better, loss, least)
+    return best
+
+
 def _relative_mean(layers: Sequence[Fed]) -> Tensor:
     """(K,) mean over all outputs of |w| relative to the largest of its row and group."""
     total = torch.zeros(layers[0].weight.shape[1])
     for layer in layers:
         n, k = layer.weight.shape
-        groups = layer.weight.abs().view(n, -1, layer.grid.group_size or k)
+        groups = layer.weight.abs().view(n, -1, group_width(k, layer.grid.group_size))
         largest = groups.amax(dim=-1, keepdim=True)
         total += (groups / torch.where(largest > 0, largest, 1.0)).view(n, k).sum(dim=0)
     return total / sum(len(layer.weight) for layer in layers)

@@ -130,6 +130,13 @@ def test_a_judge_decides_in_place_of_the_hessian() -> None:
     assert torch.equal(stubborn.factor, torch.ones(64)) and stubborn.error == 0
 
 
+def test_a_judge_that_loses_count_is_refused() -> None:
+    rows, weight = outlier_inputs(), random_weight(8)
+    layer = awq.Fed(weight, hessian(rows), INT4)
+    with pytest.raises(ValueError, match="judged error"):
+        awq.search_scale([layer], rows.abs().mean(dim=0), DTYPE, judge=lambda weights: float("nan"))
+
+
 def test_tied_channels_get_one_factor() -> None:
     rows, weight = outlier_inputs(), random_weight(32)
 
@@ -211,6 +218,14 @@ def test_the_clip_search_finds_each_groups_best_scale(grid: Grid) -> None:
     tried = torch.stack([by_group((full * shrink).to(DTYPE).float()) for shrink in shrinks])
     torch.testing.assert_close(by_group(scale), tried.amin(dim=0), rtol=1e-3, atol=1e-9)
     assert bool((scale < full).any())
+
+
+def test_a_group_whose_inputs_are_dead_is_not_clipped() -> None:
+    rows, weight = outlier_inputs(), random_weight(16)
+    rows[:, 16:32] = 0
+    scale, _ = awq.search_clip(weight, hessian(rows), INT4, DTYPE)
+    full, _ = fit(weight, INT4, DTYPE)
+    assert torch.equal(scale[:, 1], full[:, 1]) and not torch.equal(scale, full)
 
 
 @pytest.mark.parametrize("grid", [Grid(3, 16, True), Grid(2, 16, True), Grid(4, 0, True)])
