@@ -3,22 +3,45 @@
 The formats' own files hold the arithmetic; this one knows which format a recipe's scheme is.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.tensors import stored_scale_dtype
 
 
-def describe(scheme: str, group_size: int) -> Scheme:
+# int3 and int2 are int4's container with fewer bits.
+BITS = {"int4": 4, "int3": 3, "int2": 2}
+
+
+def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
     """The format's description of a recipe's scheme."""
     if scheme == "int8-dynamic":
         return int8.scheme()
-    return int4.scheme(group_size) if scheme == "int4" else nf4.scheme(group_size)
+    if scheme == "int8-static":
+        return replace(int8.scheme(), activation="int8-tensor")
+    if scheme in BITS:
+        return replace(int4.scheme(group_size), bits=BITS[scheme], symmetric=symmetric)
+    return nf4.scheme(group_size)
 
 
-def quantize(weight: Tensor, scheme: str, group_size: int) -> PackedWeight:
-    """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it."""
+def quantize(
+    weight: Tensor, scheme: str, group_size: int, symmetric: bool = True, search: bool = False
+) -> PackedWeight:
+    """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it.
+
+    search  groups of integers: whether ranges are searched for the least squared error.
+    """
+    if scheme in BITS and (scheme != "int4" or not symmetric or search):
+        from compress.quantize import grid
+
+        wanted = grid.Grid(BITS[scheme], group_size, symmetric)
+        values = weight.float()
+        scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=search)
+        return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
     if scheme == "int8-dynamic":
         return int8.pack(weight)
     if scheme == "int4":

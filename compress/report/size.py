@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.report.facts import LayerRecord
+from compress.report.unmeasured import NOT_LOADED
 from runtime.checkpoint import open_checkpoint
 
 
@@ -18,12 +19,13 @@ def measure(
     model: Path,
     draft: Path | None,
     packed: Sequence[LayerRecord],
-    cache_bytes: tuple[int, int],
+    cache_bytes: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """The `size` section of report.json: bytes, ratios, bits.
 
     original, model, draft   model directories; `packed` the quantised layers of `model`.
-    cache_bytes              what one token takes in the cache of the original and of the compressed decoder.
+    cache_bytes              what one token takes in the cache of the original and of the compressed decoder; None:
+                             neither was loaded.
 
     Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
     not counted; bits_per_weight over the quantised weights only, their scales included; kv_bytes_per_token{original,
@@ -37,6 +39,8 @@ def measure(
         missing["bits_per_weight"] = "no layer is quantised"
     if draft is None:
         missing["draft_bytes"] = "the run has no draft model"
+    if cache_bytes is None:
+        missing["kv_bytes_per_token"] = NOT_LOADED
     peak = peak_memory_bytes()
     if peak is None:
         missing["peak_memory_bytes"] = "this system does not tell a process's peak memory"
@@ -45,7 +49,7 @@ def measure(
         "compressed_bytes": compressed_bytes,
         "ratio": original_bytes / compressed_bytes,
         "bits_per_weight": bits_per_weight(packed) if weights else None,
-        "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes, strict=True)),
+        "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes or (None, None), strict=True)),
         "draft_bytes": None if draft is None else weight_bytes(draft),
         "peak_memory_bytes": peak,
         "not_measured": missing,
