@@ -1,0 +1,1 @@
+"""Pruning: which weights, heads, channels or blocks go, and what the ones that stay become."""

@@ -1,0 +1,118 @@
+"""SparseGPT: weights are removed column by column, and those still to come make up for it (2301.00774).
+
+Everything runs on the transposed weight, so that a column of inputs is one contiguous row of memory.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from compress.prune import hessian as hessians
+from compress.prune.sparsity import Sparsity, check, smallest
+
+# Columns whose mask is chosen together, and those that are updated one by one before a product updates the rest.
+_BLOCK = 128
+_STEP = 16
+# Subsets of a group that are compared: 6 for 2:4, 70 for 4:8.
+_MOST_SUBSETS = 70
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A pruned weight.
+
+    weight   (N, K) float32; what was removed is exactly 0.
+    error    relative output error sqrt(tr(E H Eᵀ) / tr(W H Wᵀ)).
+    damping  the damping that the Hessian needed, at least the one that was asked for.
+    """
+
+    weight: Tensor
+    error: float
+    damping: float
+
+
+def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 0.01) -> Pruned:
+    """Removes weights and refits the others to the layer's inputs.
+
+    weight   (N, K), any float dtype; hessian (K, K), the mean of x xᵀ over the calibration tokens.
+    A share is exact in each block of 128 columns, all rows together; a pattern in every group of m of every row. The
+    members of a group are removed together, those that cost least together: the paper scores each alone.
+    damping  of the Hessian's mean diagonal, added to its diagonal; grows where that is not enough.
+    Raises ValueError as `sparsity.check` and `hessian.check` say, and for a pattern with more than 70 subsets.
+    """
+    check(weight, sparsity)
+    hessians.check(hessian, weight.shape[1])
+    block = _BLOCK
+    if isinstance(sparsity, tuple):
+        if len(_subsets(*sparsity)) > _MOST_SUBSETS:
+            raise ValueError(f"expected a pattern with at most {_MOST_SUBSETS} subsets, as 4:8, found {sparsity}")
+        block -= _BLOCK % sparsity[1]
+    factor, used = hessians.inverse_factor(hessian, damping)
+    columns = weight.float().T.clone(memory_format=torch.contiguous_format)
+    lost = 0.0
+    for first in range(0, len(columns), block):
+        here, rest = slice(first, first + block), slice(first + block, None)
+        errors = _prune_block(columns[here], factor[here, here], sparsity)
+        columns[rest].addmm_(factor[here, rest].T, errors, alpha=-1)
+        lost += float(errors.square().sum(dtype=torch.float64))
+    out = columns.T.contiguous()
+    # The errors' squares add up to tr(E (H + λ·I) Eᵀ), which saves a second product with the Hessian.
+    moved = float((out - weight.float()).square().sum(dtype=torch.float64))
+    lost = max(lost - hessians.ridge(hessian, used) * moved, 0.0)
+    whole = hessians.energy(weight, hessian)
+    # No output at all (dead inputs, a weight of zeros) has nothing to lose but what is rounding here.
+    return Pruned(out, hessians.relative(lost, whole) if whole > 0 else 0.0, used)
+
+
+def _prune_block(columns: Tensor, factor: Tensor, sparsity: Sparsity) -> Tensor:
+    """Prunes columns (B, N) in place; returns the errors (B, N), w / U_ii where a weight was removed, else 0.
+
+    factor  (B, B), the block of U on the diagonal.
+    """
+    errors = torch.empty_like(columns)
+    diagonal = factor.diagonal().tolist()
+    pattern = isinstance(sparsity, tuple)
+    if isinstance(sparsity, tuple):
+        of, subsets = sparsity[1], _subsets(*sparsity)
+        costs = _subset_costs(factor, of, subsets)
+        members = torch.zeros(len(subsets), of, dtype=torch.bool).scatter_(1, torch.tensor(subsets), True)
+        step, removed = of * -(-_STEP // of), torch.empty(columns.shape, dtype=torch.bool)
+    else:
+        scores = (columns / factor.diagonal()[:, None]).square_()
+        step, removed = _STEP, smallest(scores.flatten(), round(sparsity * columns.numel())).view_as(columns)
+    for begin in range(0, len(columns), step):
+        end = min(begin + step, len(columns))
+        for i in range(begin, end):
+            if pattern and i % of == 0:
+                losses = (costs[i // of] @ columns[i : i + of]).square_().view(len(subsets), -1, columns.shape[1])
+                removed[i : i + of] = members[losses.sum(1).argmin(0)].T
+            column = columns[i]
+            torch.mul(column, removed[i], out=errors[i]).div_(diagonal[i])
+            column.masked_fill_(removed[i], 0)
+            columns[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i], alpha=-1)
+        columns[end:].addmm_(factor[begin:end, end:].T, errors[begin:end], alpha=-1)
+    return errors
+
+
+def _subsets(kept: int, of: int) -> list[tuple[int, ...]]:
+    """What can be removed of a group of `of`, all but `kept`."""
+    return list(combinations(range(of), of - kept))
+
+
+def _subset_costs(factor: Tensor, of: int, subsets: list[tuple[int, ...]]) -> Tensor:
+    """(B / m, subsets · r, m): the squared norm of its r rows times a group's weights is what removing a subset costs.
+
+    For the columns from a group on, the inverse Hessian's block of the group is G = Uᵀ U with its own block U. Removing
+    the set S of it and refitting the rest costs w_Sᵀ (G_SS)⁻¹ w_S (optimal brain surgeon, several weights at once).
+    """
+    groups = torch.stack([factor[i : i + of, i : i + of] for i in range(0, len(factor), of)]).double()
+    inverse = groups.mT @ groups
+    index = torch.tensor(subsets)
+    lower = torch.linalg.cholesky(inverse[:, index[:, :, None], index[:, None, :]])
+    removed = index.shape[1]
+    halves = torch.linalg.solve_triangular(lower, torch.eye(removed, dtype=torch.float64).expand_as(lower), upper=False)
+    spread = torch.zeros(*halves.shape[:3], of, dtype=torch.float64)
+    spread.scatter_(3, index[None, :, None, :].expand_as(halves), halves)
+    return spread.flatten(1, 2).float()

@@ -1,0 +1,213 @@
+"""Width pruning: every block loses key/value heads (with their query heads) and MLP channels; the rest is refitted.
+
+The sizes are one decision for the whole model, made from its configuration before the walk, because a config.json has
+one number for all blocks. Which heads and channels stay is each block's own choice, from its own inputs. The result is
+an ordinary smaller model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import UserError
+from compress.prune import groups
+from compress.prune.budget import weights_to_remove
+from runtime.family import describe
+
+Config = dict[str, Any]
+
+O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
+# What kernels and quantised groups like the number of channels to be a multiple of, where that costs little.
+_MULTIPLES = (128, 64, 32, 16, 8)
+_LITTLE = 1 / 12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of every block that width pruning changes, and head_dim, which it does not."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+    @property
+    def group(self) -> int:
+        """Inputs of o_proj that belong to one key/value head."""
+        return self.heads // self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A narrower block.
+
+    tensors      by path inside the block, in the dtypes they had.
+    kv_heads     the key/value heads that stayed, ascending; channels: those of the MLP.
+    errors       relative output error of o_proj and down_proj after the refit, on the inputs of the Hessians.
+    dampings     the damping that their refits took.
+    """
+
+    tensors: dict[str, Tensor]
+    kv_heads: tuple[int, ...]
+    channels: tuple[int, ...]
+    errors: dict[str, float]
+    dampings: dict[str, float]
+
+
+def sizes(config: Config) -> Sizes:
+    """The sizes in a config.json.
+
+    Raises UserError where the model is not of the decoder's family, or has experts.
+    """
+    known = describe(config)
+    if known is None or known.experts is not None:
+        found = config.get("model_type")
+        raise UserError(
+            "width pruning: expected a dense model of the Llama family, found "
+            f"{'experts in a ' if known else ''}model_type {found!r}: use depth pruning"
+        )
+    return Sizes(known.heads, known.kv_heads, known.head_dim, known.intermediate)
+
+
+def shrink(config: Config, block: Mapping[str, tuple[int, ...]], outside: int, share: float) -> Sizes:
+    """The sizes at which the blocks lose at least `share` of their weights, norms and biases counted.
+
+    block    the shapes of one block's tensors by path inside it; outside: weights that are in no block.
+    Where the embedding allows, the whole model loses 0.8 · share too (see `budget`). Attention loses no more key/value
+    heads than `share` of them, as many as leave a configuration that transformers accepts (its Llama wants heads that
+    divide the hidden size); the MLP gives the rest, rounded down to a multiple of up to 128 channels.
+    Raises UserError for a share that the MLP cannot give, and as `sizes` and `weights_to_remove` say.
+    """
+    before = sizes(config)
+    layers = config["num_hidden_layers"]
+    total = sum(_count(shape) for shape in block.values())
+    attention = sum(_count(shape) for path, shape in block.items() if _part(path) == "attention")
+    mlp = sum(_count(shape) for path, shape in block.items() if _part(path) == "mlp")
+    wanted = weights_to_remove(share, layers * total, outside) / layers
+    kv_heads = _kv_heads(config, before, share)
+    wanted -= attention * (1 - kv_heads / before.kv_heads)
+    channels = before.intermediate * (1 - wanted / mlp)
+    multiple = next((m for m in _MULTIPLES if m <= before.intermediate * _LITTLE), 1)
+    intermediate = int(channels // multiple) * multiple
+    if intermediate < multiple:
+        raise UserError(
+            f"width pruning: expected a share that leaves MLP channels, found {share}, which needs {wanted:.0f} of the"
+            f" {mlp} weights of each MLP: ask for less"
+        )
+    group = before.heads // before.kv_heads
+    return Sizes(kv_heads * group, kv_heads, before.head_dim, intermediate)
+
+
+def narrow_config(config: Config, after: Sizes) -> Config:
+    """config.json with the new sizes; head_dim stands there even where it was the quotient of the old ones."""
+    return config | {
+        "num_attention_heads": after.heads,
+        "num_key_value_heads": after.kv_heads,
+        "head_dim": after.head_dim,
+        "intermediate_size": after.intermediate,
+    }
+
+
+def narrow(
+    tensors: Mapping[str, Tensor], hessians: Mapping[str, Tensor], before: Sizes, after: Sizes, damping: float = 0.01
+) -> Narrowed:
+    """One block at its new sizes.
+
+    tensors   all of the block's, by path inside it ("self_attn.q_proj.weight"), separate or fused as in Phi-3.
+    hessians  mean of x xᵀ of the inputs of "self_attn.o_proj" and "mlp.down_proj"; a part that keeps its size needs
+              none and stays as it is.
+    Raises ValueError for tensors that have not the sizes in `before`, and as `groups.choose` says.
+    """
+    out = dict(tensors)
+    errors: dict[str, float] = {}
+    dampings: dict[str, float] = {}
+    heads, channels = torch.arange(before.kv_heads), torch.arange(before.intermediate)
+    for path, size, keep, count in (
+        (O_PROJ, before.group, after.kv_heads, before.kv_heads),
+        (DOWN_PROJ, 1, after.intermediate, before.intermediate),
+    ):
+        weight = tensors[f"{path}.weight"]
+        if weight.shape[1] != size * count:
+            raise ValueError(f"{path}: expected {size * count} inputs, found {weight.shape[1]}")
+        if keep == count:
+            continue
+        if not torch.isfinite(weight.abs().sum(dtype=torch.float64)):
+            raise ValueError(f"{path}: the weight holds NaN or Inf")
+        chosen = groups.choose(weight, hessians[path], size, keep, damping)
+        kept = groups.members(chosen, size)
+        fitted, dampings[path] = groups.refit(weight, hessians[path], kept, damping)
+        fitted = fitted.to(weight.dtype)
+        errors[path] = groups.removal_error(weight, hessians[path], kept, fitted)
+        out[f"{path}.weight"] = fitted
+        if path == O_PROJ:
+            heads = chosen
+        else:
+            channels = chosen
+    for name, tensor in tensors.items():
+        rows = _rows(name, before, heads, channels)
+        if rows is not None:
+            if int(rows[1]) != len(tensor):
+                raise ValueError(f"{name}: expected {rows[1]} rows, found {len(tensor)}")
+            out[name] = tensor[rows[0]].contiguous()
+    return Narrowed(out, tuple(heads.tolist()), tuple(channels.tolist()), errors, dampings)
+
+
+def _rows(name: str, before: Sizes, heads: Tensor, channels: Tensor) -> tuple[Tensor, int] | None:
+    """The rows of a weight or bias that stay, and how many it must have; None for a tensor that keeps its rows."""
+    path = name.rpartition(".")[0]
+    queries, keys = groups.members(heads, before.group), groups.members(heads, before.head_dim)
+    query_rows, key_rows = before.heads * before.head_dim, before.kv_heads * before.head_dim
+    kept = {
+        "self_attn.q_proj": (queries, query_rows),
+        "self_attn.k_proj": (keys, key_rows),
+        "self_attn.v_proj": (keys, key_rows),
+        "self_attn.qkv_proj": (
+            torch.cat((queries, query_rows + keys, query_rows + key_rows + keys)),
+            query_rows + 2 * key_rows,
+        ),
+        "mlp.gate_proj": (channels, before.intermediate),
+        "mlp.up_proj": (channels, before.intermediate),
+        "mlp.gate_up_proj": (torch.cat((channels, before.intermediate + channels)), 2 * before.intermediate),
+    }
+    return kept.get(path)
+
+
+def _part(name: str) -> str | None:
+    """What the tensor's size goes with: "attention", "mlp", or None where it stays."""
+    path, _, leaf = name.rpartition(".")
+    if path in _ATTENTION or (path == O_PROJ and leaf == "weight"):
+        return "attention"
+    if path in _MLP or (path == DOWN_PROJ and leaf == "weight"):
+        return "mlp"
+    return None
+
+
+def _kv_heads(config: Config, before: Sizes, share: float) -> int:
+    """The fewest key/value heads, of at least 1 − share of them, with which transformers takes the configuration."""
+    group = before.heads // before.kv_heads
+    for kv_heads in range(1, before.kv_heads):
+        after = Sizes(kv_heads * group, kv_heads, before.head_dim, before.intermediate)
+        if kv_heads >= (1 - share) * before.kv_heads and _accepted(narrow_config(config, after)):
+            return kv_heads
+    return before.kv_heads
+
+
+def _accepted(config: Config) -> bool:
+    """Whether transformers builds its configuration: each family checks its heads in its own way."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.for_model(**config)
+    except (StrictDataclassError, ValueError):
+        return False
+    return True
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
