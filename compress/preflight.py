@@ -190,8 +190,10 @@ def _sum_wants(work: Work, number: int, measure: "Callable[[Wants, int], int]") 
 
 
 def _bytes_of(want: "Wants", inputs: int) -> int:
-    square = inputs * inputs if want.hessian else 0
-    return _FLOAT * (square + inputs * (int(want.norms) + 2 * int(want.absmax) + want.rows))
+    from calib.moments import Moments
+
+    with torch.device("meta"):
+        return Moments(inputs, want).nbytes
 
 
 def _inputs(work: Work, number: int, path: str) -> int:
@@ -226,12 +228,12 @@ def _hidden_size(work: Work) -> int:
 
 def _flops_rate() -> float:
     """Floating-point operations a second of a large product on this machine, now."""
-    a, b = torch.ones(768, 768), torch.ones(768, 768)
+    a, b = torch.ones(512, 512), torch.ones(512, 512)
     a @ b
     begun = time.perf_counter()
     for _ in range(3):
         a @ b
-    return 3 * 2 * 768**3 / max(time.perf_counter() - begun, 1e-9)
+    return 3 * 2 * 512**3 / max(time.perf_counter() - begun, 1e-9)
 
 
 def _seconds_per_weight(plan: Plan) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,10 @@ if TYPE_CHECKING:
 
 def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:
     """What several stages want together, by path of a linear layer."""
-    from calib.moments import Wants
-
     out: dict[str, Wants] = {}
     for wants in wanted:
         for path, want in wants.items():
-            both = [want, out.get(path, Wants())]
-            # bool | bool, and the larger number of rows
-            out[path] = Wants(**{field.name: max(getattr(one, field.name) for one in both) for field in fields(Wants)})
+            out[path] = want | out[path] if path in out else want
     return out
 
 

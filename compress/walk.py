@@ -5,7 +5,6 @@ was, for the statistics of all stages, and once as the stages have left it, for 
 """
 
 import ctypes
-import gc
 import statistics as mathematics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -190,8 +189,11 @@ class _Walker:
 
 
 def release() -> None:
-    """Gives memory that is free back to the system: the allocator would keep it in pieces between blocks."""
-    gc.collect()
+    """Gives memory that is free back to the system: the allocator would keep it in pieces between blocks.
+
+    Blocks hold no reference cycles, so they are gone when their last name is; a garbage collection would take longer
+    than a small block.
+    """
     with suppress(OSError, AttributeError):  # another C library has no such function
         ctypes.CDLL(None).malloc_trim(0)
 
