@@ -61,9 +61,6 @@ class Block:
         """
         linear = self.linears[path]
         weight = dequantize(packed)
-        if packed.perm is not None:
-            # codes[:, j] belongs to input perm[j]
-            weight = torch.empty_like(weight).index_copy_(1, packed.perm, weight)
         if weight.shape != linear.weight.shape or not bool(torch.isfinite(weight).all()):
             raise ValueError(
                 f"{self.prefix}.{path}: the packed weight is {tuple(weight.shape)} or not finite, expected finite "

@@ -30,6 +30,9 @@ class Capture:
         self._body: Any = skeleton.model.base_model
         self._layers = skeleton.layers
         self.calls: list[Call] = []
+        for name, module in skeleton.model.named_modules():
+            if not f"{name}.".startswith(f"{skeleton.survey.blocks_at}."):
+                make_buffers(skeleton.model, module)
         self._filled: list[tuple[nn.Module, str]] = []
         self._hooks: list[RemovableHandle] = []
         for name in outside:
@@ -47,9 +50,6 @@ class Capture:
             self._filled.append((module, leaf))
             if is_embedding:
                 self._hooks.append(module.register_forward_hook(_to_float))
-        for name, module in skeleton.model.named_modules():
-            if not f"{name}.".startswith(f"{skeleton.survey.blocks_at}."):
-                make_buffers(skeleton.model, module)
 
     def inputs(self, tokens: Tensor) -> Iterator[Tensor]:
         """What goes into block 0, (1, T, D) float32, for each row of tokens (S, T) int64; fills `calls`.
@@ -79,9 +79,8 @@ class Capture:
 
     def _forward(self, row: Tensor) -> tuple[Tensor, list[Call]]:
         seen: list[tuple[Tensor, Call]] = []
-        with _recording(self._layers, seen), torch.no_grad():
-            with suppress(_LastLayerError):
-                self._body(input_ids=row.unsqueeze(0), use_cache=False)
+        with _recording(self._layers, seen), torch.no_grad(), suppress(_LastLayerError):
+            self._body(input_ids=row.unsqueeze(0), use_cache=False)
         first = seen[0][0] if seen else None
         if first is None or len(seen) != len(self._layers) or any(h.shape != first.shape for h, _ in seen):
             raise UserError(

@@ -30,7 +30,8 @@ def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
     except OSError as error:
         # A write to a full disk does not say which file it was.
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         beside.unlink(missing_ok=True)
         raise
 

@@ -16,8 +16,8 @@ import torch
 from compress import manifest, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
-from compress.export import huggingface
 from compress.experts import FewTokens
+from compress.export import huggingface
 from compress.files import write_atomic
 from compress.journal import Journal
 from compress.plan import Plan, check_shared, make_plan

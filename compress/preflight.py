@@ -127,7 +127,7 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
     free = shutil.disk_usage(there).free + used
     if need.disk > free:
         raise UserError(
-            f"{folder.name}: this run needs about {_shown(need.disk)} of disk while it works, and {_shown(free)} are "
+            f"{folder}: this run needs about {_shown(need.disk)} of disk while it works, and {_shown(free)} are "
             "free: free some or choose another place with --out"
         )
     return have is not None and need.memory + need.held > have

@@ -87,7 +87,7 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
 
     if list_:
         for known in built_in():
-            typer.echo(f"{known.name:<14}{known.about}")
+            typer.echo(f"{known.name:<21}{known.about}")
         return
     try:
         if recipe is None:

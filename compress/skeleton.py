@@ -64,14 +64,14 @@ class Skeleton:
     def block(self, number: int, names: Sequence[str]) -> Block:
         """Block `number` with its weights in float32. Raises UserError for weights that are missing or not finite."""
         block = self.bare(number, names)
+        for module in block.module.modules():
+            make_buffers(self.model, module)
         for name in names:
             slot = self.slot(name)
             if slot is not None:
                 tensor = self.checkpoint.tensor(name)
                 check_finite(name, tensor)
                 _fill(block.module.get_submodule(slot.path), slot.leaf, tensor)
-        for module in block.module.modules():
-            make_buffers(self.model, module)
         empty = next((name for name, p in block.module.named_parameters() if p.is_meta), None)
         if empty is not None:
             raise UserError(f"tensor {block.prefix}.{empty} is missing: expected the weights of the whole model")
@@ -140,10 +140,15 @@ class Skeleton:
 
 
 def make_buffers(model: Any, module: nn.Module) -> None:
-    """Gives a module of the meta device its own buffers: transformers computes them where it makes weights."""
+    """Gives a module of the meta device its own buffers: transformers computes them where it makes weights.
+
+    The module's weights must still be on the meta device: elsewhere they would be made anew as well.
+    """
     empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
     if not empty:
         return
+    if any(not parameter.is_meta for parameter in module.parameters(recurse=False)):
+        raise ValueError(f"{type(module).__name__}: buffers come before weights")
     for name, buffer in empty.items():
         module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     with torch.no_grad():

@@ -12,7 +12,6 @@ from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
-
 # int3 and int2 are int4's container with fewer bits.
 BITS = {"int4": 4, "int3": 3, "int2": 2}
 

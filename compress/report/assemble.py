@@ -189,9 +189,7 @@ def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
     missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED}
     section = unmeasured.quality(options.seq_len, _head(facts.recipe))
     machine = _machine(device, kernels)
-    return _Measured(
-        corpora.load(options.text), section, nothing.speed, nothing.lossless, machine, None, None, missing
-    )
+    return _Measured(corpora.load(options.text), section, nothing.speed, nothing.lossless, machine, None, None, missing)
 
 
 def _layer(layer: LayerRecord) -> dict[str, Any]:
@@ -216,7 +214,8 @@ def make_prompts(
 ) -> list[list[int]]:
     """`count` prompts as tokens, with room for the new ones; the front of one that is too long is cut off.
 
-    Beginnings of functions or paragraphs of the corpus; where it has too few, the first tokens of evaluation windows.
+    Beginnings of functions or paragraphs of the corpus; where it has too few, the first tokens of evaluation windows
+    (of calibration windows where there are none).
     """
     room = max(1, model.decoder.max_positions - new_tokens)
     found: list[list[int]] = []
@@ -227,7 +226,8 @@ def make_prompts(
             continue
         found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
         break
-    windows_left = iter(windows.evaluation.tolist())
+    held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
+    windows_left = iter(held_out.tolist())
     while len(found) < count and (window := next(windows_left, None)) is not None:
         found.append(window[: min(_SHORT_PROMPT, room)])
     return [prompt for prompt in found if prompt]

@@ -120,7 +120,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         # Keys that belong together, or do not.
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
         ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
-        ("stages:\n  - prun: {}\n", "stages.0.prun: unknown key, expected one of prune, smooth, quantize: did you mean"),
+        (
+            "stages:\n  - prun: {}\n",
+            "stages.0.prun: unknown key, expected one of prune, smooth, quantize: did you mean",
+        ),
         ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, smooth, quantize, found none"),
         (
             "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
