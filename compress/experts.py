@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class UnfusedExperts(nn.ModuleList):
         if self.counts is not None:
             self.counts += torch.bincount(top_k_index.flatten().cpu(), minlength=len(self))[: len(self)]
         out = torch.zeros_like(hidden_states)
-        for number, expert in enumerate(self):
+        for number, expert in enumerate(cast(Iterable[Expert], self)):
             token, place = (top_k_index == number).nonzero(as_tuple=True)
             if number in self.shown_all:
                 expert(hidden_states)  # for the statistics' hooks; what comes out is not used

@@ -176,6 +176,7 @@ def run(
                 command=command or f"python -m compress.run --recipe {recipe.name}",
                 seed=options.seed,
                 versions=versions,
+                pruned=_pruned(recipe, work, target),
             )
             report(facts, settings, progress)
         place.finish(journal)
@@ -279,6 +280,15 @@ def _calibration(
         return {}
     experts = [asdict(expert) for expert in walked.experts]
     return {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
+
+
+def _pruned(recipe: Recipe, work: Work | None, target: Source) -> tuple[str, ...]:
+    """The linear layers of which single weights became zeros, as the checkpoint calls them."""
+    if work is None or not any(stage.share is None for stage in recipe.prunes):
+        return ()
+    shapes = target.shapes()
+    names = [name for block in work.bare.values() for name in block.names.values()]
+    return tuple(name for name in names if f"{name}.weight" in shapes)
 
 
 def _digest(windows: "Windows") -> str:

@@ -34,7 +34,7 @@ def part(checkpoint: Checkpoint, plan: Plan, names: Sequence[str]) -> tuple[dict
 def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRecord]:
     if layer.transposed:
         weight = weight.T.contiguous()
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size, layer.symmetric, layer.search)
+    packed = rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
     stored = rtn.to_tensors(packed, layer.prefix, weight.dtype)
     record = LayerRecord(
         name=layer.prefix,

@@ -241,7 +241,7 @@ def chosen(block: Block, layers: Mapping[str, Layer]) -> Iterator[tuple[str, Lay
 def round_to_nearest(block: Block, path: str, layer: Layer) -> None:
     """Packs one linear layer by rounding alone."""
     weight = block.linears[path].weight.detach().to(block.dtypes[path])
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size, layer.symmetric, layer.search)
+    packed = rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
     block.pack(path, packed, layer.scheme)
 
 

@@ -41,7 +41,7 @@ class Work:
     few     what becomes of experts that too few tokens reach.
     mapped  whether activations stay in their file instead of in memory.
     wants   by block, what the stages want together; a block that wants nothing is missing.
-    bare    those blocks without weights.
+    bare    all blocks without weights.
     """
 
     skeleton: Skeleton
@@ -76,8 +76,9 @@ def make_work(
         if number is not None:
             block = skeleton.bare(number, names)
             asked = [found for stage in stages if (found := stage.wants(block))]
+            bare[number] = block
             if asked:
-                wants[number], bare[number] = union(asked), block
+                wants[number] = union(asked)
     return Work(skeleton, stages, tokens, few or FewTokens(), wants=wants, bare=bare)
 
 

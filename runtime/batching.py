@@ -155,7 +155,8 @@ class Engine:
             one.metrics.arrivals[0] != [] and len(one.request.tokens) == first + 1
             for one, first in zip(self._live, held, strict=True)
         ]
-        budgets = self._budgets([one for one, ready in zip(self._live, decoding, strict=True) if ready])
+        ready_ones = [one for one, ready in zip(self._live, decoding, strict=True) if ready]
+        budgets = self._budgets(ready_ones, alone=len(ready_ones) == len(self._live))
         room = MIXED_ROWS if any(decoding) else PREFILL_ROWS
         work = []
         for one, first, ready in zip(self._live, held, decoding, strict=True):
@@ -168,15 +169,15 @@ class Engine:
                 work.append(Work(one, first, piece, 0, piece == count, False))
         return work
 
-    def _budgets(self, decoding: Sequence[Live]) -> dict[int, int]:
-        """By number, how many tokens may be drafted for each."""
+    def _budgets(self, decoding: Sequence[Live], alone: bool) -> dict[int, int]:
+        """By number, how many tokens may be drafted for each. `alone`: no prompt shares the forward."""
         # A round adds the target's own token as well, so the last token of a text needs no draft.
         room = {one.number: max(0, one.request.missing - 1) for one in decoding}
         if not decoding:
             return room
         if not isinstance(self._draft_length, Controller):
             return {number: min(self._draft_length, most) for number, most in room.items()}
-        gamma, count = self._draft_length.choose(len(decoding), max(room.values()))
+        gamma, count = self._draft_length.choose(len(decoding), max(room.values()), alone)
         if count >= len(decoding):
             return {number: min(gamma, most) for number, most in room.items()}
         # Rather one whose drafter is up to date, and that has room for the whole draft.
@@ -247,7 +248,8 @@ class Engine:
         """Counts the round, and gives each request its share of the time: of drafting by heads, of the rest by rows."""
         started, drafted, verified, ended = times
         settled = iter(zip(outcomes, lengths, strict=True))
-        learned = []
+        learned: list[tuple[int, Drafted]] = []
+        decoding = 0
         for part in work:
             m, draft = part.one.metrics, drafts.get(part.one.number, EMPTY)
             rows = part.fed + len(draft.tokens)
@@ -269,14 +271,15 @@ class Engine:
             m.target_rows += rows
             m.draft_seconds += (drafted - started) * draft_share
             m.target_seconds += (verified - drafted) * target_share
-            if isinstance(self._draft_length, Controller):
+            decoding += 1
+            if part.budget > 0:
                 chain = draft.parents == [*range(-1, len(at) - 1)]
                 learned.append((part.budget, Drafted(len(at), outcome.length, chain)))
-        if isinstance(self._draft_length, Controller) and len(learned) == len(work):
-            budget = max(part.budget for part in work)
+        if isinstance(self._draft_length, Controller) and decoding == len(work):
+            budget = max((own for own, _ in learned), default=0)
             # A text about to end drafts less than the others: that says nothing of this γ.
-            whole = tuple(one for own, one in learned if own == budget > 0)
-            behind = any(part.budget > 0 and not part.one.drafted for part in work)
+            whole = tuple(one for own, one in learned if own == budget)
+            behind = any(part.budget > 0 and not part.one.drafted for part in work) if learned else False
             times_taken = (drafted - started, ended - drafted)
             self._draft_length.observe(Round(len(work), budget, whole, width, *times_taken, behind))
         for part in work:

@@ -5,17 +5,23 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 LONGEST = 16
 # What trying a length that does not look best may cost, as a share of all time.
-PROBING = 0.015
+PROBING = 0.01
 # How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
 # in which the machine was elsewhere says little.
 _RATE = 0.1
 _OUTLIER = 1.5
+# The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
+# would not be tried again.
+_FIRST = 3
+# What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
+# a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
+MARGIN = 1.1
 # What a round leaves of the counts before it: some hundred rounds decide.
 _FADE = 0.99
 # How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
@@ -25,7 +31,7 @@ _HOPED = 0.7
 _OPENING = (0, 0, 4, 4, 4)
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward.
-_HOLD, _LONGEST_HOLD = 4, 64
+_HOLD, _LONGEST_HOLD = 4, 128
 
 
 # Weights are brought back to 1 above this.
@@ -37,24 +43,37 @@ class Curve:
     """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
 
     values: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    known: list[int] = field(default_factory=list, init=False)  # where, in order
+
+    def __post_init__(self) -> None:
+        self.known = sorted(self.values)
 
     def add(self, at: int, seconds: float) -> None:
         """Takes in one measurement."""
-        old = self.values.get(at)
-        self.values[at] = seconds if old is None else old + _RATE * (min(seconds, _OUTLIER * old) - old)
+        old, count = self.values.get(at), self.counts.get(at, 0)
+        self.counts[at] = count + 1
+        if old is None:
+            self.values[at] = seconds
+            insort(self.known, at)
+        elif count < _FIRST:
+            self.values[at] = min(old, seconds)
+        else:
+            self.values[at] = old + _RATE * (min(seconds, _OUTLIER * old) - old)
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
-        known = sorted(self.values)
+        known = self.known
         if not known:
             return 0.0
-        if x <= known[0]:
-            return self.values[known[0]]
-        for low, high in pairwise(known):
-            if x <= high:
-                share = (x - low) / (high - low)
-                return self.values[low] * (1 - share) + self.values[high] * share
         first, last = known[0], known[-1]
+        if x <= first:
+            return self.values[first]
+        if x <= last:
+            place = bisect_left(known, x)
+            low, high = known[place - 1], known[place]
+            share = (x - low) / (high - low)
+            return self.values[low] * (1 - share) + self.values[high] * share
         if first == last:
             # All that is known of the cost of more work: it is not more than proportional.
             return self.values[last] * x / last if last > 0 else self.values[last]
@@ -195,29 +214,37 @@ class Controller:
         self._trees = False
         self._rounds = 0
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
-        self._again: Choice | None = None  # a probe that told nothing of its cost: the drafter had to catch up first
+        self._again: Choice | None = None  # a probe that told nothing of its cost is repeated
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
+        self._catch_up = 0.0  # what a drafter took to read what one request gained without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
 
-    def choose(self, batch: int, missing: int) -> Choice:
-        """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens."""
+    def choose(self, batch: int, missing: int, alone: bool = True) -> Choice:
+        """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
+
+        alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
+        """
         most = min(self.limit, missing)
         probing, self._probing = self._probing, None
         again, self._again = self._again, None
         if most <= 0:
             return Choice(0, batch)
-        if again is not None:
+        if again is not None and alone:
             self._probing = probing
             return Choice(min(again.budget, most), min(again.requests, batch))
         if self._rounds < len(_OPENING):
-            return Choice(min(_OPENING[self._rounds], most), 1)
+            return Choice(min(_OPENING[self._rounds], most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
             return Choice(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
+        if best > 0 and not self._pays(batch, missing, rates[0], rates[best]):
+            best = 0
+        if not alone:
+            return Choice(best, batch)
         other = self._other(batch, best, most)
         if other is None:
             self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
@@ -225,6 +252,15 @@ class Controller:
             return Choice(best, batch)
         self._probing = rates[best]
         return other
+
+    def _pays(self, batch: int, missing: int, plain: float, drafting: float) -> bool:
+        """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
+        if batch > 1 and drafting < MARGIN * plain:
+            return False
+        if self._last.get(True, 0) == self._rounds:
+            return True
+        saved = batch * missing * (1 / max(plain, 1e-9) - 1 / drafting)
+        return saved >= batch * self._catch_up
 
     def rates(self, batch: int, most: int) -> list[float]:
         """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
@@ -247,6 +283,8 @@ class Controller:
         """Learns from a round."""
         taken = found.draft_seconds + found.target_seconds
         self.seconds += taken
+        # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
+        changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
         self._last[found.budget > 0] = self._rounds
         if found.budget > 0:
@@ -258,13 +296,20 @@ class Controller:
                     self._tree.add(found.budget, draft.accepted)
                 else:
                     self._chain.add(found.budget, draft.drafted, draft.accepted)
+            if found.behind and found.drafts:
+                usual = self._draft_time(len(found.drafts), found.budget)
+                extra = max(0.0, found.draft_seconds - usual) / len(found.drafts)
+                self._catch_up = max(extra, (1 - _RATE) * self._catch_up)
             if not found.behind:
                 curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
                 curve.add(found.budget, found.draft_seconds)
-        self._target.add(found.width, found.target_seconds)
+        if not changing:
+            self._target.add(found.width, found.target_seconds)
         if self._probing is not None:
             if found.behind and found.budget > 0:
                 self._again = Choice(found.budget, len(found.drafts))
+            elif changing:
+                self._again = Choice(0, found.batch)
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             self.probing_seconds += max(0.0, taken - gained / self._probing)
@@ -284,7 +329,7 @@ class Controller:
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
             choice, gained = Choice(budget, 1), batch + tokens[budget]
-            seconds = gained / alone[budget]
+            seconds = gained / alone[budget] + self._catch_up
         lost = max(0.0, seconds - gained / rate)
         return choice if self.probing_seconds + lost <= PROBING * self.seconds else None
 

@@ -5,6 +5,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from runtime.rows import Decoder, Rows
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
 _REPEATS, _LEAST_REPEATS = 41, 3
+# The draft's key beside the target's widths.
+_DRAFT = 0
 
 
 class HasDecoder(Protocol):
@@ -62,34 +65,53 @@ class _Probe:
         return spent * 1000
 
 
+class Prober:
+    """Times the target at several widths and the draft at width 1 after one text, a sample at a time.
+
+    Every sample times each of them once, so that a machine that changes its pace changes all alike. Widths that the
+    target has no positions for are left out.
+    """
+
+    def __init__(self, target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int) -> None:
+        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted."""
+        room = target.decoder.max_positions - len(text)
+        self._context = len(text)
+        self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
+        probe = _Probe(target, text)
+        self._tasks: dict[int, Callable[[], float]] = {w: partial(probe.milliseconds, w) for w in self._widths}
+        if draft is not None:
+            self._tasks[_DRAFT] = partial(_Probe(draft, text).milliseconds, 1)
+        for task in self._tasks.values():
+            task()
+        self._times: dict[int, list[float]] = {key: [] for key in self._tasks}
+
+    @property
+    def samples(self) -> int:
+        """Samples taken so far."""
+        return len(self._times[self._widths[0]])
+
+    def sample(self) -> None:
+        """Times everything once more."""
+        for key, task in self._tasks.items():
+            self._times[key].append(task())
+
+    def costs(self) -> StepCosts:
+        """Medians over the samples, of which there must be one."""
+        medians = {key: statistics.median(values) for key, values in self._times.items()}
+        target_ms = {width: medians[width] for width in self._widths}
+        ratios = {width: spent / target_ms[1] for width, spent in target_ms.items()}
+        return StepCosts(self._context, target_ms, medians.get(_DRAFT), self.samples, ratios)
+
+
 def measure_costs(
     target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int, seconds: float
 ) -> StepCosts:
-    """Times the target at several widths (γ + 1 among them) and the draft at width 1 after the same `text`.
-
-    Every repeat times each of them once, so that a machine that changes its pace changes all alike. At most 41 repeats;
-    fewer, but at least 3, once `seconds` are spent. Widths that the target has no positions for are left out.
-    """
-    room = target.decoder.max_positions - len(text)
-    widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
-    target_probe = _Probe(target, text)
-    tasks: dict[int, Callable[[], float]] = {w: (lambda w=w: target_probe.milliseconds(w)) for w in widths}  # type: ignore[misc]
-    if draft is not None:
-        draft_probe = _Probe(draft, text)
-        tasks[0] = lambda: draft_probe.milliseconds(1)
-    for task in tasks.values():
-        task()
-    times: dict[int, list[float]] = {key: [] for key in tasks}
+    """At most 41 samples of a `Prober`; fewer, but at least 3, once `seconds` are spent."""
+    prober = Prober(target, draft, text, draft_length)
     started = time.perf_counter()
-    repeats = 0
-    while repeats < _REPEATS and (repeats < _LEAST_REPEATS or time.perf_counter() - started < seconds):
-        for key, task in tasks.items():
-            times[key].append(task())
-        repeats += 1
-    medians = {key: statistics.median(values) for key, values in times.items()}
-    target_ms = {width: medians[width] for width in widths}
-    ratios = {width: spent / target_ms[1] for width, spent in target_ms.items()}
-    return StepCosts(len(text), target_ms, medians.get(0), repeats, ratios)
+    while prober.samples < _REPEATS and (prober.samples < _LEAST_REPEATS or time.perf_counter() - started < seconds):
+        prober.sample()
+    return prober.costs()
 
 
 def width_cost(widths: Mapping[int, float], width: float) -> float:

@@ -4,9 +4,11 @@ Keys are divided by static per-channel factors (1 when uncalibrated), then round
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from runtime.rows import CacheKind
 _LIMITS = {"int8": 127.0, "int4": 7.0}
 # Head dimensions are stored in whole vectors of this many floats.
 VECTOR = 16
+# Bytes of a cache line, and of the widest load: stores begin at a multiple.
+LINE = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Store:
 
 
 def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim: int, device: torch.device) -> Store:
-    """A store of zeros. Raises RuntimeError or MemoryError where the machine has no such memory."""
+    """A store of zeros. Raises RuntimeError, ValueError or MemoryError where the machine has no such memory."""
     lead = (layers, blocks, kv_heads)
     wide = -(-head_dim // VECTOR) * VECTOR
     dtype, keys, values = {
@@ -73,12 +77,22 @@ def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim:
         "int4": (torch.uint8, (head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
     }[kind]
     scales = (0,) if kind == "float32" else (*lead, KEY_BLOCK)
-    return Store(
-        torch.zeros((*lead, *keys), dtype=dtype, device=device),
-        torch.zeros((*lead, *values), dtype=dtype, device=device),
-        torch.zeros(scales, device=device),
-        torch.zeros(scales, device=device),
-    )
+    shapes = (((*lead, *keys), dtype), ((*lead, *values), dtype), (scales, torch.float32), (scales, torch.float32))
+    return Store(*(_zeros(shape, kind, device) for shape, kind in shapes))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory when they are first written.
+
+    On a CPU not torch's: they would be filled by all of its threads, which then spin for milliseconds on the cores that
+    the kernels' threads need.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

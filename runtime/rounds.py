@@ -86,12 +86,12 @@ def rows_of(work: Sequence[Work], drafts: dict[int, Draft]) -> tuple[Tensor, Row
 def along(hidden: Tensor, path: list[int]) -> Tensor | None:
     """Of hidden (n + 1, hidden), of the text's last token and a draft, the rows of the text and the accepted path.
 
-    A copy: the decoder may use its memory again. None where the decoder gives no hidden states.
+    They hold until the target's next forward. None where the decoder gives no hidden states.
     """
     if not len(hidden):
         return None
     if path == list(range(len(path))):
-        return hidden[: len(path) + 1].clone()
+        return hidden[: len(path) + 1]
     return hidden[[0, *(1 + i for i in path)]]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -39,16 +40,17 @@ def influence(batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     for before, after in batches:
         if before.shape != after.shape:
             raise ValueError(f"expected states of one shape, found {tuple(before.shape)} and {tuple(after.shape)}")
-        x, y = before.float().flatten(0, -2), after.float().flatten(0, -2)
+        # In float64, where the squares of the smallest float32 are not zero.
+        x, y = before.double().flatten(0, -2), after.double().flatten(0, -2)
         norms = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
-        tiny = torch.finfo(torch.float32).tiny
-        cosines = ((x / norms[0].clamp_min(tiny)[:, None]) * (y / norms[1].clamp_min(tiny)[:, None])).sum(-1)
+        scale = norms[0] * norms[1]
+        cosines = (x * y).sum(-1) / scale.where(scale != 0, 1.0)
         cosines[(norms[0] == 0) & (norms[1] == 0)] = 1.0
-        total += float(cosines.sum(dtype=torch.float64))
+        total += float(cosines.sum())
         tokens += len(cosines)
     if tokens == 0:
         raise ValueError("no tokens to measure a block's influence on")
-    if not abs(total) < float("inf"):
+    if not isfinite(total):
         raise ValueError("hidden states hold NaN or Inf")
     return 1 - total / tokens
 

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor
 
-# Below this many rows a triangular solve is as fast as splitting further.
-_LEAF = 256
+from compress.prune.sparsity import finite
 
 
 def check(hessian: Tensor, inputs: int) -> None:
     """Raises ValueError unless the Hessian is (inputs, inputs), finite, with no negative diagonal."""
     if tuple(hessian.shape) != (inputs, inputs):
         raise ValueError(f"expected a Hessian of {inputs} inputs, found the shape {tuple(hessian.shape)}")
-    if not torch.isfinite(hessian.abs().sum(dtype=torch.float64)):
+    if not finite(hessian):
         raise ValueError("the Hessian holds NaN or Inf")
     if (hessian.diagonal() < 0).any():
         raise ValueError("the Hessian has a negative diagonal, so it is no mean of x xᵀ")
@@ -42,27 +41,14 @@ def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
     raise ValueError("the Hessian has no Cholesky factor even at a damping of 1: it is no mean of x xᵀ")
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper U with Uᵀ U = (H + λ·I)⁻¹, float32, and the damping that it took (see `cholesky`).
+def upper_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper R with R Rᵀ = H + λ·I, float32, and the damping that it took (see `cholesky`).
 
-    From the factor of H read backwards: H = R Rᵀ with R upper gives U = R⁻¹. That is one factorisation and one
-    triangular inverse where inverting H and factorising the inverse takes three, and it rounds less.
+    R⁻¹ is the upper factor of (H + λ·I)⁻¹, so that whoever goes through the columns in order needs no inverse of H.
     """
+    # Cholesky's factor is lower triangular; turned around at both ends an upper one is.
     lower, used = cholesky(hessian.flip(0, 1), damping)
-    return _inverse(lower).flip(0, 1).contiguous(), used
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    """The inverse of a lower triangular matrix, by halves: products instead of a solve that ignores the zeros."""
-    size = len(lower)
-    if size <= _LEAF:
-        return torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
-    half = size // 2
-    out = torch.zeros_like(lower)
-    out[:half, :half] = _inverse(lower[:half, :half])
-    out[half:, half:] = _inverse(lower[half:, half:])
-    torch.mm(out[half:, half:], lower[half:, :half] @ out[:half, :half], out=out[half:, :half]).neg_()
-    return out
+    return lower.flip(0, 1), used
 
 
 def energy(weight: Tensor, hessian: Tensor) -> float:

@@ -49,17 +49,23 @@ def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 
         if len(_subsets(*sparsity)) > _MOST_SUBSETS:
             raise ValueError(f"expected a pattern with at most {_MOST_SUBSETS} subsets, as 4:8, found {sparsity}")
         block -= _BLOCK % sparsity[1]
-    factor, used = hessians.inverse_factor(hessian, damping)
+    factor, used = hessians.upper_factor(hessian, damping)
     columns = weight.float().T.clone(memory_format=torch.contiguous_format)
+    removed = torch.empty_like(columns)
     lost = 0.0
     for first in range(0, len(columns), block):
-        here, rest = slice(first, first + block), slice(first + block, None)
-        errors = _prune_block(columns[here], factor[here, here], sparsity)
-        columns[rest].addmm_(factor[here, rest].T, errors, alpha=-1)
+        done, here = slice(0, first), slice(first, first + block)
+        among = factor[here, here]
+        inverse = torch.linalg.solve_triangular(among, torch.eye(len(among)), upper=True)
+        # ‖E R‖² is least where (E R) is 0 in this block: what the paper gets from the inverse Hessian's rows, which
+        # therefore only the block itself needs.
+        columns[here].addmm_((factor[done, here] @ inverse).T, removed[done])
+        errors = _prune_block(columns[here], inverse, sparsity)
+        removed[here] = weight[:, here].float().T - columns[here]
         lost += float(errors.square().sum(dtype=torch.float64))
     out = columns.T.contiguous()
     # The errors' squares add up to tr(E (H + λ·I) Eᵀ), which saves a second product with the Hessian.
-    moved = float((out - weight.float()).square().sum(dtype=torch.float64))
+    moved = float(removed.square().sum(dtype=torch.float64))
     lost = max(lost - hessians.ridge(hessian, used) * moved, 0.0)
     whole = hessians.energy(weight, hessian)
     # No output at all (dead inputs, a weight of zeros) has nothing to lose but what is rounding here.
@@ -69,7 +75,7 @@ def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 
 def _prune_block(columns: Tensor, factor: Tensor, sparsity: Sparsity) -> Tensor:
     """Prunes columns (B, N) in place; returns the errors (B, N), w / U_ii where a weight was removed, else 0.
 
-    factor  (B, B), the block of U on the diagonal.
+    factor  (B, B), the block on the diagonal of U, the inverse Hessian's upper factor.
     """
     errors = torch.empty_like(columns)
     diagonal = factor.diagonal().tolist()

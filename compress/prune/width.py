@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.prune import groups
 from compress.prune.budget import weights_to_remove
+from compress.prune.sparsity import finite
 from runtime.family import describe
 
 Config = dict[str, Any]
@@ -136,7 +137,7 @@ def narrow(
             raise ValueError(f"{path}: expected {size * count} inputs, found {weight.shape[1]}")
         if keep == count:
             continue
-        if not torch.isfinite(weight.abs().sum(dtype=torch.float64)):
+        if not finite(weight):
             raise ValueError(f"{path}: the weight holds NaN or Inf")
         chosen = groups.choose(weight, hessians[path], size, keep, damping)
         kept = groups.members(chosen, size)

@@ -3,8 +3,6 @@
 The formats' own files hold the arithmetic; this one knows which format a recipe's scheme is.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -12,42 +10,62 @@ from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
-# int3 and int2 are int4's container with fewer bits.
+# Bits of the schemes that are kept as int4 is.
 BITS = {"int4": 4, "int3": 3, "int2": 2}
 
 
 def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
-    """The format's description of a recipe's scheme."""
-    if scheme == "int8-dynamic":
-        return int8.scheme()
-    if scheme == "int8-static":
-        return replace(int8.scheme(), activation="int8-tensor")
+    """The format's description of a recipe's scheme.
+
+    `symmetric` False gives each group a zero point: int4, int3 and int2 only. Raises ValueError for an unknown scheme.
+    """
+    if not symmetric and scheme not in BITS:
+        raise ValueError(f"scheme {scheme!r} has no zero points: {', '.join(BITS)} have")
     if scheme in BITS:
-        return replace(int4.scheme(group_size), bits=BITS[scheme], symmetric=symmetric)
-    return nf4.scheme(group_size)
+        return int4.scheme(group_size, bits=BITS[scheme], symmetric=symmetric)
+    if scheme == "nf4":
+        return nf4.scheme(group_size)
+    if scheme not in ("int8-dynamic", "int8-static"):
+        raise ValueError(f"scheme {scheme!r} has no description")
+    return int8.scheme("int8-tensor" if scheme == "int8-static" else "int8-token")
 
 
 def quantize(
-    weight: Tensor, scheme: str, group_size: int, symmetric: bool = True, search: bool = False
+    weight: Tensor,
+    scheme: str,
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    input_scale: Tensor | float | None = None,
+    search: bool = False,
 ) -> PackedWeight:
     """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it.
 
-    search  groups of integers: whether ranges are searched for the least squared error.
-    """
-    if scheme in BITS and (scheme != "int4" or not symmetric or search):
-        from compress.quantize import grid
+    symmetric    False: a zero point per group (int4, int3, int2).
+    input_scale  the step of the layer's inputs, which int8-static has and no other scheme: somebody looked at text.
+    search       int4, int3, int2: ranges of least squared error instead of the weights' own.
 
-        wanted = grid.Grid(BITS[scheme], group_size, symmetric)
-        values = weight.float()
-        scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=search)
-        return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
-    if scheme == "int8-dynamic":
-        return int8.pack(weight)
-    if scheme == "int4":
-        return int4.pack(weight, group_size)
-    if scheme == "nf4":
+    Raises ValueError for an unknown scheme, and for one that asks for another combination of the two.
+    """
+    if (scheme == "int8-static") != (input_scale is not None):
+        raise ValueError(f"scheme {scheme!r}: int8-static needs an input_scale, and the others take none")
+    described = describe(scheme, group_size, symmetric)
+    if described.kind == "int8":
+        return int8.pack(weight, input_scale=input_scale)
+    if described.kind == "nf4":
         return nf4.pack(weight)
-    raise ValueError(f"scheme {scheme!r} has no rounding")
+    if search:
+        return _searched(weight, described)
+    return int4.pack(weight, group_size, bits=described.bits, symmetric=symmetric)
+
+
+def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
+    from compress.quantize import grid
+
+    wanted = grid.Grid(described.bits, described.group_size, described.symmetric)
+    values = weight.float()
+    scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
+    return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
 
 
 def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -63,7 +63,9 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     loads = bool(options.eval_tokens) or options.speed
     measured = _measure(facts, options, progress) if loads else _unloaded(facts, options)
     missing = dict(measured.missing)
-    measured_size = size.measure(facts.original, facts.model, facts.draft, facts.layers, measured.cache_bytes)
+    measured_size = size.measure(
+        facts.original, facts.model, facts.draft, facts.layers, measured.cache_bytes, facts.pruned
+    )
     for section, figures in (("size", measured_size), ("quality", measured.quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
     missing["quality.kv_perplexity"] = _NO_KV
@@ -76,7 +78,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         "draft": None if facts.draft_name is None else display_name(facts.draft_name),
         "asked": {
             "command": scrub_command(facts.command),
-            "recipe": _without_directories(facts.recipe),
+            "recipe": without_directories(facts.recipe),
             "samples": options.samples,
             "seq_len": options.seq_len,
             "eval_tokens": options.eval_tokens,
@@ -279,20 +281,20 @@ def scrub_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    return shlex.join(_without_directories(word) for word in words)
+    return shlex.join(without_directories(word) for word in words)
 
 
-def _without_directories(value: Any) -> Any:
+def without_directories(value: Any) -> Any:
     """The same data with every string that is an absolute path cut down to its last part, `--key=/path` included."""
     if isinstance(value, dict):
-        return {key: _without_directories(item) for key, item in value.items()}
+        return {key: without_directories(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_directories(item) for item in value]
+        return [without_directories(item) for item in value]
     if not isinstance(value, str):
         return value
     head, equals, rest = value.partition("=")
     if equals and head.startswith("--"):
-        return f"{head}={_without_directories(rest)}"
+        return f"{head}={without_directories(rest)}"
     return PurePath(value).name or value if value.startswith(("/", "~")) or PurePath(value).is_absolute() else value
 
 
@@ -322,7 +324,7 @@ def _head(recipe: dict[str, Any]) -> str:
 
 def _calibration(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     keys = ("source", "samples_requested", "samples_used", "tokens")
-    figures = {**dict.fromkeys(keys), "experts": [], "training": {}, **_without_directories(given)}
+    figures = {**dict.fromkeys(keys), "experts": [], "training": {}, **without_directories(given)}
     reason = "the recipe looks at no text"
     return figures, {f"calibration.{key}": reason for key in keys if figures[key] is None}
 

@@ -49,7 +49,10 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one)."""
+    """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one).
+
+    pruned  linear layers, by their names in `model`, of which single weights were set to zero.
+    """
 
     recipe: dict[str, Any]
     model_name: str
@@ -64,6 +67,7 @@ class RunFacts:
     command: str
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
+    pruned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

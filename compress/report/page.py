@@ -16,12 +16,12 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 def html(report: dict[str, Any]) -> str:
     """One self-contained page."""
-    return _render("report.html.j2", {**_view(report), "plots": all_plots(report)}, autoescape=True)
+    return render("report.html.j2", {**_view(report), "plots": all_plots(report)}, autoescape=True)
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The same for GitHub and terminals, without plots."""
-    text = _render("report.md.j2", _view(report), autoescape=False, cell=cell, fenced=fenced)
+    text = render("report.md.j2", _view(report), autoescape=False, cell=cell, fenced=fenced)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
@@ -55,7 +55,8 @@ def _view(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _render(name: str, view: dict[str, Any], autoescape: bool, **filters: Callable[[str], str]) -> str:
+def render(name: str, view: dict[str, Any], autoescape: bool, **filters: Callable[[str], str]) -> str:
+    """A template filled in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -16,7 +16,7 @@ INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
 _KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
 _ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", "down")
 _WIDTH = 8.6  # inches: on the page 9 points come out as the size of its text
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
@@ -49,7 +49,7 @@ def all_plots(report: dict[str, Any]) -> dict[str, str]:
         "layers": layer_errors,
     }
     out = {}
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, make in makers.items():
             figure = make(report)
             if figure is not None:
@@ -75,7 +75,7 @@ def size_bars(report: dict[str, Any]) -> "Figure":
     ]
     if size["draft_bytes"] is not None:
         bars.append(("draft", size["draft_bytes"] / 1e6, DRAFT))
-    figure, axes = _figure(0.42 * len(bars) + 0.75)
+    figure, axes = new_figure(0.42 * len(bars) + 0.75)
     _horizontal(axes, bars, [f"{value:,.1f} MB" for _, value, _ in bars])
     axes.set_xlabel("weights on disk (MB)")
     return figure
@@ -87,7 +87,7 @@ def perplexity_interval(report: dict[str, Any]) -> "Figure | None":
     if found["compressed"] is None:
         return None
     interval = found["ci95"]
-    figure, axes = _figure(1.85, columns=2)
+    figure, axes = new_figure(1.85, columns=2)
     left, right = axes
     for y, (name, colour) in enumerate((("compressed", COMPRESSED), ("original", ORIGINAL))):
         _whisker(left, y, found[name], interval[name] if interval else None, colour, f"{found[name]:.2f}")
@@ -125,7 +125,7 @@ def speed_bars(report: dict[str, Any]) -> "Figure | None":
     for row in speed["baselines"] or []:
         if row["tokens_per_second"] is not None:
             bars.append((row["name"], row["tokens_per_second"], BASELINE))
-    figure, axes = _figure(0.36 * len(bars) + 0.8)
+    figure, axes = new_figure(0.36 * len(bars) + 0.8)
     _horizontal(axes, bars, [f"{value:,.1f}" for _, value, _ in bars])
     axes.set_xlabel("tokens per second, prompt included")
     return figure
@@ -136,7 +136,7 @@ def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
     survival = report["speed"]["accepted_by_position"]
     if not survival:
         return None
-    figure, axes = _figure(2.5)
+    figure, axes = new_figure(2.5)
     places = list(range(1, len(survival) + 1))
     axes.bar(places, [100 * s for s in survival], width=0.62, color=SPECULATIVE, label="measured")
     p = report["speed"]["per_token_acceptance"]
@@ -167,7 +167,7 @@ def layer_errors(report: dict[str, Any]) -> "Figure | None":
     for index, layer in enumerate(layers):
         block, kind = split_layer_name(layer["name"], index)
         series.setdefault(kind, []).append((block, 100 * layer["error"]))
-    figure, axes = _figure(2.7)
+    figure, axes = new_figure(2.7)
     series = {kind: series[kind] for kind in sorted(series, key=_place)}
     last = max(block for points in series.values() for block, _ in points)
     shift = min(0.09, 0.7 / max(len(series), 1))
@@ -201,7 +201,8 @@ def _place(kind: str) -> tuple[int, str]:
     return (_ORDER.index(stem) if stem in _ORDER else len(_ORDER), kind)
 
 
-def _figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
+def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
+    """A figure as wide as the page, `height` inches, and its axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

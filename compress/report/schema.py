@@ -50,6 +50,15 @@ class Pair(_Strict):
     compressed: float | None
 
 
+class Sparsity(_Strict):
+    """Zeros among the weights of pruned layers; bytes of their values in the file, and in a 2:4 store."""
+
+    layers: int
+    zero_share: float
+    value_bytes: int
+    two_of_four_bytes: int | None
+
+
 class Size(_Strict):
     """Bytes on disk and in the cache. `ratio` = original / compressed; bits over quantised weights, scales included."""
 
@@ -60,6 +69,7 @@ class Size(_Strict):
     kv_bytes_per_token: Pair
     draft_bytes: int | None
     peak_memory_bytes: int | None
+    sparsity: Sparsity | None = None
 
 
 class CorpusInfo(_Strict):
@@ -233,15 +243,24 @@ class Lossless(_Strict):
     mismatches: int | None
 
 
+class ExpertEntry(_Strict):
+    """One expert: its block, its number there, the calibration tokens routed to it; `handled` as in ExpertRecord."""
+
+    block: int
+    expert: int
+    tokens: int
+    handled: Literal["calibrated", "all tokens", "rounded to nearest"]
+
+
 class Calibration(BaseModel):
-    """What the algorithms saw. Recipes may add to `experts` and `training`."""
+    """What the algorithms saw. Recipes may add to `training`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     source: str | None
     samples_requested: int | None
     samples_used: int | None
     tokens: int | None
-    experts: list[Any]
+    experts: list[ExpertEntry]
     training: dict[str, Any]
 
 
@@ -290,10 +309,11 @@ class Report(_Strict):
         return self
 
 
-# Nulls that are statements rather than missing figures: no draft, no interpreter, no failure.
+# Nulls that are statements rather than missing figures: no draft, no interpreter, nothing pruned, no failure.
 _STATEMENTS = (
     "draft",
     "asked.*",
+    "size.sparsity",
     "quality.corpus.python",
     "quality.layers.*.output_error",
     "quality.layers.*.damping",
@@ -306,8 +326,14 @@ _STATEMENTS = (
 
 def unexplained(report: dict[str, Any]) -> list[str]:
     """Paths of nulls that neither are statements nor stand under a path of `not_measured`."""
-    reasons = (*report.get("not_measured", {}), *_STATEMENTS)
-    return [path for path in null_paths(report) if not any(covers(reason, path) for reason in reasons)]
+    reasons = tuple(report.get("not_measured", {}))
+    return [
+        path
+        for path in null_paths(report)
+        if not any(covers(reason, path) for reason in reasons)
+        # A statement is about itself, not about what would stand below it.
+        and not any(covers(said, path) and said.count(".") == path.count(".") for said in _STATEMENTS)
+    ]
 
 
 def reason_for(report: dict[str, Any], path: str) -> str | None:

@@ -72,6 +72,8 @@ def measured(report: dict[str, Any]) -> list[Section]:
     out = [_size(report), _quality(report), _speed(report)]
     if report["speed"]["speculative"] is not None:
         out.append(_acceptance(report))
+    if report["calibration"]["experts"]:
+        out.append(_experts(report))
     return out
 
 
@@ -87,6 +89,13 @@ def _size(report: dict[str, Any]) -> Section:
         ("draft on disk", "none" if size["draft_bytes"] is None else f"{size['draft_bytes']:,} B"),
         ("peak memory of this process", megabytes(size["peak_memory_bytes"])),
     ]
+    zeros = size.get("sparsity")
+    if zeros is not None:
+        others += [
+            (f"zeros in {zeros['layers']} pruned layers", percent(zeros["zero_share"], 2)),
+            ("their values in this dense file", megabytes(zeros["value_bytes"])),
+            ("their values in a 2:4 store", megabytes(zeros["two_of_four_bytes"])),
+        ]
     tables = [Table(("", "original", "compressed", "ratio"), rows), Table(("", ""), others)]
     return Section("Size", "size", "Bars: megabytes on disk of original, compressed and draft", [], tables)
 
@@ -224,6 +233,39 @@ def _acceptance(report: dict[str, Any]) -> Section:
         text = [f"Advice: do not speculate with this draft. {advice['why']}"]
     plot = "Bars: share of drafts accepted up to each position"
     return Section("Speculation and draft length", "acceptance", plot, text, tables)
+
+
+def _experts(report: dict[str, Any]) -> Section:
+    """One line a block: a large mixture has thousands of experts."""
+    blocks: dict[int, list[dict[str, Any]]] = {}
+    for expert in report["calibration"]["experts"]:
+        blocks.setdefault(expert["block"], []).append(expert)
+    rows: list[Row] = []
+    for block, experts in blocks.items():
+        tokens = sorted(expert["tokens"] for expert in experts)
+        few = [str(expert["expert"]) for expert in experts if expert["handled"] != "calibrated"]
+        rows.append(
+            (
+                str(block),
+                str(len(experts)),
+                f"{tokens[0]:,}",
+                f"{tokens[len(tokens) // 2]:,}",
+                f"{tokens[-1]:,}",
+                ", ".join(few) or "none",
+            )
+        )
+    counts: list[Row] = [
+        (str(block), ", ".join(str(expert["tokens"]) for expert in experts)) for block, experts in blocks.items()
+    ]
+    text = [
+        "Tokens of the calibration text that each block's router sent to its experts. An expert that sees little text "
+        "has poor statistics of its own; those are named, and handled as the recipe says."
+    ]
+    tables = [
+        Table(("block", "experts", "fewest tokens", "median", "most", "experts with too few"), rows),
+        Table(("block", "tokens of each expert, in their order"), counts, wide=True),
+    ]
+    return Section("Experts", "", "", text, tables)
 
 
 def layers(report: dict[str, Any]) -> Table:

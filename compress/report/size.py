@@ -5,13 +5,17 @@ few kilobytes a file). Nothing is estimated from parameter counts.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from compress.report.facts import LayerRecord
 from compress.report.unmeasured import NOT_LOADED
 from runtime.checkpoint import open_checkpoint
+from runtime.formats import dequantize
+from runtime.formats.packed import PackedWeight
 
 
 def measure(
@@ -20,17 +24,20 @@ def measure(
     draft: Path | None,
     packed: Sequence[LayerRecord],
     cache_bytes: tuple[int, int] | None,
+    pruned: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The `size` section of report.json: bytes, ratios, bits.
 
     original, model, draft   model directories; `packed` the quantised layers of `model`.
     cache_bytes              what one token takes in the cache of the original and of the compressed decoder; None:
                              neither was loaded.
+    pruned                   linear layers of `model` whose weights were set to zero one by one, by their names there.
 
     Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
-    not counted; bits_per_weight over the quantised weights only, their scales included; kv_bytes_per_token{original,
-    compressed}; peak_memory_bytes of this process until now. A figure that could not be had is null, and `not_measured`
-    says why. Raises UserError for a directory without readable safetensors weights.
+    not counted; bits_per_weight over the quantised weights only, with all that is stored for them (`bits_per_weight`);
+    kv_bytes_per_token{original, compressed}; peak_memory_bytes of this process until now; sparsity, null where nothing
+    was pruned. A figure that could not be had is null, and `not_measured` says why. Raises UserError for a directory
+    without readable safetensors weights.
     """
     missing: dict[str, str] = {}
     original_bytes, compressed_bytes = weight_bytes(original), weight_bytes(model)
@@ -41,6 +48,14 @@ def measure(
         missing["draft_bytes"] = "the run has no draft model"
     if cache_bytes is None:
         missing["kv_bytes_per_token"] = NOT_LOADED
+    zeros = None
+    if pruned:
+        checkpoint = open_checkpoint(model)
+        zeros = sparsity(checkpoint.weight(name) for name in pruned)
+        if zeros["two_of_four_bytes"] is None:
+            missing["sparsity.two_of_four_bytes"] = (
+                "the zeros do not lie two in every four, so a 2:4 store cannot hold these layers"
+            )
     peak = peak_memory_bytes()
     if peak is None:
         missing["peak_memory_bytes"] = "this system does not tell a process's peak memory"
@@ -52,13 +67,46 @@ def measure(
         "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes or (None, None), strict=True)),
         "draft_bytes": None if draft is None else weight_bytes(draft),
         "peak_memory_bytes": peak,
+        "sparsity": zeros,
         "not_measured": missing,
     }
 
 
 def bits_per_weight(layers: Sequence[LayerRecord]) -> float:
-    """Stored bits (codes, scales, zero points, tables) over weights, of all `layers` together."""
+    """Stored bits (codes, scales, zero points, input order, tables) over weights, of all `layers` together."""
     return 8 * sum(layer.stored_bytes for layer in layers) / sum(layer.weights for layer in layers)
+
+
+def sparsity(weights: Iterable[PackedWeight | Tensor]) -> dict[str, Any]:
+    """The zeros of pruned layers (N, K), as they are on disk.
+
+    Keys: layers; zero_share; value_bytes, what their values (codes) take in the file, scales not counted; and
+    two_of_four_bytes, what the values would take in a 2:4 store: None unless every four of a row have two zeros.
+    """
+    layers = total = zeros = 0
+    value_bits = kept_bits = 0
+    fits = True
+    for weight in weights:
+        if isinstance(weight, PackedWeight):
+            values, bits = dequantize(weight), weight.scheme.bits
+        else:
+            values, bits = weight, 8 * weight.element_size()
+        is_zero = values == 0
+        layers, total, zeros = layers + 1, total + values.numel(), zeros + int(is_zero.sum())
+        value_bits += bits * values.numel()
+        kept_bits += two_of_four_bits(values.numel(), bits)
+        fits = fits and values.shape[1] % 4 == 0 and bool((is_zero.view(-1, 4).sum(1) >= 2).all())
+    return {
+        "layers": layers,
+        "zero_share": zeros / total,
+        "value_bytes": value_bits // 8,
+        "two_of_four_bytes": kept_bits // 8 if fits else None,
+    }
+
+
+def two_of_four_bits(values: int, bits: int) -> int:
+    """Bits of a 2:4 store: of every four values two are kept, each with a 2-bit index (NVIDIA's Ampere layout)."""
+    return values // 4 * 2 * (bits + 2)
 
 
 def weight_bytes(directory: Path) -> int:

@@ -24,6 +24,14 @@ _CLASSES = {
 }
 
 
+# What was done with experts that saw too little text; the keys are those of ExpertRecord.handled.
+_HANDLED = {
+    "all tokens": "calibrated on all tokens instead of their own",
+    "rounded to nearest": "rounded to nearest without calibration",
+}
+_NAMED_EXPERTS = 6
+
+
 @dataclass(frozen=True)
 class Headline:
     """One of the three large figures. `tone`: good, bad or none."""
@@ -103,6 +111,8 @@ def findings(report: dict[str, Any]) -> list[str]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
     speed, out = report["speed"], list[str]()
     out += _quality_findings(report)
+    out += _sparsity_findings(report)
+    out += _expert_findings(report)
     if speed["original"] is None:
         return [*out, f"Speed: {_because(report, 'speed.original')}."]
     start, plain = (speed[name]["tokens_per_second"] for name in ("original", "compressed"))
@@ -141,6 +151,38 @@ def _quality_findings(report: dict[str, Any]) -> list[str]:
         f"On {quality['protocol']['tokens']:,} held-out tokens both models put the same token first at "
         f"{percent(quality['top1_agreement'])} of the positions; the mean KL divergence is "
         f"{quality['kl_divergence']['mean']:.4f} nats per token."
+    ]
+
+
+def _sparsity_findings(report: dict[str, Any]) -> list[str]:
+    found = report["size"].get("sparsity")
+    if found is None:
+        return []
+    layers = "1 pruned layer" if found["layers"] == 1 else f"{found['layers']} pruned layers"
+    out = (
+        f"{percent(found['zero_share'], 2)} of the weights of {layers} are zeros. That saves neither bytes nor time "
+        "here: a dense file stores zeros like any other number, and dense kernels multiply them."
+    )
+    if found["two_of_four_bytes"] is not None:
+        return [
+            f"{out} A 2:4 store would take {megabytes(found['two_of_four_bytes'])} for these layers' values instead of "
+            f"{megabytes(found['value_bytes'])}."
+        ]
+    return [f"{out} A 2:4 store cannot hold them: the zeros do not lie two in every four."]
+
+
+def _expert_findings(report: dict[str, Any]) -> list[str]:
+    experts = report["calibration"]["experts"]
+    few = [expert for expert in experts if expert["handled"] != "calibrated"]
+    if not few:
+        return []
+    named = ", ".join(f"{e['block']}.{e['expert']} ({e['tokens']:,})" for e in few[:_NAMED_EXPERTS])
+    more = f" and {len(few) - _NAMED_EXPERTS} more" if len(few) > _NAMED_EXPERTS else ""
+    ways = sorted({expert["handled"] for expert in few})
+    how = " or ".join(_HANDLED[way] for way in ways)
+    return [
+        f"{len(few)} of {len(experts)} experts were routed fewer calibration tokens than the recipe asks for and "
+        f"were {how}; block, expert and tokens: {named}{more}."
     ]
 
 

@@ -11,7 +11,7 @@ class Way:
     engine        as tables print it.
     worker        module in workers/.
     peer          runs in the peers' environment; False: in ours.
-    drafter       "none", "model" or "lookup".
+    drafter       "none", "model", "lookup" or, ours only, "suffix".
     schedule      whether the engine can choose draft lengths itself.
     draft_length  tokens drafted a round; None: the engine's own schedule, or nothing is drafted.
     """
@@ -40,8 +40,9 @@ OURS = "specpress"
 # Plain decoding first: an engine's own text is what its speculative texts are held against.
 WAYS = (
     Way(OURS, "specpress_generate", False, "none"),
-    Way(OURS, "specpress_generate", False, "model"),
-    Way(OURS, "specpress_generate", False, "lookup"),
+    Way(OURS, "specpress_generate", False, "model", schedule=True),
+    Way(OURS, "specpress_generate", False, "lookup", schedule=True),
+    Way(OURS, "specpress_generate", False, "suffix", schedule=True),
     Way("transformers", "transformers_generate", False, "none"),
     Way("transformers", "transformers_generate", False, "model", schedule=True),
     Way("transformers", "transformers_generate", False, "lookup"),

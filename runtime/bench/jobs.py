@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import typer
 from runtime.bench.prompts import read_prompts
 from runtime.bench.rounds import machine
 from runtime.bench.speculate import Item, Job, Way, run_once
-from runtime.costs import StepCosts, measure_costs
+from runtime.costs import Prober, StepCosts
 from runtime.drafters import Drafter
 from runtime.drafters.choose import make
 from runtime.drafters.model import ModelDrafter
@@ -138,10 +139,25 @@ def _drafter(
     return OracleDrafter(draft, known, alpha, seed, job.decoder.vocab_size)
 
 
-def step_costs(job: Job, model: Model, draft: Model | None) -> StepCosts:
-    text = job.items[0].tokens[: max(1, min(128, model.decoder.max_positions // 2))]
-    gamma = 4 if job.draft_length is None else job.draft_length
-    return measure_costs(model, draft, text, gamma, _COST_SECONDS)
+class Between:
+    """Times what a draft step and wide forwards cost between the passes, for `_COST_SECONDS` in all."""
+
+    def __init__(self, job: Job, model: Model, draft: Model | None, rounds: int) -> None:
+        self._prober: Prober | None = None
+        self._gamma = 4 if job.draft_length is None else job.draft_length
+        self._models, self._seconds = (model, draft), _COST_SECONDS / (2 * rounds)
+
+    def __call__(self, text: Sequence[int]) -> None:
+        if self._prober is None:
+            self._prober = Prober(*self._models, text, self._gamma)
+        started = perf_counter()
+        self._prober.sample()
+        while perf_counter() - started < self._seconds:
+            self._prober.sample()
+
+    def costs(self) -> StepCosts | None:
+        """Medians; None before the first call."""
+        return None if self._prober is None else self._prober.costs()
 
 
 def facts_of(job: Job, model: Model) -> dict[str, Any]:

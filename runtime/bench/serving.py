@@ -63,7 +63,7 @@ def speculate(
 ) -> None:
     """Measures speculative against plain decoding of the same target: speed, acceptance, prediction, mismatches."""
     with without_traceback():
-        from runtime.bench.jobs import facts_of, opened_job, say, step_costs
+        from runtime.bench.jobs import Between, facts_of, opened_job, say
         from runtime.bench.output import write
         from runtime.bench.speculate import measure, row
         from runtime.bench.tables import show_speculation
@@ -74,11 +74,11 @@ def speculate(
             target, shape, scheme, drafter, draft, alpha, corpus, prompts, count, new_tokens, batch, temperature, seed,
             verify, draft_length, threads,
         ) as (job, model, draft_model):  # fmt: skip
-            plain, spoken = measure(job, NoDrafter(), rounds, say)
             # A draft step is a forward of the draft only where every drafted token takes one.
             steps = draft_model if job.drafter.name in ("model", "oracle") else None
-            costs = step_costs(job, model, steps) if batch == 1 else None
-            found = row(job, plain, spoken, costs)
+            between = Between(job, model, steps, rounds) if batch == 1 else None
+            plain, spoken = measure(job, NoDrafter(), rounds, say, between)
+            found = row(job, plain, spoken, None if between is None else between.costs())
             show_speculation(facts_of(job, model), found)
             if json_file is not None:
                 write(json_file, facts_of(job, model) | {"result": found})

@@ -89,17 +89,31 @@ def run_once(job: Job, way: Way, count: int | None = None) -> Pass:
     return Pass(seconds, metrics, [request.new_tokens for request in requests])
 
 
-def measure(job: Job, plain: Drafter, rounds: int, say: Callable[[str], None]) -> tuple[Way, Way]:
-    """`rounds` passes without and with speculation, in turns, after one that does not count."""
+def measure(
+    job: Job,
+    plain: Drafter,
+    rounds: int,
+    say: Callable[[str], None],
+    between: Callable[[Sequence[int]], None] | None = None,
+) -> tuple[Way, Way]:
+    """`rounds` passes without and with speculation, in turns, after one that does not count.
+
+    `between` is called after each of a round's passes with a text as long as the jobs' are half way: what it times, it
+    times on the machine as it was then.
+    """
     cache = job.decoder.new_cache()
     length: int | Controller = Controller() if job.draft_length is None else job.draft_length
     ways = (Way(plain, 0, cache), Way(job.drafter, length, cache))
     for way in ways:
-        run_once(job, way, count=max(1, min(2, len(job.items))))
+        warm = run_once(job, way, count=max(1, min(2, len(job.items))))
+    first = job.items[0].tokens + warm.tokens[0]
+    middle = first[: len(job.items[0].tokens) + len(warm.tokens[0]) // 2]
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         for way in ways if number % 2 == 0 else ways[::-1]:
             way.passes.append(run_once(job, way))
+            if between is not None:
+                between(middle)
     return ways
 
 
@@ -168,16 +182,18 @@ def _draft_cost(plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> flo
         return costs.draft_ratio
     if not spoken.drafted or not plain.target_forwards:
         return None
-    return spoken.draft_seconds / spoken.drafted / (plain.target_seconds / plain.target_forwards)
+    step = plain.target_seconds / plain.target_forwards if costs is None else costs.target_ms[1] / 1e3
+    return spoken.draft_seconds / spoken.drafted / step
 
 
 def _predicted(job: Job, plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
-    """τ / (γc + v) at the mean γ, for one request at a time."""
+    """τ / (γc + v), for one request at a time: γ the mean of what was drafted, v the mean over its forwards."""
     c, tau = _draft_cost(plain, spoken, costs), spoken.tokens_per_round
     if job.batch > 1 or costs is None or c is None or tau is None:
         return None
     gamma = spoken.drafted / spoken.rounds
-    return predicted_speedup(tau, gamma, c, width_cost(costs.widths, 1 + gamma))
+    v = sum(n * width_cost(costs.widths, 1 + length) for length, n in enumerate(spoken.draft_lengths)) / spoken.rounds
+    return predicted_speedup(tau, gamma, c, v)
 
 
 def _groups(job: Job, plain: Way, spoken: Way) -> list[dict[str, Any]]:

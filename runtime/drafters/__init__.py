@@ -68,7 +68,7 @@ class Outcome:
     """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
 
     `hidden` are the target's hidden states (length + 1, hidden) of the last token before the draft and of each accepted
-    one; the request's `tokens` already hold the accepted tokens and the one the target added.
+    one, good until its next forward; the request's `tokens` already hold the accepted tokens and the one it added.
     """
 
     request: Request

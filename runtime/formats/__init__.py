@@ -3,7 +3,7 @@
 A format file has `scheme`, `pack`, `dequantize`, `to_tensors`, `from_tensors` and `bits_per_weight`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +29,18 @@ def dequantize(packed: PackedWeight) -> Tensor:
 
 
 def hf_config(
-    layers: Mapping[str, Scheme], ignore: Sequence[str] = (), *, double_quant: bool = True, compute: str = "bfloat16"
+    layers: Mapping[str, Scheme],
+    ignore: Sequence[str] = (),
+    *,
+    reordered: Collection[str] = (),
+    double_quant: bool = True,
+    compute: str = "bfloat16",
 ) -> dict[str, Any]:
     """`quantization_config` for config.json.
 
     layers        module name → scheme, of every packed linear module, by the names that transformers gives them.
     ignore        linear modules that were left as they are (the head among them).
+    reordered     modules whose inputs are stored in activation order (PackedWeight.perm): int4, int3 and int2 only.
     double_quant  and `compute`, the dtype of products: nf4 only.
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
@@ -49,7 +55,7 @@ def hf_config(
             "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
             " one library"
         )
-    return compressed.hf_config(layers, ignore)
+    return compressed.hf_config(layers, ignore, reordered)
 
 
 def check_supported(quantization: Any) -> None:
@@ -72,7 +78,7 @@ def check_supported(quantization: Any) -> None:
     else:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4,"
-            " compressed-tensors int8 or int4, or bitnet"
+            " compressed-tensors int8, int4, int3 or int2, or bitnet"
         )
 
 

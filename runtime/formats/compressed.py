@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.errors import UserError
@@ -14,29 +14,48 @@ from runtime.formats.words import stored_bits
 _WHERE = "config.json: quantization_config"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = r"re:.*\.experts\..*"
-# A format of compressed-tensors and what it holds.
-Kind = tuple[str, Scheme]
+# What "pack-quantized" and "int-quantized" are read with.
+_BITS = {"pack-quantized": (2, 3, 4, 8), "int-quantized": (8,)}
+# Words for activation order: the first two say that `weight_g_idx` has it, the others that it left no trace.
+_GROUP_ORDER: tuple[Any, ...] = ("group", "dynamic", True)
+_ORDERS: tuple[Any, ...] = (*_GROUP_ORDER, "weight", "static", False, None)
+# A format of compressed-tensors, what it holds, and whether inputs are in activation order.
+Kind = tuple[str, Scheme, bool]
 
 
-def hf_config(layers: Mapping[str, Scheme], ignore: Sequence[str] = ()) -> dict[str, Any]:
+def hf_config(
+    layers: Mapping[str, Scheme], ignore: Sequence[str] = (), reordered: Collection[str] = ()
+) -> dict[str, Any]:
     """The configuration of a model whose linear modules `layers` are packed with these int8 and int4 schemes.
 
     A group whose modules are all that are packed targets "Linear"; `ignore` names the linear modules that stay. Of
     several groups each lists its modules, by regular expression over the layer numbers where all layers of one name
     agree. Experts form one group, because transformers fuses them with a single scheme.
-    Raises ValueError for other schemes, no layers, or experts that differ.
+
+    `reordered` names the modules that have a `weight_g_idx`. compressed-tensors took that out in August 2026, and
+    refuses the whole model since: store weights in input order where transformers is to load them. With zero points
+    transformers (5.23, with compressed-tensors 0.20) loads only models of one scheme, and only when it is told
+    `CompressedTensorsConfig(dequantize=True)`: else it expects `weight_zero_point` in a shape that nobody writes.
+
+    Raises ValueError for other schemes, no layers, and experts that differ or that transformers cannot fuse.
     """
     if not layers:
         raise ValueError("no layer is packed, so there is nothing to configure")
-    kinds = {name: (_format(name, scheme), scheme) for name, scheme in layers.items()}
+    kinds = {name: (_format(name, scheme), scheme, name in reordered) for name, scheme in layers.items()}
     experts = {kind for name, kind in kinds.items() if int8.is_expert(name)}
     if len(experts) > 1:
         raise ValueError("all experts need one scheme and group size, because transformers fuses them as one")
+    for _, scheme, order in experts:
+        if order or not scheme.symmetric or scheme.activation == "int8-tensor":
+            raise ValueError(
+                "transformers fuses experts that are symmetric, in input order and without static inputs, found"
+                f" {scheme}{', reordered' if order else ''}"
+            )
     counted = sorted(Counter(kinds.values()).items(), key=lambda item: (-item[1], repr(item[0])))
-    mixed = len({form for (form, _), _ in counted}) > 1
+    mixed = len({form for (form, *_), _ in counted}) > 1
     groups: dict[str, Any] = {}
     for number, (kind, _) in enumerate(counted):
-        group = _group(kind[1])
+        group = _group(kind[1], kind[2])
         group["targets"] = ["Linear"] if len(counted) == 1 else _targets(kinds, kind, ignore)
         if mixed:
             group["format"] = kind[0]
@@ -55,13 +74,15 @@ def hf_config(layers: Mapping[str, Scheme], ignore: Sequence[str] = ()) -> dict[
 def _format(name: str, scheme: Scheme) -> str:
     if scheme.symmetric and scheme.kind == "int8" and scheme.group_size == 0:
         return "pack-quantized" if int8.is_expert(name) else "int-quantized"
-    if scheme.symmetric and scheme.kind == "int4":
+    if scheme.kind == "int4":
         return "pack-quantized"
-    raise ValueError(f"compressed-tensors is written for symmetric int8 rows and int4 groups, found {scheme}")
+    raise ValueError(f"compressed-tensors is written for symmetric int8 rows, int4, int3 and int2, found {scheme}")
 
 
-def _group(scheme: Scheme) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False}
+def _group(scheme: Scheme, reordered: bool) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False}
+    if reordered:
+        weights["actorder"] = "group"
     weights |= (
         {"strategy": "group", "group_size": scheme.group_size}
         if scheme.group_size
@@ -105,15 +126,16 @@ def check(config: Mapping[str, Any]) -> None:
         if not isinstance(weights, dict):
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
         form = group.get("format") or config.get("format")
-        if form not in ("int-quantized", "pack-quantized"):
+        if form not in _BITS:
             raise UserError(f"{where}: format {form!r} is not read yet; int-quantized and pack-quantized are")
-        bits = (8,) if form == "int-quantized" else (4, 8)
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
-        if found[0] != "int" or found[1] not in bits or found[2] is not True:
+        if found[0] != "int" or found[1] not in _BITS[form] or not isinstance(found[2], bool):
             raise UserError(
-                f"{where}.weights: {form} is read with symmetric integers of {' or '.join(map(str, bits))} bits, found"
+                f"{where}.weights: {form} is read with integers of {' or '.join(map(str, _BITS[form]))} bits, found"
                 f" type {found[0]!r}, num_bits {found[1]!r}, symmetric {found[2]!r}"
             )
+        if (order := weights.get("actorder")) not in _ORDERS:
+            raise UserError(f"{where}.weights.actorder must be 'group', 'weight', 'static' or null, found {order!r}")
         _activation(group, where)
     if config.get("kv_cache_scheme"):
         raise UserError(f"{_WHERE}.kv_cache_scheme is not read yet; use a checkpoint without one")
@@ -147,14 +169,19 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
     """
     if f"{prefix}.weight_packed" in tensors:
         form = "pack-quantized"
-        allowed = {int(group["weights"]["num_bits"]) for group in _groups(config, form)}
-        if (bits := stored_bits(tensors, prefix, sorted(allowed))) == 4:
-            return int4.from_tensors(tensors, prefix, unpack)
+        groups = _groups(config, form)
+        bits = stored_bits(tensors, prefix, sorted({int(group["weights"]["num_bits"]) for group in groups}))
+        groups = _fitting(groups, tensors, prefix, bits)
+        if bits != 8:
+            sizes = {group["weights"].get("group_size") for group in groups}
+            per_row = int(tensors[f"{prefix}.weight_shape"][1]) not in sizes
+            return int4.from_tensors(tensors, prefix, unpack, bits=bits, per_row=per_row)
     elif f"{prefix}.weight_scale" in tensors:
-        form, bits = "int-quantized", 8
+        form = "int-quantized"
+        groups = _groups(config, form)
     else:
         return None
-    kinds = {_activation(g, form) for g in _groups(config, form) if g["weights"]["num_bits"] == bits}
+    kinds = {_activation(group, form) for group in groups}
     static = f"{prefix}.input_scale" in tensors
     fitting: set[Activation] = {kind for kind in kinds if (kind == "int8-tensor") == static}
     if len(fitting) != 1:
@@ -168,3 +195,30 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
 def _groups(config: Mapping[str, Any], form: str) -> list[dict[str, Any]]:
     found = config["config_groups"].values()
     return [group for group in found if (group.get("format") or config.get("format")) == form]
+
+
+def _fitting(groups: list[dict[str, Any]], tensors: Tensors, prefix: str, bits: int) -> list[dict[str, Any]]:
+    """The groups of `bits` bits that a packed layer can be of, by its zero points and its input order.
+
+    A lost tensor would give other weights and no error, so it is asked for. Raises UserError where none is left.
+    """
+    groups = [group for group in groups if group["weights"]["num_bits"] == bits]
+    for part in ("weight_zero_point", "weight_g_idx"):
+        there = f"{prefix}.{part}" in tensors
+        if there and part == "weight_g_idx":
+            continue  # Older files name no order for it.
+        groups = [group for group in groups if _asks(group, part) == there]
+        if not groups:
+            raise UserError(
+                f"tensor {prefix}.{part} is {'there' if there else 'missing'}, and every group of {bits} bits in"
+                f" config.json is {'without' if there else 'with'} one; the two do not belong together"
+            )
+    return groups
+
+
+def _asks(group: Mapping[str, Any], part: str) -> bool:
+    """Whether the layers of a group have that tensor."""
+    weights = group["weights"]
+    if part == "weight_zero_point":
+        return not weights.get("symmetric", True)
+    return weights.get("actorder") in _GROUP_ORDER

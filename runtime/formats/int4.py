@@ -1,6 +1,8 @@
-"""int4: one scale per output row and group of inputs; on disk compressed-tensors' `pack-quantized` (words.py).
+"""int4, and int3 and int2 in the same container: a scale per output row and group of inputs, codes in words (words.py).
 
-scale = absmax / 7.5, compressed-tensors' rule ((2^4 − 1) / 2), codes round(w / scale) in −8..7.
+Symmetric: scale = absmax / ((2^b − 1) / 2), compressed-tensors' rule, and codes round(w / scale). Asymmetric: scale =
+(max − min) / (2^b − 1) over a range that holds 0, a zero point per group, zero = round(−2^(b−1) − min / scale), and
+codes round(w / scale + zero). Codes and zero points lie in −2^(b−1)..2^(b−1) − 1.
 """
 
 import torch
@@ -13,42 +15,64 @@ from runtime.formats.tensors import (
     group_width,
     read_bias,
     round_scale,
-    spread,
     stored_bytes,
     stored_scale_dtype,
 )
 from runtime.formats.words import read_words, unpack_words, write_words
+from runtime.formats.zero_points import dequantize_whole
 
-# Half of the 15 steps that 4 bits span.
-STEPS = 7.5
-LOW, HIGH = -8, 7
+BITS = (4, 3, 2)
 
 
-def scheme(group_size: int = 128) -> Scheme:
-    """Symmetric int4 with a scale per row and `group_size` inputs (0: per row); activations per token and group."""
-    return Scheme("int4", 4, group_size, True, "int8-group")
+def scheme(group_size: int = 128, *, bits: int = 4, symmetric: bool = True) -> Scheme:
+    """Codes of 4, 3 or 2 bits, a scale per row and `group_size` inputs (0: per row); activations per token and group.
+
+    Raises ValueError for other bits.
+    """
+    if bits not in BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, found {bits}")
+    return Scheme("int4", bits, group_size, symmetric, "int8-group")
 
 
 def pack(
-    weight: Tensor, group_size: int = 128, *, bias: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    weight: Tensor,
+    group_size: int = 128,
+    *,
+    bits: int = 4,
+    symmetric: bool = True,
+    bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> PackedWeight:
     """Rounds (N, K) of any float dtype to the nearest code; `group_size` 0 is one scale per row.
 
     `scale_dtype` is what scales will be stored in (None: `stored_scale_dtype` of the weight's): codes are chosen
-    against the rounded scale. Raises ValueError where the groups do not divide K: choose another size.
+    against the rounded scale. Raises ValueError where the groups do not divide K, and for other bits than 4, 3 or 2.
     """
     n, k = weight.shape
+    chosen = scheme(group_size, bits=bits, symmetric=symmetric)
     width = group_width(k, group_size)
     values = weight.float().reshape(n, k // width, width)
-    absmax = values.abs().amax(dim=-1)
-    scale = round_scale(absmax / STEPS, scale_dtype or stored_scale_dtype(weight.dtype))
-    codes = torch.round(values / scale.unsqueeze(-1)).clamp(LOW, HIGH).to(torch.int8).view(n, k)
-    return PackedWeight(scheme(group_size), codes, scale, bias=None if bias is None else bias.float())
+    low, steps = -(1 << bits - 1), (1 << bits) - 1
+    dtype = scale_dtype or stored_scale_dtype(weight.dtype)
+    zero = offset = None
+    if symmetric:
+        scale = round_scale(values.abs().amax(dim=-1) / (steps / 2), dtype)
+    else:
+        # 0 must have a code of its own: a pruned weight stays exactly 0.
+        least, most = values.amin(dim=-1).clamp(max=0), values.amax(dim=-1).clamp(min=0)
+        scale = round_scale((most - least) / steps, dtype)
+        zero = torch.round(low - least / scale).clamp(low, low + steps)
+        offset = zero * scale
+    shifted = values / scale.unsqueeze(-1)
+    if zero is not None:
+        shifted += zero.unsqueeze(-1)
+    codes = torch.round(shifted).clamp(low, low + steps).to(torch.int8).view(n, k)
+    return PackedWeight(chosen, codes, scale, offset=offset, bias=None if bias is None else bias.float())
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
     """(N, K) float32."""
-    return spread(packed.codes.float(), packed)
+    return dequantize_whole(packed)
 
 
 def to_tensors(
@@ -56,39 +80,43 @@ def to_tensors(
 ) -> dict[str, Tensor]:
     """The layer's tensors for a file; `dtype` is the model's, which the bias has; scales have `scale_dtype`.
 
-    Raises ValueError where the layout cannot hold the weight exactly: an offset, a permutation, a scale or bias that
-    its dtype would round.
+    Raises ValueError where the layout cannot hold the weight exactly: an offset that no zero point gives, or one of a
+    symmetric scheme, a scale or bias that its dtype would round.
     """
-    if packed.scheme.kind != "int4" or packed.offset is not None or packed.perm is not None:
-        raise ValueError(
-            f"{prefix}: pack-quantized is written for symmetric int4 in input order, found {packed.scheme}"
-        )
+    if packed.scheme.kind != "int4" or (packed.scheme.symmetric and packed.offset is not None):
+        raise ValueError(f"{prefix}: pack-quantized is written for int4, int3 and int2, found {packed.scheme}")
     scale = as_stored(f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype))
-    tensors = write_words(prefix, packed.codes, scale, 4)
+    tensors = write_words(prefix, packed, scale)
     if packed.bias is not None:
         tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
     return tensors
 
 
-def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight:
-    """Reads `pack-quantized` with 4 bits, symmetric; the group size is K over the scales of a row.
+def from_tensors(
+    tensors: Tensors, prefix: str, unpack: bool = True, *, bits: int = 4, per_row: bool = False
+) -> PackedWeight:
+    """Reads `pack-quantized` with 4, 3 or 2 bits; the group size is K over the scales of a row.
 
-    `unpack` False leaves the codes two a byte where a row is whole words.
+    unpack   False leaves 4-bit codes two a byte where a row is whole words and the inputs are in their own order.
+    per_row  a single scale per row is described as such (group_size 0), not as one group of K.
 
-    Raises UserError naming the tensor for a missing, misshapen, non-finite, asymmetric or reordered one.
+    Raises UserError naming the tensor for a missing, misshapen or non-finite one.
     """
-    words, scale, inputs = read_words(tensors, prefix, 4)
-    n, groups = scale.shape
-    whole = not unpack and inputs % 8 == 0
+    read = read_words(tensors, prefix, bits)
+    n, groups = read.scale.shape
+    whole = not unpack and bits == 4 and read.inputs % 8 == 0 and read.order is None
+    codes = read.words.contiguous().view(torch.uint8) if whole else unpack_words(read.words, read.inputs, bits)
     return PackedWeight(
-        scheme(inputs // groups),
-        words.contiguous().view(torch.uint8) if whole else unpack_words(words, inputs, 4),
-        scale,
+        scheme(0 if per_row and groups == 1 else read.inputs // groups, bits=bits, symmetric=read.offset is None),
+        codes if read.order is None else codes[:, read.order],
+        read.scale,
+        offset=read.offset,
+        perm=read.order,
         bias=read_bias(tensors, prefix, n),
         nibbles="low" if whole else None,
     )
 
 
 def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes, scales and shape, no bias."""
+    """Stored bits over weights: codes, scales, zero points, input order and shape, no bias."""
     return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()

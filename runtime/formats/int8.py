@@ -1,8 +1,9 @@
 """int8: one scale per output row; on disk compressed-tensors' `int-quantized` layout.
 
-    weight        int8 [N, K]
-    weight_scale  [N, 1], 16 or 32 bit
-    input_scale   float32 [1], only with static activations
+    weight             int8 [N, K]
+    weight_scale       [N, 1], 16 or 32 bit
+    weight_zero_point  int8 [N, 1]: read, never written
+    input_scale        float32 [1], only with static activations
 
 Experts are written as `pack-quantized` (words.py, 8 bits) instead: transformers 5 fuses them when it loads, and takes
 nothing but `weight_packed` for that.
@@ -25,12 +26,12 @@ from runtime.formats.tensors import (
     expect_shape,
     read_bias,
     round_scale,
-    spread,
     stored_bytes,
     stored_scale_dtype,
     take,
 )
 from runtime.formats.words import read_words, unpack_words, write_words
+from runtime.formats.zero_points import dequantize_whole
 
 # Half of the 255 steps that 8 bits span.
 STEPS = 127.5
@@ -43,26 +44,45 @@ def scheme(activation: Activation = "int8-token") -> Scheme:
 
 
 def pack(
-    weight: Tensor, group_size: int = 0, *, bias: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    weight: Tensor,
+    group_size: int = 0,
+    *,
+    bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+    input_scale: Tensor | float | None = None,
 ) -> PackedWeight:
     """Rounds (N, K) of any float dtype to the nearest code.
 
-    `scale_dtype` is what the scale will be stored in (None: `stored_scale_dtype` of the weight's): codes are chosen
-    against the rounded scale, so that the file holds exactly what was packed. Raises ValueError for a `group_size`
-    other than 0: this format has one scale per row.
+    scale_dtype  what the scale will be stored in (None: `stored_scale_dtype` of the weight's): codes are chosen
+                 against the rounded scale, so that the file holds exactly what was packed.
+    input_scale  the step of the layer's inputs for static activations; rounded like the scale, because loaders keep it
+                 in the model's dtype. None: activations per token.
+
+    Raises ValueError for a `group_size` other than 0 (this format has one scale per row), and for an `input_scale` that
+    is not one positive number.
     """
     if group_size:
         raise ValueError(f"int8 has one scale per output row (group_size 0), found {group_size}")
-    values = weight.float()
+    values, dtype = weight.float(), scale_dtype or stored_scale_dtype(weight.dtype)
     absmax = values.abs().amax(dim=1, keepdim=True)
-    scale = round_scale(absmax / STEPS, scale_dtype or stored_scale_dtype(weight.dtype))
+    scale = round_scale(absmax / STEPS, dtype)
     codes = torch.round(values / scale).clamp(-LIMIT, LIMIT).to(torch.int8)
-    return PackedWeight(scheme(), codes, scale, bias=None if bias is None else bias.float())
+    step = None if input_scale is None else _static(input_scale, dtype)
+    chosen = scheme("int8-token" if step is None else "int8-tensor")
+    return PackedWeight(chosen, codes, scale, bias=None if bias is None else bias.float(), input_scale=step)
+
+
+def _static(input_scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A float32 scalar that `dtype` holds."""
+    step = torch.as_tensor(input_scale, dtype=torch.float32)
+    if step.numel() != 1 or not bool(torch.isfinite(step).all()) or float(step) <= 0:
+        raise ValueError(f"input_scale must be one positive number, found {input_scale}")
+    return round_scale(step.reshape(()), dtype)
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
     """(N, K) float32."""
-    return spread(packed.codes.float(), packed)
+    return dequantize_whole(packed)
 
 
 def is_expert(prefix: str) -> bool:
@@ -82,7 +102,7 @@ def to_tensors(
         raise ValueError(f"{prefix}: int-quantized holds symmetric int8 rows, found {packed.scheme}")
     scale = as_stored(f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype))
     if is_expert(prefix):
-        tensors = write_words(prefix, packed.codes, scale, 8)
+        tensors = write_words(prefix, packed, scale)
     else:
         tensors = {f"{prefix}.weight": packed.codes.contiguous(), f"{prefix}.weight_scale": scale}
     if packed.input_scale is not None:
@@ -93,46 +113,62 @@ def to_tensors(
 
 
 def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-token") -> PackedWeight:
-    """Reads `int-quantized` and 8-bit `pack-quantized`.
+    """Reads `int-quantized` and 8-bit `pack-quantized`, symmetric and with zero points.
 
     Scales are [N, 1], [N] or [1] (spread over the rows), or [N, G] (groups of K / G inputs). Raises
-    UserError naming the tensor for a missing, misshapen, non-finite or asymmetric one.
+    UserError naming the tensor for a missing, misshapen or non-finite one, and for inputs with a zero point.
     """
+    order = None
     if f"{prefix}.weight_packed" in tensors:
-        words, scale, inputs = read_words(tensors, prefix, 8)
-        codes = unpack_words(words, inputs, 8)
+        read = read_words(tensors, prefix, 8)
+        codes, scale, offset, order = unpack_words(read.words, read.inputs, 8), read.scale, read.offset, read.order
+        codes = codes if order is None else codes[:, order]
     else:
-        codes, scale = _read_rows(tensors, prefix)
+        codes, scale, offset = _read_rows(tensors, prefix)
     (n, k), groups = codes.shape, scale.shape[1]
-    input_scale = None
-    if activation == "int8-tensor":
-        name = f"{prefix}.input_scale"
-        input_scale = check_finite(name, expect_shape(name, take(tensors, name).reshape(-1), (1,)))[0].float()
     return PackedWeight(
-        Scheme("int8", 8, 0 if groups == 1 else k // groups, True, activation),
+        Scheme("int8", 8, 0 if groups == 1 else k // groups, offset is None, activation),
         codes,
         scale,
+        offset=offset,
+        perm=order,
         bias=read_bias(tensors, prefix, n),
-        input_scale=input_scale,
+        input_scale=_read_static(tensors, prefix) if activation == "int8-tensor" else None,
     )
 
 
-def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor]:
-    """Codes (N, K) and scale (N, G) float32 of `int-quantized`."""
+def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes (N, K), scale (N, G) and offset (N, G) or None, float32, of `int-quantized`."""
     codes = expect_dtype(f"{prefix}.weight", take(tensors, f"{prefix}.weight"), torch.int8)
     if codes.ndim != 2:
         raise UserError(f"tensor {prefix}.weight must have 2 dimensions, found shape {list(codes.shape)}")
     n, k = codes.shape
-    if f"{prefix}.weight_zero_point" in tensors:
-        raise UserError(f"tensor {prefix}.weight_zero_point: asymmetric int8 weights are not read yet")
     name = f"{prefix}.weight_scale"
-    scale = check_finite(name, take(tensors, name)).float()
-    if scale.numel() in (1, n):
-        return codes, scale.reshape(-1, 1).expand(n, 1).contiguous()
-    expect_shape(name, scale, (n, scale.shape[-1]))
+    stored = check_finite(name, take(tensors, name))
+    if stored.numel() in (1, n):
+        scale = stored.float().reshape(-1, 1).expand(n, 1).contiguous()
+    else:
+        scale = expect_shape(name, stored, (n, stored.shape[-1])).float().contiguous()
     if k % scale.shape[1]:
         raise UserError(f"tensor {name} has {scale.shape[1]} groups a row, which do not divide {k} inputs")
-    return codes, scale.contiguous()
+    name = f"{prefix}.weight_zero_point"
+    if name not in tensors:
+        return codes, scale, None
+    zeros = expect_shape(name, expect_dtype(name, tensors[name], torch.int8), stored.shape)
+    # Older files have zeros beside symmetric weights too.
+    return codes, scale, scale * zeros.float().view(-1, scale.shape[1]) if bool(zeros.any()) else None
+
+
+def _read_static(tensors: Tensors, prefix: str) -> Tensor:
+    """The static step of the inputs: a positive float32 scalar."""
+    name = f"{prefix}.input_zero_point"
+    if name in tensors and bool(tensors[name].any()):
+        raise UserError(f"tensor {name}: static inputs are read without a zero point; quantise them symmetrically")
+    name = f"{prefix}.input_scale"
+    step = check_finite(name, expect_shape(name, take(tensors, name).reshape(-1), (1,)))[0].float().clone()
+    if float(step) <= 0:
+        raise UserError(f"tensor {name} must be positive, found {float(step):g}; calibrate the model again")
+    return step
 
 
 def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:

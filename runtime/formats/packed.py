@@ -11,7 +11,7 @@ Activation = Literal["float", "int8-token", "int8-tensor", "int8-group"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is represented.
+    """How a weight is represented. int3 and int2 are kind "int4" with 3 and 2 bits: the same container, fewer codes.
 
     `group_size` counts inputs that share a scale; 0: one scale per output row. `activation` says how the inputs are
     rounded before the integer product: per token, per tensor (static), or per token and group (int4, nf4).
@@ -30,10 +30,12 @@ class PackedWeight:
 
     Unpacked in memory (one code a byte): bit layouts belong to the format files, and kernels repack when they load.
 
-    codes   (N, K) int8: signed integers for int8/int4/ternary; for nf4 the index 0..15 of the level.
+    codes   (N, K) int8: signed integers for int8/int4/ternary, of `scheme.bits` bits; for nf4 the index 0..15 of the
+            level.
     scale   (N, G) float32, G = ceil(K / group_size), or 1 when `group_size` is 0. For nf4: the block's absmax
             (blocks never straddle rows here; double quantisation is already undone).
-    offset  (N, G) float32 or None: subtracted as offset · Σ_{k in group} x[k] (zero points: offset = scale · zero).
+    offset  (N, G) float32 or None: subtracted as offset · Σ_{k in group} x[k] (zero points: offset = scale · zero,
+            the zero counted as the codes are).
     perm    (K,) int64 or None: activation order; codes[:, j] belongs to input perm[j].
     bias    (N,) float32 or None.
     input_scale  float32 scalar tensor or None: static activation scale ("int8-tensor").

@@ -125,9 +125,13 @@ def spread(values: Tensor, packed: PackedWeight) -> Tensor:
     weight = values.view(n, -1, width) * packed.scale.unsqueeze(-1)
     if packed.offset is not None:
         weight = weight - packed.offset.unsqueeze(-1)
-    weight = weight.view(n, k)
-    if packed.perm is None:
+    return restore_order(weight.view(n, k), packed.perm)
+
+
+def restore_order(weight: Tensor, perm: Tensor | None) -> Tensor:
+    """(N, K) in the order of the inputs, where column j belongs to input perm[j]; itself where `perm` is None."""
+    if perm is None:
         return weight
     ordered = torch.empty_like(weight)
-    ordered[:, packed.perm] = weight
+    ordered[:, perm] = weight
     return ordered

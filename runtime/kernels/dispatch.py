@@ -2,7 +2,7 @@
 bitsandbytes for nf4 and int8."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -91,10 +91,11 @@ def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Ten
         return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
     if isinstance(weight, Tensor):
         return float_linear(weight, bias)
-    if kernel.name == "bitsandbytes" and weight.scheme.kind in ("nf4", "int8"):
-        from runtime.kernels.library import bitsandbytes_linear
+    if kernel.name == "bitsandbytes":
+        from runtime.kernels.library import bitsandbytes_linear, has_kernel
 
-        return bitsandbytes_linear(weight)
+        if has_kernel(weight):
+            return bitsandbytes_linear(weight)
     return packed_linear(weight)
 
 
@@ -106,7 +107,8 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
     first = weights[0]
     if kernel.native:
         # The native decoder multiplies by all parts in one call, so nothing is copied together here.
-        return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))
+        parts = zip(share_inputs(weights), biases, strict=True)
+        return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
     if len(weights) == 1:
         return Joined((linear(first, biases[0], kernel),), tuple(sizes))
     if all(isinstance(w, Tensor) for w in weights):
@@ -124,6 +126,27 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
         )
         return Joined((linear(merged_packed, None, kernel),), tuple(sizes))
     return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))
+
+
+def share_inputs(weights: Sequence[Weight]) -> list[Weight]:
+    """The weights, equal input orders and equal static scales being one tensor: the kernels round x once for those."""
+    out: list[Weight] = []
+    for weight in weights:
+        if isinstance(weight, PackedWeight):
+            if weight.perm is not None and weight.perm.dtype == torch.int64:
+                # As the kernels take it, so that they make no copies of their own.
+                weight = replace(weight, perm=weight.perm.to(torch.int32))
+            for other in out:
+                if isinstance(other, PackedWeight) and _same(weight.perm, other.perm):
+                    weight = replace(weight, perm=other.perm)
+                if isinstance(other, PackedWeight) and _same(weight.input_scale, other.input_scale):
+                    weight = replace(weight, input_scale=other.input_scale)
+        out.append(weight)
+    return out
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _join_biases(biases: Sequence[Tensor | None], weights: Sequence[Weight]) -> Tensor | None:

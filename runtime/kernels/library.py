@@ -8,16 +8,21 @@ from torch import Tensor
 from runtime.formats.packed import PackedWeight
 
 
+def has_kernel(weight: PackedWeight) -> bool:
+    """Whether `bitsandbytes_linear` takes it: nf4, or int8 rows with inputs per token, without zero points or order."""
+    if weight.offset is not None or weight.perm is not None or weight.input_scale is not None:
+        return False
+    return weight.scheme.kind == "nf4" or (weight.scheme.kind == "int8" and weight.scheme.group_size == 0)
+
+
 def bitsandbytes_linear(weight: PackedWeight) -> Callable[[Tensor], Tensor]:
     """A layer of nf4 (4-bit product) or int8 (LLM.int8 without outliers) weights; float32 in and out.
 
-    Raises ValueError for other schemes.
+    Raises ValueError where `has_kernel` says no.
     """
-    if weight.scheme.kind == "nf4":
-        return _nf4(weight)
-    if weight.scheme.kind == "int8" and weight.input_scale is None:
-        return _int8(weight)
-    raise ValueError(f"bitsandbytes has no kernel for {weight.scheme.kind}")
+    if not has_kernel(weight):
+        raise ValueError(f"bitsandbytes has no kernel for this {weight.scheme.kind} weight")
+    return _nf4(weight) if weight.scheme.kind == "nf4" else _int8(weight)
 
 
 def _nf4(weight: PackedWeight) -> Callable[[Tensor], Tensor]:

@@ -16,6 +16,8 @@ from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigm
 KEY_BLOCK = 64
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
 _EXACT_FLOAT = 1 << 24
+# Largest magnitude of a code, by kind (nf4's int8 levels; int4 counted from 0).
+_LARGEST = {"int8": 128, "int4": 15, "nf4": 127, "ternary": 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -56,6 +58,15 @@ def quantize_rows(x: Tensor, limit: float = 127.0) -> tuple[Tensor, Tensor]:
     return torch.round(x * inverse.unsqueeze(-1)).clamp(-limit, limit).to(torch.int8), scale
 
 
+def quantize_static(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric codes by a given step: codes (…, K) int8 in ±127, and the step again, one for each row (…,).
+
+    As with measured steps, a NaN must not be lost in the codes: it makes the row's step NaN.
+    """
+    rounded = torch.round(x / step).clamp(-127, 127).to(torch.int8)
+    return rounded, torch.where(x.isnan().any(dim=-1), torch.nan, step)
+
+
 @dataclass(frozen=True)
 class FloatLinear:
     """y = x Wᵀ + b. `weight` is (K, N), its inputs padded."""
@@ -82,12 +93,7 @@ class Int8Linear:
     has_planes: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.input_scale is None:
-            rounded, step = quantize_rows(x)
-        else:
-            rounded = torch.round(x / self.input_scale).clamp(-127, 127).to(torch.int8)
-            # As with measured steps, a NaN must not be lost in the codes.
-            step = torch.where(x.isnan().any(dim=-1), torch.nan, self.input_scale)
+        rounded, step = quantize_rows(x) if self.input_scale is None else quantize_static(x, self.input_scale)
         y = (torch._int_mm(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
         return y if self.bias is None else y + self.bias
 
@@ -104,10 +110,10 @@ class UpperLinear:
 
 @dataclass(frozen=True)
 class GroupLinear:
-    """One scale per output row and group of inputs (int4, nf4); inputs int8 per token and group.
+    """One scale per output row and group of inputs; inputs int8 per token and group, or with one static scale.
 
-    `codes` is (G, group, N) float32 holding integers: products of at most 127 · 127 · group stay below 2^24, so the
-    float product is the exact integer product in any order. Groups are added first to last.
+    `codes` is (G, group, N), integers in a float type that holds every sum of their products with inputs, so the float
+    product is the exact integer product in any order. Groups are added first to last.
     """
 
     codes: Tensor
@@ -115,17 +121,19 @@ class GroupLinear:
     offset: Tensor | None
     perm: Tensor | None
     bias: Tensor | None
+    input_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         groups, size, _ = self.codes.shape
         if self.perm is not None:
             x = x[:, self.perm]
         x = torch.nn.functional.pad(x, (0, groups * size - x.shape[1]))
-        rounded, step = quantize_rows(x.view(-1, groups, size))
-        columns = rounded.transpose(0, 1).float()
-        terms = torch.bmm(columns, self.codes) * self.scale.unsqueeze(1)
+        x = x.view(-1, groups, size)
+        rounded, step = quantize_rows(x) if self.input_scale is None else quantize_static(x, self.input_scale)
+        columns = rounded.transpose(0, 1).to(self.codes.dtype)
+        terms = torch.bmm(columns, self.codes).float() * self.scale.unsqueeze(1)
         if self.offset is not None:
-            terms = terms - columns.sum(-1, keepdim=True) * self.offset.unsqueeze(1)
+            terms = terms - columns.sum(-1, keepdim=True).float() * self.offset.unsqueeze(1)
         y = ordered_sum(terms * step.t().unsqueeze(-1))
         return y if self.bias is None else y + self.bias
 
@@ -144,7 +152,10 @@ def upper_codes(codes: Tensor) -> Tensor:
 
 
 def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
-    """The layer of a packed weight. Codes are unpacked once: at 1 (int8, ternary) or 4 (grouped) bytes a weight."""
+    """The layer of a packed weight. Codes are unpacked once: at 1 (int8, ternary) or 4 (in groups) bytes a weight.
+
+    Groups whose sums float32 could not hold (of int4 more than 8,800 inputs, of int8 more than 1,032) take 8.
+    """
     n, k = weight.shape
     kind, size = weight.scheme.kind, weight.scheme.group_size
     if kind in ("int8", "ternary") and size == 0 and weight.offset is None and weight.perm is None:
@@ -154,13 +165,12 @@ def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
     size = size or k
     codes = INT8_LEVELS.to(weight.codes.device)[weight.codes.long()] if kind == "nf4" else weight.codes
     scale = weight.scale / 127.0 if kind == "nf4" else weight.scale
-    if 127 * 128 * size >= _EXACT_FLOAT:
-        raise ValueError(f"groups of {size} {kind} weights do not fit an exact float32 sum (at most 1,024 do)")
+    exact = torch.float32 if 127 * _LARGEST[kind] * size < _EXACT_FLOAT else torch.float64
     groups = -(-k // size)
     codes = torch.nn.functional.pad(codes, (0, groups * size - k))
-    laid_out = codes.view(n, groups, size).permute(1, 2, 0).float().contiguous()
+    laid_out = codes.view(n, groups, size).permute(1, 2, 0).to(exact).contiguous()
     offset = None if weight.offset is None else weight.offset.t().contiguous()
-    return GroupLinear(laid_out, scale.t().contiguous(), offset, weight.perm, weight.bias)
+    return GroupLinear(laid_out, scale.t().contiguous(), offset, weight.perm, weight.bias, weight.input_scale)
 
 
 def attention(
@@ -207,6 +217,7 @@ __all__ = [
     "gelu_tanh",
     "packed_linear",
     "quantize_rows",
+    "quantize_static",
     "rms_norm",
     "rotate",
     "silu",

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from compress.report import page, plots, speed, wording
+from compress.report.schema import validate
 
 
 @pytest.fixture
@@ -128,6 +130,47 @@ def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) 
     text = page.markdown(report)
     assert "the drafter is prompt lookup" in text
     assert "the drafter lookup (no draft model)" in text
+
+
+def test_zeros_save_nothing_here_and_the_report_says_so(report: dict[str, Any]) -> None:
+    assert "dense file" not in page.markdown(report)
+    zeros = {"layers": 28, "zero_share": 0.5, "value_bytes": 25_000_000, "two_of_four_bytes": 14_062_500}
+    report["size"]["sparsity"] = zeros
+    validate(report)
+    for text in (page.html(report), page.markdown(report)):
+        assert "50.00 % of the weights of 28 pruned layers are zeros. That saves neither bytes nor time here" in text
+        assert "A 2:4 store would take 14.1 MB for these layers' values instead of 25.0 MB" in text.replace(
+            "&#39;", "'"
+        )
+    zeros["two_of_four_bytes"] = None
+    with pytest.raises(ValidationError, match="two_of_four_bytes"):
+        validate(report)
+    report["not_measured"]["size.sparsity.two_of_four_bytes"] = "the zeros do not lie so"
+    validate(report)
+    assert "A 2:4 store cannot hold them" in page.markdown(report)
+
+
+def test_every_expert_is_named_with_its_tokens(report: dict[str, Any]) -> None:
+    assert "Experts" not in page.markdown(report)
+    handled = {(0, 1): "all tokens", (1, 7): "rounded to nearest"}
+    report["calibration"]["experts"] = [
+        {"block": b, "expert": e, "tokens": 1000 * b + 10 * e + 1, "handled": handled.get((b, e), "calibrated")}
+        for b in range(2)
+        for e in range(8)
+    ]
+    validate(report)
+    html = page.html(report)
+    for text in (html, page.markdown(report)):
+        assert "2 of 16 experts were routed fewer calibration tokens than the recipe asks for" in text
+        assert "0.1 (11), 1.7 (1,071)" in text and "1, 11, 21, 31, 41, 51, 61, 71" in text
+    assert '<th scope="row">1</th><td>8</td><td>1,001</td><td>1,041</td><td>1,071</td><td>7</td>' in html
+    for expert in report["calibration"]["experts"]:
+        expert["handled"] = "calibrated"
+    text = page.markdown(report)
+    assert "were routed fewer" not in text and "## Experts" in text
+    report["calibration"]["experts"][0]["handled"] = "skipped"
+    with pytest.raises(ValidationError, match="handled"):
+        validate(report)
 
 
 def test_each_lossless_class_has_its_sentence(report: dict[str, Any]) -> None:

@@ -11,9 +11,11 @@ from compress.report.size import (
     bits_per_weight,
     measure,
     peak_memory_bytes,
+    sparsity,
     weight_bytes,
 )
 from runtime.errors import UserError
+from runtime.formats import int4
 
 LLAMA = {
     "num_hidden_layers": 3,
@@ -81,3 +83,49 @@ def test_peak_memory_covers_what_was_allocated() -> None:
     assert before is not None and after is not None
     assert after >= max(before, block.numel() * 4)
     assert after <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def two_of_four(n: int, k: int) -> torch.Tensor:
+    """Random weights of which the two smaller in every four are zero."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n)) + 3
+    groups = weight.view(-1, 4)
+    groups.scatter_(1, groups.abs().topk(2, dim=1, largest=False).indices, 0.0)
+    return weight
+
+
+def test_zeros_of_pruned_layers() -> None:
+    weight = two_of_four(16, 64).to(torch.bfloat16)
+    found = sparsity([weight, two_of_four(8, 32).to(torch.bfloat16)])
+    values = 16 * 64 + 8 * 32
+    assert found["layers"] == 2 and found["zero_share"] == 0.5 and found["value_bytes"] == 2 * values
+    # Of every four bf16 values two and their two 2-bit places: 36 bits instead of 64.
+    assert found["two_of_four_bytes"] == values // 4 * 36 // 8
+
+
+def test_a_2_of_4_store_of_codes() -> None:
+    packed = int4.pack(two_of_four(16, 64), 32)
+    found = sparsity([packed])
+    assert found["zero_share"] == 0.5 and found["value_bytes"] == 16 * 64 // 2
+    assert found["two_of_four_bytes"] == 16 * 64 // 4 * 12 // 8
+
+
+def test_zeros_anywhere_fit_no_2_of_4_store() -> None:
+    weight = two_of_four(16, 64)
+    weight[0, :4], weight[0, 4:8] = torch.tensor([1.0, 2.0, 3.0, 0.0]), 0.0
+    found = sparsity([two_of_four(4, 8), weight])
+    assert found["two_of_four_bytes"] is None and found["zero_share"] == pytest.approx(0.5, abs=0.01)
+    assert sparsity([torch.zeros(3, 6)])["two_of_four_bytes"] is None  # rows that are no whole fours
+
+
+def test_measure_looks_at_the_pruned_layers_of_the_artifact(tmp_path) -> None:
+    original = write_model(tmp_path / "o")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
+    tensors = {"a.weight": two_of_four(8, 16), "b.weight": torch.ones(8, 16)}
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    found = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a"])
+    assert found["sparsity"]["zero_share"] == 0.5 and found["sparsity"]["two_of_four_bytes"] is not None
+    found = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a", "b"])
+    assert found["sparsity"]["zero_share"] == 0.25
+    assert "two in every four" in found["not_measured"]["sparsity.two_of_four_bytes"]
+    assert measure(original, tmp_path / "m", None, [], (1, 1))["sparsity"] is None

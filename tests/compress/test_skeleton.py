@@ -1,4 +1,4 @@
-"""transformers' own decoder layers, filled one at a time, compute what the whole model does, and write what they read."""
+"""transformers' decoder layers, filled one at a time, compute what the whole model does, and write what they read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

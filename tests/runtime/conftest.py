@@ -6,7 +6,7 @@ And what the tests of the native kernels share: the paths that run here, random 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import formats
+from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import native
 from runtime.rows import Cache, Decoder, Out, Rows
@@ -218,6 +219,7 @@ def packed_weight(
     k: int,
     group: int = 0,
     *,
+    bits: int | None = None,
     unsigned: bool = False,
     offset: bool = False,
     perm: bool = False,
@@ -226,20 +228,24 @@ def packed_weight(
     planes: bool = False,
     seed: int = 0,
 ) -> PackedWeight:
-    """Random codes over all that the kind allows (int4: `unsigned` 0..15), random scales and whatever else is asked."""
+    """Random codes over all that the kind allows, random scales and whatever else is asked.
+
+    int4 counts from 0 (`unsigned`), or is signed and of 4, 3 or 2 `bits`.
+    """
     g = torch.Generator().manual_seed(seed)
-    low, high = {"int8": (-128, 128), "int4": (0, 16) if unsigned else (-8, 8), "nf4": (0, 16), "ternary": (-1, 2)}[
-        kind
-    ]
+    bits = bits or {"int8": 8, "ternary": 2}.get(kind, 4)
+    half = 1 << bits - 1
+    int4 = (0, 16) if unsigned else (-half, half)
+    low, high = {"int8": (-128, 128), "int4": int4, "nf4": (0, 16), "ternary": (-1, 2)}[kind]
     codes = torch.randint(low, high, (n, k), generator=g).to(torch.int8)
     scale = torch.rand(n, -(-k // group) if group else 1, generator=g) * 0.02 + 0.001
     activation = "int8-tensor" if static else "int8-group" if group else "int8-token"
-    bits = {"int8": 8, "ternary": 2}.get(kind, 4)
+    zeros = torch.randint(*(int4 if kind == "int4" else (0, 16)), scale.shape, generator=g)
     return PackedWeight(
         Scheme(kind, bits, group, not offset, activation),  # type: ignore[arg-type]
         codes,
         scale,
-        offset=scale * torch.randint(0, 16, scale.shape, generator=g) if offset else None,
+        offset=scale * zeros if offset else None,
         perm=torch.randperm(k, generator=g) if perm else None,
         bias=torch.randn(n, generator=g) if bias else None,
         input_scale=torch.tensor(0.02) if static else None,
@@ -255,7 +261,10 @@ def packed() -> Callable[..., PackedWeight]:
 
 @pytest.fixture(scope="session")
 def tiny_packed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """tiny_packed("nf4") is the tiny llama with its linear layers packed, as an ordinary model directory."""
+    """tiny_packed("nf4") is the tiny llama with its linear layers packed, as an ordinary model directory.
+
+    The kinds are those of `pack_as`.
+    """
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -267,20 +276,54 @@ def tiny_packed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return get
 
 
+_MIXED = {
+    "q_proj": "int4 order",
+    "k_proj": "int3 zero points",
+    "v_proj": "int8 static",
+    "o_proj": "int2 order",
+    "gate_proj": "int4 rows zero points",
+    "up_proj": "int3",
+    "down_proj": "int2",
+}
+
+
+def pack_as(kind: str, prefix: str, weight: Tensor) -> PackedWeight:
+    """A weight packed by round to nearest.
+
+    Beside the formats' own names: "int4 zero points"; "int4 order" with an input order of each layer's own; "int4
+    rows", "int3 …" and "int2 …" likewise; "int8 static" with an input scale of each layer's own; "mixed" with these
+    side by side in every block.
+    """
+    if kind == "mixed":
+        return pack_as(_MIXED[prefix.rsplit(".", 1)[1]], prefix, weight)
+    g = torch.Generator().manual_seed(sum(prefix.encode()))
+    if kind == "int8 static":
+        return int8.pack(weight, input_scale=torch.rand(1, generator=g) * 0.02 + 0.02)
+    if not kind.startswith("int") or kind == "int8":
+        return formats.FORMATS[kind].pack(weight)  # type: ignore[index]
+    bits, size = int(kind[3]), 0 if "rows" in kind else 32
+    symmetric = "zero points" not in kind and "order" not in kind
+    perm = torch.randperm(weight.shape[1], generator=g) if "order" in kind else None
+    packed = int4.pack(weight if perm is None else weight[:, perm], size, bits=bits, symmetric=symmetric)
+    return replace(packed, perm=perm)
+
+
 def _pack(source: Path, out: Path, kind: str) -> None:
     shutil.copytree(source, out)
-    form, written, schemes = formats.FORMATS[kind], {}, {}  # type: ignore[index]
+    written, schemes, reordered = {}, {}, []
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             prefix = name.removesuffix(".weight")
-            packed = form.pack(tensor, *([32] if kind == "int4" else []))
-            written |= form.to_tensors(packed, prefix, torch.float32)
+            packed = pack_as(kind, prefix, tensor)
+            written |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, torch.float32)
             schemes[prefix] = packed.scheme
+            if packed.perm is not None:
+                reordered.append(prefix)
         else:
             written[name] = tensor
     save_file(written, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = formats.hf_config(schemes, ["lm_head"])
+    config["quantization_config"] = formats.hf_config(schemes, ["lm_head"], reordered=reordered)
     (out / "config.json").write_text(json.dumps(config))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Model, Speculator, load
 from runtime.batching import MIXED_ROWS, PREFILL_ROWS, Engine
@@ -334,3 +335,46 @@ def test_nobody_adopts_what_an_interrupted_forward_did_not_write(pair: tuple[Mod
     finish(running)
     assert again.new_tokens == alone_for_real(target, again)
     assert measured.reused_tokens == (0 if at == 1 else 128)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func).removeprefix("aten.").partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_nothing_between_two_forwards_wakes_torchs_threads(
+    gamma: int, tiny_packed: Callable[[str], Path], native_path: str
+) -> None:
+    """They would spin for milliseconds on the cores that the kernels' own threads need next."""
+    model = load(tiny_packed("int8"), kernels=native_path)
+    running = engine(model, LookupDrafter(), gamma)
+
+    def whole() -> None:
+        for number, prompt in enumerate(prompts(3)):
+            running.add(request(number, prompt * 3, 12), Metrics())
+        finish(running)
+
+    whole()  # makes the tables that are kept
+    with _Operations() as seen:
+        whole()
+    # Views, and memory as it is: none of these touches elements, so none is shared out among threads.
+    assert seen.names <= {
+        "lift_fresh",
+        "empty",
+        "detach",
+        "slice",
+        "select",
+        "view",
+        "as_strided",
+        "alias",
+        "_unsafe_view",
+    }
+    assert "empty" in seen.names

@@ -392,8 +392,8 @@ def _compressed(**changes: Any) -> dict[str, Any]:
         (_quantized(_compressed(format="float-quantized")), "'float-quantized' is not read yet"),
         (_quantized(_compressed(config_groups={})), "must name at least one group"),
         (
-            _quantized(_compressed(config_groups={"g": {"weights": _GROUP["weights"] | {"symmetric": False}}})),
-            "symmetric False",
+            _quantized(_compressed(config_groups={"g": {"weights": _GROUP["weights"] | {"num_bits": 6}}})),
+            "num_bits 6, symmetric True",
         ),
     ],
 )

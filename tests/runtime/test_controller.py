@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.controller import LONGEST, PROBING, Chain, Controller, Curve, Drafted, Round, Tree
+from runtime.controller import LONGEST, MARGIN, PROBING, Chain, Choice, Controller, Curve, Drafted, Round, Tree
 
 
 def simulate(
@@ -76,7 +76,9 @@ def test_it_comes_near_the_best_fixed_length(
 ) -> None:
     highest = max(expected(p, gamma, step, forward, batch) for gamma in range(LONGEST + 1))
     found, _ = simulate(Controller(), 1500, per_token(p), step, forward, batch)
-    assert found > 0.93 * highest
+    # In a batch drafting has to promise a margin over not drafting, which may be all that it would gain.
+    least = highest if batch == 1 else max(highest / MARGIN, expected(p, 0, step, forward, batch))
+    assert found > 0.93 * least
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -180,3 +182,40 @@ def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> N
     plain = expected(0, 0, 0.05, linear, 16)
     found, _ = simulate(Controller(), 200, per_token(p), 0.05, linear, 16)
     assert found > 0.96 * plain
+
+
+def test_what_happens_beside_a_prompt_is_neither_tried_nor_repeated() -> None:
+    controller = Controller()
+    assert controller.choose(4, 100, alone=False) == Choice(0, 1)
+    simulate(controller, 300, per_token(0.9), 0.1, flat, 4)
+    held = controller.choose(4, 100, alone=False)
+    # Nothing is observed of such rounds: trying would go on as long as prompts come.
+    assert all(controller.choose(4, 100, alone=False) == held for _ in range(50)) and held.budget > 0
+    assert held.requests == 4
+
+
+def test_a_first_slow_measurement_is_forgotten() -> None:
+    curve = Curve()
+    for seconds in (9.0, 1.0, 1.1):
+        curve.add(5, seconds)
+    assert curve.at(5) == 1.0
+    curve.add(5, 2.0)
+    assert 1.0 < curve.at(5) < 1.2
+
+
+def test_catching_up_must_be_worth_it() -> None:
+    """A drafter that would gain a little must not be taken up for the last few tokens of texts that it has not read."""
+
+    def learned(catch_up: float) -> Controller:
+        controller = Controller()
+        for behind in (True, False, False, False):
+            drafts = (Drafted(4, 3),)
+            controller.observe(Round(1, 4, drafts, 5, 0.1 + catch_up * behind, 1.2, behind))
+            controller.observe(Round(1, 0, (), 1, 0.0, 1.0))
+        for _ in range(4):
+            controller.observe(Round(1, 0, (), 1, 0.0, 1.0))
+        return controller
+
+    assert learned(0.0).choose(1, 6).budget > 0
+    assert learned(50.0).choose(1, 6).budget == 0
+    assert learned(50.0).choose(1, 1000).budget > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime import load
 from runtime.errors import UserError
 from runtime.formats.nf4 import INT8_LEVELS
-from runtime.formats.packed import PackedWeight
+from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import native, reference
 from runtime.kernels.dispatch import NAMES, available, choose, join, linear
 from runtime.kernels.native import binding
@@ -63,6 +63,10 @@ CASES: dict[str, dict[str, Any]] = {
     "int4 ragged": {"kind": "int4", "k": 200, "group": 64},
     "int4 zero points": {"kind": "int4", "group": 64, "unsigned": True, "offset": True},
     "int4 activation order": {"kind": "int4", "group": 64, "perm": True},
+    "int4 rows": {"kind": "int4", "k": 9000, "n": 5, "offset": True},
+    "int3 zero points": {"kind": "int4", "bits": 3, "group": 32, "offset": True},
+    "int2 activation order": {"kind": "int4", "bits": 2, "group": 32, "offset": True, "perm": True},
+    "int8 zero points": {"kind": "int8", "k": 1100, "offset": True},
     "nf4": {"kind": "nf4", "group": 64},
     "ternary": {"kind": "ternary", "bias": True},
 }
@@ -110,10 +114,18 @@ def test_extreme_inputs(case: Case, name: str) -> None:
     assert layer(torch.empty(0, k)).shape == (0, N)
 
 
-def test_groups_too_large_for_an_exact_sum_are_refused(case: Case) -> None:
-    reference.packed_linear(case("int4 g128", group=1024, k=1024))
-    with pytest.raises(ValueError, match="exact"):
-        reference.packed_linear(case("int4 g128", group=2048, k=2048))
+@pytest.mark.parametrize(("kind", "size"), [("int8", 1032), ("int8", 1033), ("int4", 8806), ("int4", 8807)])
+def test_large_groups_keep_their_sums_exact(kind: str, size: int) -> None:
+    """All inputs and codes at their limits, less one: float32 alone would round the sum."""
+    top = 128 if kind == "int8" else 15
+    codes = torch.full((2, 2 * size), -top if kind == "int8" else top, dtype=torch.int8)
+    codes[:, 1::size] //= 2
+    weight = PackedWeight(Scheme(kind, 8, size, True, "int8-group"), codes, torch.ones(2, 2))  # type: ignore[arg-type]
+    sums = codes.view(2, 2, size).long().sum(-1) * 127
+    # Inputs of 1 have the step 1 / 127; every product and sum below is rounded once, as the layer's are.
+    terms = sums.float() * (torch.ones(1) / 127)
+    assert torch.equal(reference.packed_linear(weight)(torch.ones(1, 2 * size)), (terms[:, 0] + terms[:, 1]).view(1, 2))
+    assert (reference.packed_linear(weight).codes.dtype == torch.float32) == (127 * top * size < 1 << 24)  # type: ignore[union-attr]
 
 
 def test_joined_layers_equal_single_ones(case: Case, kernels: str) -> None:
@@ -124,6 +136,8 @@ def test_joined_layers_equal_single_ones(case: Case, kernels: str) -> None:
         [case("nf4")] * 2,
         [case("ternary"), case("ternary", n=40)],
         [case("int8"), case("int4 zero points")],
+        [case("int8", static=True), case("int8", static=True, seed=7), case("int8", static=True, bias=False)],
+        [case("int3 zero points"), case("int2 activation order"), case("int2 activation order", seed=3)],
         [case("int4 activation order"), case("int4 activation order", seed=5), case("int4 g32")],
     ):
         sizes = [w.shape[0] for w in pair]

@@ -21,7 +21,7 @@ Text = Callable[..., Tensor]
 Whole = Callable[..., Tensor]
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral")
-PACKED = ("int8", "int4", "nf4", "ternary")
+PACKED = ("int8", "int4", "nf4", "ternary", "int8 static", "int4 zero points", "int4 order", "mixed")
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 
 

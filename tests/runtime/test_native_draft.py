@@ -29,7 +29,7 @@ TinyPacked = Callable[[str], Path]
 Text = Callable[..., Tensor]
 
 FAMILY = ("llama", "mistral", "qwen3", "gemma", "mixtral")
-PACKED = ("int8", "int4", "nf4", "ternary")
+PACKED = ("int8", "int4", "nf4", "ternary", "int8 static", "mixed")
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 # Pieces to feed and tokens to draft of four requests.
 PIECES, STEPS = (1, 7, 2, 1), (4, 1, 9, 6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.dispatch import choose, linear
+from runtime.kernels.dispatch import choose, join, linear
 from runtime.kernels.native import layers, weights
 from runtime.kernels.native.binding import pool
 from runtime.kernels.native.layers import NativeLinear
@@ -40,6 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
         "offset": True,
         "perm": True,
     },
+    "int4 signed zero points": {"kind": "int4", "n": 50, "k": 192, "group": 32, "offset": True, "bias": True},
+    "int4 rows": {"kind": "int4", "n": 37, "k": 1100, "offset": True},
+    "int4 static": {"kind": "int4", "n": 37, "k": 96, "group": 32, "offset": True, "perm": True, "static": True},
+    "int3": {"kind": "int4", "bits": 3, "n": 96, "k": 256, "group": 128},
+    "int3 activation order": {"kind": "int4", "bits": 3, "n": 33, "k": 96, "group": 32, "offset": True, "perm": True},
+    "int2": {"kind": "int4", "bits": 2, "n": 96, "k": 256, "group": 32},
+    "int2 zero points": {"kind": "int4", "bits": 2, "n": 31, "k": 75, "group": 25, "offset": True, "bias": True},
+    "int8 zero points static": {"kind": "int8", "n": 40, "k": 1100, "offset": True, "static": True},
     "nf4": {"kind": "nf4", "n": 96, "k": 256, "group": 64, "bias": True},
     "nf4 odd": {"kind": "nf4", "n": 17, "k": 75, "group": 25, "bias": True},
     "ternary": {"kind": "ternary", "n": 96, "k": 256},
@@ -98,19 +106,19 @@ def test_equals_the_reference_on_any_layer(native_path: str, packed: Packed, dat
     n, k = data.draw(st.integers(1, 100), "n"), data.draw(st.integers(1, 200), "k")
     group = data.draw(st.integers(1, k + 3) if kind in ("int4", "nf4") else st.sampled_from([0, 0, 0, 7, 32]), "group")
     offset, perm = data.draw(st.booleans(), "offset"), data.draw(st.booleans(), "perm")
-    # The reference knows a static input scale for int8 and ternary in one group, in input order.
-    static = group == 0 and not offset and not perm and data.draw(st.booleans(), "static")
+    unsigned = kind == "int4" and data.draw(st.booleans(), "unsigned")
     seed = data.draw(st.integers(0, 2**32 - 1), "seed")
     weight = packed(
         kind,
         n,
         k,
         group,
-        unsigned=data.draw(st.booleans(), "unsigned"),
+        bits=data.draw(st.sampled_from([4, 3, 2]), "bits") if kind == "int4" and not unsigned else None,
+        unsigned=unsigned,
         offset=offset,
         perm=perm,
         bias=data.draw(st.booleans(), "bias"),
-        static=static,
+        static=data.draw(st.booleans(), "static"),
         planes=kind == "int8" and data.draw(st.booleans(), "planes"),
         seed=seed,
     )
@@ -205,6 +213,21 @@ def test_a_view_of_other_strides_is_read_as_what_it_shows(native_path: str, pack
     codes = packed("int8", 64, 40).codes.t()
     transposed = replace(packed("int8", 40, 64), codes=codes)
     assert torch.equal(on(native_path, transposed)(x[:, :64]), packed_linear(transposed)(x[:, :64]))
+
+
+def test_equal_orders_and_static_scales_of_one_input_are_one_tensor(native_path: str, packed: Packed) -> None:
+    """The kernels round x once for layers whose order and scale lie at one address; other layers keep their own."""
+    first, second, third = (packed("int4", 40, 64, 32, perm=True, static=True, seed=seed) for seed in (1, 2, 3))
+    assert first.perm is not None and first.input_scale is not None
+    second = replace(second, perm=first.perm.clone(), input_scale=first.input_scale.clone())
+    third = replace(third, input_scale=torch.tensor(0.5))
+    joined = join([first, second, third], [None] * 3, [40] * 3, choose(native_path, "cpu", 1))
+    structs = [part.weight.struct for part in joined.parts]  # type: ignore[attr-defined]
+    assert structs[0].perm == structs[1].perm != structs[2].perm
+    assert structs[0].input_scale == structs[1].input_scale != structs[2].input_scale
+    x = torch.randn(9, 64, generator=generator(13))
+    for got, weight in zip(joined.split(x), (first, second, third), strict=True):
+        assert torch.equal(got, packed_linear(weight)(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from workers.channel import open_channel, requests
 
-DRAFTERS = ("none", "model", "lookup")
+DRAFTERS = ("none", "model", "lookup", "suffix")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Specpress: `Speculator` over an artifact's `model/`, with a drafter by name."""
 
+from collections.abc import Callable
 from importlib.metadata import version
 
 from runtime import Model, Speculator, load
 from runtime.drafters import Drafter
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.suffix import SuffixDrafter
 from workers.generation import Options, serve
 
 
@@ -15,7 +17,7 @@ class Specpress:
         self.target = load(options.target, threads=options.threads)
         self.options = options
         self.draft = load(options.draft, threads=options.threads) if options.drafter == "model" else None
-        self.speculators: dict[int, Speculator] = {}
+        self.speculators: dict[int | None, Speculator] = {}
 
     def describe(self) -> dict[str, str]:
         """Kernels and drafter; the head is tied to the embedding and stays bfloat16."""
@@ -30,15 +32,14 @@ class Specpress:
     def generate(self, prompt: list[int], new_tokens: int, draft_length: int | None) -> list[int]:
         """The new tokens are turned into text as well: `generate` returns both."""
         length = 0 if self.options.drafter == "none" else draft_length
-        if length is None:
-            raise ValueError("a draft length is needed")
         if length not in self.speculators:
             self.speculators[length] = Speculator(self.target, self._drafter(), length)
         [result] = self.speculators[length].generate([prompt], max_new_tokens=new_tokens, stop=())
         return result.tokens
 
     def _drafter(self) -> Model | Drafter | None:
-        return LookupDrafter() if self.options.drafter == "lookup" else self.draft
+        made: dict[str, Callable[[], Drafter]] = {"lookup": LookupDrafter, "suffix": SuffixDrafter}
+        return made[self.options.drafter]() if self.options.drafter in made else self.draft
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 from runtime.cache import KeyValueCache
 from runtime.kernels.native.binding import BatchStruct, StoreStruct
 from runtime.layout import Reserved
+from runtime.rows import integers
 
 
 def int64(values: Tensor) -> Tensor:
@@ -46,7 +47,8 @@ class Batches:
         slot = positions
         stores = (StoreStruct * len(reserved))(*[StoreStruct(*cache.store(r.request).pointers) for r in reserved])
         if len(reserved) > 1:
-            request = torch.repeat_interleave(torch.tensor([r.count for r in reserved]))
+            # Not torch.repeat_interleave: it wakes all of torch's threads, which then spin on the kernels' cores.
+            request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
         if any(r.parents is not None for r in reserved):
             slot, tail_from, tail_at, tail = _tails(reserved, positions)
         kept = [tokens, request, positions, slot, tail_from, tail_at, tail]

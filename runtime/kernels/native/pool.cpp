@@ -14,7 +14,7 @@ namespace specpress {
 namespace {
 
 // Long enough to bridge what Python does between two forwards, short enough to cost nothing in an idle program.
-constexpr std::chrono::microseconds PATIENCE(200);
+constexpr std::chrono::microseconds PATIENCE(1000);
 
 // The parts of Pool::state_: workers inside, open to more, number of the call.
 constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, TURN = 0x20000;

@@ -1,0 +1,276 @@
+"""Many recipes, one model: each is run in a process of its own, and all reports come into one table and one plot.
+
+python -m compress.sweep --recipes nf4,int4-rtn,int8-dynamic --out runs/sweep
+python -m compress.sweep --recipes all --out runs/mine --model path/to/model --draft path/to/draft
+
+One process after another: recipes that shared the machine would measure each other. Finished runs are kept, so the same
+command goes on where it was cut short.
+"""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress.processes import Launch, Say, launch
+
+if TYPE_CHECKING:
+    from compress.recipe import Recipe
+    from compress.report.standings import Standings
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+# Options of compress.run that a sweep gives itself.
+_OWN = ("--recipe", "--out", "--resume", "--force", "--list", "--help")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def main(
+    context: typer.Context,
+    recipes: Annotated[str, typer.Option(help="Built-in recipes or YAML files, with commas between; or: all.")],
+    out: Annotated[Path, typer.Option(help="Folder for the table, and for each recipe's run folder.")],
+    force: Annotated[bool, typer.Option("--force", help="Do everything again.")] = False,
+) -> None:
+    """Runs several recipes one after the other and compares size, quality and speed.
+
+    Every other option goes to each run: see python -m compress.run --help. The same command again goes on after an
+    interruption: runs that have finished are kept, one that was cut short is resumed, failed ones are tried again. Exit
+    code 1: some recipe failed.
+    """
+    try:
+        _main(recipes, out, force, list(context.args))
+    except KeyboardInterrupt:
+        typer.echo("error: stopped by Ctrl-C; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+
+
+def _main(recipes: str, out: Path, force: bool, words: list[str]) -> None:
+    from compress.errors import USER_ERRORS
+
+    try:
+        check_words(words)
+        chosen = load_recipes(recipes)
+        found = sweep(chosen, out, words, force, say=lambda line: typer.echo(line, err=True))
+    except USER_ERRORS as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: {error.filename or out} cannot be used ({error.strerror or error})", err=True)
+        raise typer.Exit(2) from None
+    _print(found)
+    typer.echo(f"Table: {out / 'sweep.html'} (also .md, .json), plot: {out / 'pareto.svg'} (also .png)")
+    if any(row.failed for row in found.rows):
+        raise typer.Exit(1)
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises UserError for an option that compress.run does not have, or that a sweep gives itself."""
+    from typer.main import get_command
+
+    from compress.errors import UserError
+    from compress.run import app as run_app
+
+    known = {name for parameter in get_command(run_app).params for name in parameter.opts}
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _OWN:
+            raise UserError(f"{name}: a sweep gives this option to its runs itself: leave it out")
+        if word.startswith("-") and name not in known and not re.fullmatch(r"-\d.*", word):
+            raise UserError(
+                f"{name}: expected an option of compress.sweep or compress.run, found neither: see python -m "
+                "compress.run --help"
+            )
+
+
+def load_recipes(names: str) -> "dict[str, Recipe]":
+    """The recipes by what names them. Raises UserError for an unknown one, and for two of one name."""
+    from compress.errors import UserError
+    from compress.recipe import Recipe, built_in
+
+    words = [word.strip() for word in names.split(",") if word.strip()]
+    if words == ["all"]:
+        words = [recipe.name for recipe in built_in()]
+    if not words:
+        raise UserError("--recipes: expected names with commas between, found none: name some, or all")
+    chosen: dict[str, Recipe] = {}
+    for word in dict.fromkeys(words):
+        recipe = Recipe.load(word)
+        other = next((w for w, r in chosen.items() if r.name == recipe.name), None)
+        if other is not None:
+            raise UserError(f"--recipes: {other} and {word} are both called {recipe.name!r}: rename one")
+        chosen[word] = recipe
+    return chosen
+
+
+def sweep(
+    recipes: "Mapping[str, Recipe]",
+    out: Path,
+    words: Sequence[str] = (),
+    force: bool = False,
+    *,
+    say: Say = lambda line: None,
+    launch: Launch = launch,
+) -> "Standings":
+    """Runs what is not done yet, each recipe in `out`/<name>, and writes sweep.{json,md,html} and pareto.{svg,png}.
+
+    recipes  by the word that names each on the command line.
+    words    further options of compress.run, the same for all runs.
+
+    A run that fails is in the table with the reason, and the next one follows. The table is written after each run.
+    Raises UserError where `out` holds runs of other options or recipes, or reports that cannot be compared.
+    """
+    command = _shown(["python", "-m", "compress.sweep", "--recipes", ",".join(recipes), "--out", str(out), *words])
+    names = [recipe.name for recipe in recipes.values()]
+    redo = set(names) if force else _to_redo(out, words)
+    results: dict[str, dict[str, Any] | str] = {**_finished(recipes, out, redo)}
+    out.mkdir(parents=True, exist_ok=True)
+    # On disk before the first run: whatever is in `out` from now on was made with these words, or is to be redone.
+    found = _write(command, names, results, out, words, redo)
+    for word, recipe in recipes.items():
+        name = recipe.name
+        if name in results:
+            say(f"{name}: done before")
+            continue
+        results[name] = _run(word, name, out, words, name in redo, say, launch)
+        redo.discard(name)
+        found = _write(command, names, results, out, words, redo)
+    return found
+
+
+def _run(
+    word: str, name: str, out: Path, words: Sequence[str], force: bool, say: Say, launch: Launch
+) -> dict[str, Any] | str:
+    """The run's report, or why there is none."""
+    from compress.artifact import Artifact
+
+    folder = out / name
+    resume = not force and folder.with_name(f"{name}.partial").exists()
+    extra = ["--force"] if force else ["--resume"] if resume else []
+    command = [sys.executable, "-m", "compress.run", "--recipe", word, "--out", str(folder), *words, *extra]
+    say(f"{name}: {'resumed' if resume else 'started'}")
+    ended = launch(command, out / f"{name}.log", lambda line: say(f"  {line}"))
+    if ended.code == 0:
+        return Artifact(folder).report
+    if ended.code == 130:
+        raise KeyboardInterrupt
+    how = f"ended by signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+    say(f"{name}: failed ({how})")
+    told = ended.error.startswith("error: ")
+    return _without_paths(ended.error.removeprefix("error: ")) if told else f"{how}: see {name}.log"
+
+
+def _to_redo(out: Path, words: Sequence[str]) -> set[str]:
+    """Recipes that an earlier --force was to do again and did not come to.
+
+    Raises UserError where `out` holds a sweep with other options, or one whose table cannot be read.
+    """
+    from compress.errors import UserError
+
+    file = out / "sweep.json"
+    if not file.is_file():
+        return set()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        before, redo = str(content["options"]), set(map(str, content["redo"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): do everything again with --force") from error
+    if before != _shown(words):
+        raise UserError(
+            f"{out} holds a sweep with the options {before or 'none'!r}, found {_shown(words) or 'none'!r}: take the "
+            "same, choose another --out, or do everything again with --force"
+        )
+    return redo
+
+
+def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Reports of runs that are done. Raises UserError where what they did is not what is asked for now."""
+    from compress.artifact import Artifact
+    from compress.errors import UserError
+    from compress.report.assemble import without_directories
+
+    reports: dict[str, dict[str, Any]] = {}
+    for recipe in recipes.values():
+        folder = out / recipe.name
+        if recipe.name in redo or not (folder / "report.json").is_file():
+            continue
+        if not (out / "sweep.json").is_file():
+            raise UserError(f"{folder} was not made by a sweep: choose another --out, or replace it with --force")
+        reports[recipe.name] = Artifact(folder).report
+        asked = reports[recipe.name]["asked"]["recipe"]
+        if {**asked, "about": ""} != {**without_directories(recipe.to_dict()), "about": ""}:
+            raise UserError(
+                f"{folder} was made by another version of the recipe {recipe.name}: delete the folder, or do "
+                "everything again with --force"
+            )
+    return reports
+
+
+def _write(
+    command: str,
+    names: Iterable[str],
+    results: Mapping[str, dict[str, Any] | str],
+    out: Path,
+    words: Sequence[str],
+    redo: Collection[str],
+) -> "Standings":
+    """Writes the table of what there is by now."""
+    from compress.files import write_atomic, write_json
+    from compress.report import sweep_page
+    from compress.report.pareto import pareto, png, svg
+    from compress.report.standings import standings
+
+    found = standings(command, {name: results[name] for name in names if name in results})
+    figure = pareto(found)
+    plot = None if figure is None else svg(figure)
+    if figure is not None and plot is not None:
+        write_atomic(out / "pareto.svg", plot)
+        write_atomic(out / "pareto.png", png(figure))
+    write_atomic(out / "sweep.md", sweep_page.markdown(found).encode())
+    write_atomic(out / "sweep.html", sweep_page.html(found, plot).encode())
+    write_json(out / "sweep.json", {**found.to_dict(), "options": _shown(words), "redo": sorted(redo)})
+    return found
+
+
+def _print(found: "Standings") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from compress.report.sweep_page import cells
+
+    table = Table(box=box.SIMPLE)
+    shown = {0: "weights", 2: "bits per weight", 5: "perplexity", 6: "KL, nats", 9: "speed"}
+    table.add_column("recipe")
+    for header in shown.values():
+        table.add_column(header, justify="right")
+    table.add_column("")
+    for row in found.rows:
+        figures = cells(row)
+        remark = f"failed: {row.failed}" if row.failed else ""
+        if row.dominated_by:
+            remark = f"dominated by {', '.join(row.dominated_by)}"
+        table.add_row(row.recipe, *(figures[i] for i in shown), remark, style="dim" if row.dominated_by else None)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _shown(words: Sequence[str]) -> str:
+    """The words as one line, without the directories that they name outside of this one."""
+    from compress.report.assemble import scrub_command
+
+    here = f"{Path.cwd()}/"
+    # A list of recipes is several paths in one word.
+    parts = (",".join(scrub_command(shlex.quote(part)) for part in word.replace(here, "").split(",")) for word in words)
+    return " ".join(parts)
+
+
+def _without_paths(sentence: str) -> str:
+    """The sentence with only the last part of absolute paths."""
+    return re.sub(r"(?<![\w.])(?:/[^\s/:,;()]+)+/", "", sentence)
+
+
+if __name__ == "__main__":
+    app()

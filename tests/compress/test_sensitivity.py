@@ -1,0 +1,218 @@
+"""Damage of one layer at a time, and what is chosen by it."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UserError
+from compress.sensitivity import (
+    Candidate,
+    Sensitivity,
+    Unit,
+    allocate,
+    fused_units,
+    measure,
+    nearest,
+    output_error,
+    single_units,
+    stored_bytes,
+)
+from runtime.formats import int4, int8
+from runtime.formats import tensors as stored
+
+Tiny = Callable[..., Path]
+CANDIDATES = (Candidate(2, 32), Candidate(4, 64), Candidate(8, 0))
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def linears(model: Any) -> list[str]:
+    return [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
+
+
+def text(seed: int = 0) -> Tensor:
+    return torch.randint(1, 320, (3, 24), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mistral"])
+def test_damage_is_the_divergence_of_the_changed_model(tiny: Tiny, kind: str) -> None:
+    """Against doing it plainly: load, change one layer, run everything, compare all probabilities."""
+    path = tiny(kind)
+    model, tokens = load(path), text()
+    names = linears(model)
+    picked = [names[1], names[-1]]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    steps: list[tuple[int, int]] = []
+    found = measure(
+        model,
+        tokens,
+        single_units(picked),
+        CANDIDATES,
+        "model.layers",
+        progress=lambda stage, done, total: steps.append((done, total)),
+    )
+    assert steps == [(i, 6) for i in range(1, 7)] and found.tokens == tokens.numel()
+    for unit, (c, candidate) in itertools.product(found.units, enumerate(CANDIDATES)):
+        other = load(path)
+        layer = other.get_submodule(unit.name)
+        with torch.inference_mode():
+            reference = model(tokens).logits.double().log_softmax(-1)
+            layer.weight.data = nearest(unit.name, layer.weight.data, candidate)[0]
+            changed = other(tokens).logits.double().log_softmax(-1)
+        kl = float((reference.exp() * (reference - changed)).sum(-1).mean())
+        assert unit.damage[c] == pytest.approx(kl, rel=1e-4, abs=1e-10)
+        assert unit.stored_bits[c] == 8 * stored_bytes(*layer.weight.shape, candidate)
+    for unit in found.units:
+        assert unit.damage[0] > unit.damage[1] > unit.damage[2] > 0
+    # The model is what it was: weights, forwards, hooks.
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+def test_layers_that_change_together(tiny: Tiny) -> None:
+    model = load(tiny("llama"))
+    units = fused_units(linears(model))
+    assert list(units) == [
+        f"model.layers.{n}.{part}"
+        for n in (0, 1)
+        for part in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
+    ]
+    assert [name.rpartition(".")[2] for name in units["model.layers.1.self_attn.qkv"]] == ["q_proj", "k_proj", "v_proj"]
+    found = measure(model, text(), {"qkv": units["model.layers.1.self_attn.qkv"]}, CANDIDATES[:1], "model.layers")
+    alone = measure(model, text(), single_units(found.units[0].layers), CANDIDATES[:1], "model.layers")
+    assert found.units[0].stored_bits[0] == sum(unit.stored_bits[0] for unit in alone.units)
+    assert found.units[0].weights == sum(unit.weights for unit in alone.units)
+    assert found.units[0].damage[0] > max(unit.damage[0] for unit in alone.units)
+
+
+def test_all_experts_are_one_unit() -> None:
+    names = [f"model.layers.{b}.mlp.experts.{e}.{p}_proj" for b in range(2) for e in range(3) for p in ("gate", "down")]
+    assert fused_units(["model.layers.0.self_attn.o_proj", *names]) == {
+        "model.layers.0.self_attn.o_proj": ("model.layers.0.self_attn.o_proj",),
+        "experts": tuple(names),
+    }
+
+
+def test_a_rounding_of_one_s_own(tiny: Tiny) -> None:
+    """GPTQ and the like need the layer's name; weights that come back unchanged do no damage."""
+    model, asked = load(tiny("llama")), []
+
+    def exact(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
+        asked.append((name, candidate.bits))
+        return weight.clone(), 7
+
+    name = linears(model)[0]
+    found = measure(model, text(), single_units([name]), CANDIDATES[:2], "model.layers", rounding=exact)
+    assert asked == [(name, 2), (name, 4)]
+    assert found.units[0].damage == (0.0, 0.0) and found.units[0].stored_bits == (56, 56)
+
+
+def test_weights_that_are_not_finite(tiny: Tiny) -> None:
+    model = load(tiny("llama"))
+
+    def broken(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
+        return torch.full_like(weight, float("nan")), 0
+
+    name = linears(model)[0]
+    with pytest.raises(UserError, match=rf"{name}: expected finite logits after rounding it to 2 bits"):
+        measure(model, text(), single_units([name]), CANDIDATES, "model.layers", rounding=broken)
+    with torch.inference_mode():
+        assert torch.isfinite(model(text()).logits).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (5, 64), (7, 160)])
+def test_sizes_are_the_files(n: int, k: int) -> None:
+    weight = torch.randn(n, k)
+    packed = int8.pack(weight)
+    assert stored_bytes(n, k, Candidate(8, 0)) == stored.stored_bytes(int8.to_tensors(packed, "layer"))
+    for group in (32, 0):
+        packed = int4.pack(weight, group)
+        assert stored_bytes(n, k, Candidate(4, group)) == stored.stored_bytes(int4.to_tensors(packed, "layer"))
+
+
+def test_rounding_to_nearest_is_the_format_s() -> None:
+    weight = torch.randn(16, 96)
+    assert torch.equal(nearest("", weight, Candidate(4, 32))[0], int4.dequantize(int4.pack(weight, 32)))
+    errors = [float((nearest("", weight, Candidate(bits, 32))[0] - weight).norm()) for bits in (2, 3, 4, 8)]
+    assert errors == sorted(errors, reverse=True)
+    assert len(nearest("", weight, Candidate(2, 0))[0][0].unique()) <= 4
+    with pytest.raises(ValueError, match="groups of 64"):
+        nearest("", weight, Candidate(4, 64))
+
+
+def test_the_proxy_is_the_error_of_the_outputs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(500, 24, generator=generator) * torch.rand(24, generator=generator)
+    weight = torch.randn(12, 24, generator=generator)
+    rounded = nearest("", weight, Candidate(3, 0))[0]
+    hessian = x.T @ x / len(x)
+    expected = float((x @ (rounded - weight).T).square().sum() / (x @ weight.T).square().sum())
+    assert output_error(weight, rounded, hessian) == pytest.approx(expected, rel=1e-4)
+    assert output_error(weight, weight, hessian) == 0.0
+    assert output_error(torch.zeros(3, 24), torch.zeros(3, 24), hessian) == 0.0
+    assert output_error(torch.zeros(3, 24), torch.ones(3, 24), hessian) == float("inf")
+
+
+def made() -> Sensitivity:
+    """Two layers: rounding the first hurts more."""
+    units = (
+        Unit("a", ("a",), 100, (10.0, 1.0, 0.1), (200, 400, 800)),
+        Unit("b", ("b.q", "b.k"), 100, (0.5, 0.1, 0.01), (200, 400, 800)),
+    )
+    return Sensitivity((Candidate(2, 0), Candidate(4, 0), Candidate(8, 0)), units, 1)
+
+
+def test_bits_go_where_they_are_needed() -> None:
+    assert {n: c.bits for n, c in allocate(made(), bits_per_weight=5.0).items()} == {"a": 8, "b.q": 2, "b.k": 2}
+    assert {n: c.bits for n, c in allocate(made(), bits_per_weight=4.0).items()} == {"a": 4, "b.q": 4, "b.k": 4}
+    assert {n: c.bits for n, c in allocate(made(), bits_per_weight=8.0).items()} == {"a": 8, "b.q": 8, "b.k": 8}
+    assert {n: c.bits for n, c in allocate(made(), damage=2.0).items()} == {"a": 4, "b.q": 2, "b.k": 2}
+    assert {n: c.bits for n, c in allocate(made(), damage=100.0).items()} == {"a": 2, "b.q": 2, "b.k": 2}
+
+
+def test_budgets_out_of_reach() -> None:
+    with pytest.raises(UserError, match=r"bits_per_weight: expected at least 2\.000.*found 1\.9"):
+        allocate(made(), bits_per_weight=1.9)
+    with pytest.raises(UserError, match=r"damage: expected at least 0\.11.*found 0\.05"):
+        allocate(made(), damage=0.05)
+    with pytest.raises(ValueError, match="one budget"):
+        allocate(made())
+
+
+def test_damage_per_saved_bit() -> None:
+    assert made().units[0].per_saved_bit() == (10.0 / 1400, 1.0 / 1200, 0.1 / 800)
+    assert made().units[0].per_saved_bit(original_bits=8)[2] == float("inf")
+
+
+def test_mixed_bits_beat_uniform_ones_of_their_size(tiny: Tiny) -> None:
+    """On the whole model, all layers rounded at once: what the sum of single damages promises holds."""
+    model, tokens = load(tiny("llama")), text()
+    names = linears(model)
+    # As in real models, some layers matter more: here the last block's outputs are made loud.
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(8)
+    candidates = (Candidate(2, 32), Candidate(3, 32), Candidate(4, 32), Candidate(8, 0))
+    found = measure(model, tokens, single_units(names), candidates, "model.layers")
+    uniform = dict.fromkeys(names, Candidate(3, 32))
+    budget = sum(unit.stored_bits[1] for unit in found.units) / sum(unit.weights for unit in found.units)
+    mixed = allocate(found, bits_per_weight=budget)
+    assert len(set(mixed.values())) > 1
+
+    def damage(choice: dict[str, Candidate]) -> float:
+        def rounding(name: str, weight: Tensor, _: Candidate) -> tuple[Tensor, int]:
+            return nearest(name, weight, choice[name])
+
+        whole = measure(model, tokens, {"all": names}, candidates[:1], "model.layers", rounding=rounding)
+        assert whole.units[0].stored_bits[0] <= budget * whole.units[0].weights
+        return whole.units[0].damage[0]
+
+    assert damage(mixed) < 0.8 * damage(uniform)
