@@ -25,6 +25,7 @@ class Journal:
 
     parts     each part that is done, with its record: plain JSON data with `file`, `bytes` and `sha256`.
     inputs    the activations that go into the next block: `block`, `file`, `bytes`, `sha256` and `shape`.
+    scan      of depth pruning: each block's influence so far, and once all are known the blocks that go.
     finished  whether only moving the folder to its place is left.
     """
 
@@ -32,6 +33,7 @@ class Journal:
     fingerprint: dict[str, Any]
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, Any] | None = None
+    scan: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
 
     def commit(self, part: str, record: dict[str, Any], inputs: dict[str, Any] | None = None) -> None:
@@ -45,6 +47,11 @@ class Journal:
         self.inputs = inputs
         self._write()
 
+    def keep_scan(self, scan: dict[str, Any], inputs: dict[str, Any] | None) -> None:
+        """Notes how far the look at all blocks has come, and what goes into the next one that is looked at."""
+        self.scan, self.inputs = scan, inputs
+        self._write()
+
     def finish(self) -> None:
         """Notes that the folder is complete."""
         self.finished = True
@@ -55,6 +62,7 @@ class Journal:
             "fingerprint": self.fingerprint,
             "parts": self.parts,
             "inputs": self.inputs,
+            "scan": self.scan,
             "finished": self.finished,
         }
         content = _sealed(body)
@@ -82,7 +90,7 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
             f"{folder}: --resume needs what the run was started with, but {changed}: undo the change, or start again "
             "with --force"
         )
-    journal = Journal(folder, fingerprint, body["parts"], body["inputs"], body["finished"])
+    journal = Journal(folder, fingerprint, body["parts"], body["inputs"], body["scan"], body["finished"])
     if not journal.finished:
         for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
             _check_file(folder, str(record["file"]), record)
@@ -102,7 +110,7 @@ def _opened(path: Path) -> dict[str, Any]:
         data = json.loads(content)
         schema = data["schema"]
         body: dict[str, Any] = data["body"]
-        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "finished")]
+        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "scan", "finished")]
         whole = _sealed(body) == content and isinstance(fields[1], dict)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error

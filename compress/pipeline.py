@@ -157,7 +157,7 @@ def run(
                 work = replace(work, mapped=mapped)
             walked = walk(target.checkpoint, plan, work, journal, progress, note)
             progress("write", 0, 1)
-            _assemble(place.folder, target, draft, recipe, plan, journal, walked, options.shard_bytes)
+            _assemble(place.folder, target, draft, recipe, journal, walked, options.shard_bytes)
             names = {"model": target.name, "draft": None if draft is None else draft.name}
             about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
             manifest.write(place.folder, about)
@@ -171,12 +171,12 @@ def run(
                 model=place.folder / "model",
                 draft=None if draft is None else place.folder / "draft",
                 layers=walked.layers,
-                left_alone=plan.left_alone,
+                left_alone=walked.plan.left_alone,
                 calibration=_calibration(samples, corpus, windows, work, walked),
                 command=command or f"python -m compress.run --recipe {recipe.name}",
                 seed=options.seed,
                 versions=versions,
-                pruned=_pruned(recipe, work, target),
+                pruned=_pruned(recipe, walked),
             )
             report(facts, settings, progress)
         place.finish(journal)
@@ -240,10 +240,12 @@ def _work(target: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "W
     if is_plain(recipe):
         return None
     check_shared(model)
-    stages = make_stages(recipe, plan, str(target.checkpoint.config.get("model_type")))
+    skeleton = Skeleton(target.checkpoint, model)
+    stages = make_stages(recipe, plan, skeleton)
     wished = recipe.quantize.experts if recipe.quantize is not None else None
     few = FewTokens() if wished is None else FewTokens(wished.few, wished.least)
-    return make_work(Skeleton(target.checkpoint, model), plan, stages, windows.calibration, few)
+    depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
+    return make_work(skeleton, plan, stages, windows.calibration, few, depth)
 
 
 def _preflight(
@@ -268,7 +270,7 @@ def _preflight(
 
 def _samples(settings: ReportOptions, windows: "Windows", work: Work | None) -> dict[str, int]:
     """Windows asked for and used: rounding to nearest looks at no text, whatever was asked for."""
-    used = windows.calibration_used if work is not None and work.wants else 0
+    used = windows.calibration_used if work is not None and work.looks_at_text else 0
     return {"samples_requested": settings.samples, "samples_used": used}
 
 
@@ -276,19 +278,15 @@ def _calibration(
     samples: dict[str, int], corpus: "Corpus", windows: "Windows", work: Work | None, walked: Walked
 ) -> dict[str, Any]:
     """The report's section; empty where no text was looked at."""
-    if work is None or not work.wants:
+    if work is None or not work.looks_at_text:
         return {}
     experts = [asdict(expert) for expert in walked.experts]
     return {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
 
 
-def _pruned(recipe: Recipe, work: Work | None, target: Source) -> tuple[str, ...]:
-    """The linear layers of which single weights became zeros, as the checkpoint calls them."""
-    if work is None or not any(stage.share is None for stage in recipe.prunes):
-        return ()
-    shapes = target.shapes()
-    names = [name for block in work.bare.values() for name in block.names.values()]
-    return tuple(name for name in names if f"{name}.weight" in shapes)
+def _pruned(recipe: Recipe, walked: Walked) -> tuple[str, ...]:
+    """The linear layers of which single weights became zeros, as the artifact calls them."""
+    return walked.linears if any(stage.share is None for stage in recipe.prunes) else ()
 
 
 def _digest(windows: "Windows") -> str:
@@ -317,7 +315,6 @@ def _assemble(
     target: Source,
     draft: Source | None,
     recipe: Recipe,
-    plan: Plan,
     journal: Journal,
     walked: Walked,
     shard_bytes: int,
@@ -329,6 +326,7 @@ def _assemble(
             shutil.rmtree(folder / name)
     model = folder / "model"
     model.mkdir()
+    plan = walked.plan
     shards.join([folder / journal.parts[part]["file"] for part, _ in plan.parts], model, shard_bytes)
     quantization = huggingface.quantization_config(plan, target.checkpoint.config)
     huggingface.write_config(target.path, model, quantization, walked.config)

@@ -45,15 +45,20 @@ class Plan:
     """Everything that a run does to a checkpoint's tensors.
 
     layers      by tensor name.
-    left_alone  what stays and why, one entry per kind of tensor.
+    left        tensors that stay, each with why.
     skipped     linear layers that stay, as transformers calls them: quantised loaders must be told.
     parts       (name, tensor names): the units of loading, writing and resuming, in order.
     """
 
     layers: dict[str, Layer]
-    left_alone: tuple[LeftAlone, ...]
+    left: tuple[tuple[str, str], ...]
     skipped: tuple[str, ...]
     parts: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        """What stays and why, one entry per kind of tensor."""
+        return _grouped(self.left)
 
 
 def make_plan(
@@ -85,7 +90,7 @@ def make_plan(
     ]
     packed = {layer.module for layer in planner.layers.values()}
     skipped = [p.module for p in model.parameters.values() if p.is_linear and p.module not in packed]
-    return Plan(planner.layers, _grouped(planner.left), tuple(skipped), _parts(planner.kept, model))
+    return Plan(planner.layers, tuple(planner.left), tuple(skipped), _parts(planner.kept, model))
 
 
 @dataclass

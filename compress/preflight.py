@@ -94,13 +94,14 @@ def forecast(
         factor = max((_hessian_bytes(work, number) for number in work.wants), default=0)
         memory = widest * (_FLOAT + 1) + max(kept, default=0) + moments
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
-        if work.wants:
+        if work.looks_at_text:
             windows, length = work.tokens.shape
             width = _hidden_size(work)
             held = windows * length * width * _FLOAT
             memory += _window_bytes(work, length)
             # Once for the statistics and once for the next block's inputs.
-            flops = 2 * 2.0 * sum(blocks) * windows * length + _algorithm_flops(work)
+            passes = (2 if work.wants else 0) + (1 if work.depth is not None else 0)
+            flops = passes * 2.0 * sum(blocks) * windows * length + _algorithm_flops(work)
     total = sum(stored.values())
     disk = 2 * total + copied + 2 * held
     moved = sum(numbers[name] * itemsize[name] for name in shapes) + 3 * total + 2 * held * max(len(plan.parts), 1)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _TITLES = {
     "check": "Checking",
+    "scan": "Looking at blocks",
     "quantize": "Working on weights",
     "write": "Writing the model",
     "load": "Reading it back",

@@ -15,8 +15,11 @@ from compress.activations import Inputs
 from compress.block import Block, BlockStage, Statistics
 from compress.errors import UserError
 from compress.plan import Layer, Plan
+from compress.prune_stages import MaskPrune, width_prune
 from compress.quantize import rtn
-from compress.recipe import Prune, Quantize, Recipe, Smooth
+from compress.recipe import Quantize, Recipe, Smooth
+from compress.skeleton import Skeleton
+from compress.stage_statistics import absmax_of, absmean_of, hessian_of, rows_of
 
 if TYPE_CHECKING:
     from calib.moments import Moments, Wants
@@ -27,13 +30,25 @@ if TYPE_CHECKING:
 SEARCH_ROWS = 512
 
 
-def make_stages(recipe: Recipe, plan: Plan, model_type: str) -> list[BlockStage]:
-    """The recipe's stages on blocks, in order; depth pruning, which takes whole blocks, is not among them."""
+def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockStage]:
+    """The recipe's stages on blocks, in order; depth pruning, which takes whole blocks, is not among them.
+
+    Raises UserError for what a stage cannot do with this model.
+    """
+    model_type = str(skeleton.checkpoint.config.get("model_type"))
     layers = {layer.prefix: layer for layer in plan.layers.values()}
     made: list[BlockStage] = []
     for stage in recipe.stages:
-        if stage.prune is not None and stage.prune.method not in ("width", "depth"):
-            made.append(MaskPrune(stage.prune))
+        if stage.prune is not None and stage.prune.method == "width":
+            if len(recipe.stages) > 1:
+                raise UserError(
+                    f"recipe {recipe.name}: width pruning changes sizes that other stages count on: make two runs, the "
+                    "second of the first one's model/"
+                )
+            made.append(width_prune(skeleton, plan, stage.prune))
+        elif stage.prune is not None:
+            # Depth pruning is the walk's: it takes blocks before any stage sees them.
+            made += [MaskPrune(stage.prune)] if stage.prune.method != "depth" else []
         elif stage.smooth is not None:
             made.append(SmoothRanges(stage.smooth, layers, model_type))
         elif stage.quantize is not None:
@@ -98,7 +113,7 @@ class Gptq:
                 continue
             found = gptq.quantize(
                 block.linears[path].weight.detach(),
-                _hessian(statistics, path),
+                hessian_of(statistics, path),
                 _grid(layer),
                 block.dtypes[path],
                 order=bool(self.stage.order),
@@ -131,7 +146,7 @@ class AwqScale:
             if linears:
                 first = statistics[linears[0]]
                 weights = [block.linears[path].weight.detach() for path in linears]
-                rows, mean = _rows(first), folding.share(fold, _absmean(first))
+                rows, mean = rows_of(first), folding.share(fold, absmean_of(first))
                 grid, dtype = _grid(known[linears[0]]), block.dtypes[linears[0]]
                 factor = folding.share(fold, awq.search_scale(weights, rows, mean, grid, dtype))
                 fold_in(block, fold, factor, statistics, dtype)
@@ -154,7 +169,7 @@ class AwqRound:
         for path, layer in chosen(block, self.layers):
             if path not in block.starved:
                 linear, grid = block.linears[path], _grid(layer)
-                bounds = awq.search_clip(linear.weight.detach(), _rows(statistics[path]), grid, block.dtypes[path])
+                bounds = awq.search_clip(linear.weight.detach(), rows_of(statistics[path]), grid, block.dtypes[path])
                 spread = bounds.repeat_interleave(linear.in_features // bounds.shape[1], dim=1)
                 clipped = torch.minimum(torch.maximum(linear.weight.detach(), -spread), spread)
                 linear.weight = nn.Parameter(clipped, requires_grad=False)
@@ -184,51 +199,12 @@ class SmoothRanges:
         for fold in folding.folds(block.module, self.model_type):
             linears = [path for path in fold.linears if path in statistics]
             if linears:
-                inputs_max = folding.share(fold, _absmax(statistics[linears[0]]), "max")
+                inputs_max = folding.share(fold, absmax_of(statistics[linears[0]]), "max")
                 weights = torch.stack([block.linears[path].weight.detach().abs().amax(0) for path in linears])
                 weights_max = folding.share(fold, weights.amax(0), "max")
                 factor = smoothquant.factors(inputs_max, weights_max, float(self.stage.alpha))
                 fold_in(block, fold, factor, statistics, block.dtypes[linears[0]])
         return block
-
-
-@dataclass(frozen=True)
-class MaskPrune:
-    """Single weights become zeros: the smallest (magnitude), the least felt (Wanda), with the others mending it
-    (SparseGPT)."""
-
-    stage: Prune
-
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        if self.stage.method == "magnitude":
-            return {}
-        from calib.moments import Wants
-
-        want = Wants(norms=True) if self.stage.method == "wanda" else Wants(hessian=True)
-        return dict.fromkeys(block.linears, want)
-
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        for path, linear in block.linears.items():
-            weight = self._pruned(linear.weight.detach(), statistics, path, path in block.starved)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-        return block
-
-    def _pruned(self, weight: Tensor, statistics: Statistics, path: str, starved: bool) -> Tensor:
-        sparsity = _sparsity(self.stage)
-        if self.stage.method == "magnitude" or starved:
-            from compress.prune import magnitude
-
-            return weight * magnitude.mask(weight, sparsity)
-        if self.stage.method == "wanda":
-            from compress.prune import wanda
-
-            norms = statistics[path].norms
-            if norms is None:
-                raise ValueError(f"{path}: no norms were collected")
-            return weight * wanda.mask(weight, norms, sparsity)
-        from compress.prune import sparsegpt
-
-        return sparsegpt.prune(weight, _hessian(statistics, path), sparsity).weight
 
 
 def chosen(block: Block, layers: Mapping[str, Layer]) -> Iterator[tuple[str, Layer]]:
@@ -271,37 +247,3 @@ def _grid(layer: Layer) -> "Grid":
     from compress.quantize.grid import Grid
 
     return Grid(rtn.BITS[layer.scheme], layer.group_size, layer.symmetric)
-
-
-def _sparsity(stage: Prune) -> float | tuple[int, int]:
-    """The share that becomes zero, or (kept, of)."""
-    if stage.pattern is None:
-        assert stage.sparsity is not None
-        return stage.sparsity
-    kept, _, of = stage.pattern.partition(":")
-    return int(kept), int(of)
-
-
-def _hessian(statistics: Statistics, path: str) -> Tensor:
-    found = statistics[path].hessian
-    if found is None:
-        raise ValueError(f"{path}: no Hessian was collected")
-    return found
-
-
-def _rows(moments: "Moments") -> Tensor:
-    if moments.rows is None:
-        raise ValueError("no input rows were collected")
-    return moments.rows
-
-
-def _absmean(moments: "Moments") -> Tensor:
-    if moments.absmean is None:
-        raise ValueError("no ranges were collected")
-    return moments.absmean
-
-
-def _absmax(moments: "Moments") -> Tensor:
-    if moments.absmax is None:
-        raise ValueError("no ranges were collected")
-    return moments.absmax

@@ -38,6 +38,7 @@ class Spy:
         self.statistics: list[dict[str, Moments]] = []
         self.inputs: list[Tensor] = []
         self.blocks: list[Block] = []
+        self.tokens = torch.empty(0)
 
     def wants(self, block: Block) -> Mapping[str, Wants]:
         return dict.fromkeys(block.linears, self.wanted)
@@ -79,7 +80,13 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Stands before the recipe's own stages."""
-    found, make = Spy(), stages.make_stages
+    found, make, work = Spy(), stages.make_stages, pipeline.make_work
+
+    def kept(*given: Any) -> Any:
+        found.tokens = given[3]
+        return work(*given)
+
+    monkeypatch.setattr(pipeline, "make_work", kept)
     monkeypatch.setattr(pipeline, "make_stages", lambda *given: [found, *make(*given)])
     return found
 
@@ -107,22 +114,12 @@ def digest(out: Path) -> bytes:
     return (out / manifest.NAME).read_bytes()
 
 
-def test_a_block_reads_what_the_compressed_blocks_before_it_give(
-    tiny: Tiny, go: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens: list[Tensor] = []
-    make = pipeline.make_work
-
-    def kept(*given: Any) -> Any:
-        tokens.append(given[3])
-        return make(*given)
-
-    monkeypatch.setattr(pipeline, "make_work", kept)
+def test_a_block_reads_what_the_compressed_blocks_before_it_give(tiny: Tiny, go: Any, spy: Spy) -> None:
     out, facts = go(tiny("mistral"), WANDA, ROUND)
     assert len(facts.layers) == 14
-    torch.testing.assert_close(spy.inputs[0], hidden(tiny("mistral"), tokens[0], 0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(spy.inputs[1], hidden(out / "model", tokens[0], 1), rtol=1e-3, atol=1e-3)
-    far = (spy.inputs[1] - hidden(tiny("mistral"), tokens[0], 1)).norm() / spy.inputs[1].norm()
+    torch.testing.assert_close(spy.inputs[0], hidden(tiny("mistral"), spy.tokens, 0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(spy.inputs[1], hidden(out / "model", spy.tokens, 1), rtol=1e-3, atol=1e-3)
+    far = (spy.inputs[1] - hidden(tiny("mistral"), spy.tokens, 1)).norm() / spy.inputs[1].norm()
     assert far > 0.05
 
 
@@ -407,9 +404,10 @@ def test_resume_refuses_other_text_and_other_weights(
 
 
 def test_what_is_not_wired_yet_is_said_before_the_work(tiny: Tiny, go: Any, tmp_path: Path) -> None:
-    for wanted in ({"prune": {"method": "depth", "share": 0.5}}, {"quantize": {"scheme": "int8-static"}}):
-        with pytest.raises(UserError, match="not wired"):
-            go(tiny("llama"), wanted)
+    with pytest.raises(UserError, match="not wired"):
+        go(tiny("llama"), {"quantize": {"scheme": "int8-static"}})
+    with pytest.raises(UserError, match="make two runs"):
+        go(tiny("llama"), {"prune": {"method": "width", "share": 0.25}}, ROUND)
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -418,3 +416,91 @@ def test_modules_that_are_not_linear_are_not_touched(tiny: Tiny, go: Any, spy: S
     router = "mlp.gate"
     assert router not in spy.blocks[0].linears
     assert all(isinstance(linear, nn.Linear) for linear in spy.blocks[0].linears.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3"])
+def test_width_gives_a_smaller_model_that_loads(tiny: Tiny, go: Any, spy: Spy, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from compress.artifact import Artifact
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = tiny(kind, **sizes, **({"head_dim": 16} if kind != "phi3" else {}))
+    out, facts = go(model, {"prune": {"method": "width", "share": 0.25}})
+    before, after = open_checkpoint(model), open_checkpoint(out / "model")
+    assert facts.pruned == ()
+
+    def blocks(checkpoint: Any) -> int:
+        return sum(checkpoint.tensor(name).numel() for name in checkpoint.names() if ".layers." in name)
+
+    assert blocks(after) <= 0.75 * blocks(before)
+    assert after.config["intermediate_size"] < 512 and after.config["hidden_size"] == 128
+    tokens = torch.tensor([[5, 99, 14, 300, 7, 123, 200, 31]])
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    assert torch.isfinite(loaded(tokens).logits).all()
+    # The second block was given what the narrow first one gives.
+    states = hidden(out / "model", spy.tokens, 1)
+    torch.testing.assert_close(spy.inputs[1], states, rtol=1e-3, atol=1e-3)
+    Artifact(out).verify()
+
+
+def least_influential(model: Path, tokens: Tensor, blocks: int) -> int:
+    from compress.prune.depth import influence
+
+    states = [hidden(model, tokens, block) for block in range(blocks)]
+    # The last state is normed, so the last block is asked for what it gives.
+    found = [influence([(states[i], states[i + 1])]) for i in range(blocks - 1)]
+    return min(range(blocks - 1), key=found.__getitem__)
+
+
+def test_depth_takes_whole_blocks_and_renumbers_the_rest(tiny: Tiny, go: Any, spy: Spy, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def quieten(tensors: dict[str, Tensor]) -> None:
+        # Block 1 hardly changes anything, so it is the one to go.
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.1.{name}.weight"] *= 0.01
+
+    model = changed(tiny("llama", num_hidden_layers=4), tmp_path, quieten)
+    lines: list[str] = []
+    out, facts = go(model, {"prune": {"method": "depth", "share": 0.25}}, ROUND, note=lines.append)
+    assert least_influential(model, spy.tokens, 4) == 1
+    assert "blocks 2 of 4 go: least influence" in lines
+    stored = open_checkpoint(out / "model")
+    assert stored.config["num_hidden_layers"] == 3
+    assert {name.split(".")[2] for name in stored.names() if ".layers." in name} == {"0", "1", "2"}
+    assert {layer.name.split(".")[2] for layer in facts.layers} == {"0", "1", "2"} and len(facts.layers) == 21
+    assert "model.layers.*.input_layernorm.weight (3)" in {entry.layer for entry in facts.left_alone}
+    # The second block that stays is given what the first one gives.
+    torch.testing.assert_close(spy.inputs[1], hidden(out / "model", spy.tokens, 1), rtol=1e-3, atol=1e-3)
+    original = open_checkpoint(model).tensor("model.layers.2.input_layernorm.weight")
+    assert torch.equal(stored.tensor("model.layers.1.input_layernorm.weight"), original)
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    assert torch.isfinite(loaded(torch.tensor([[5, 99, 14, 300]])).logits).all()
+
+
+def test_depth_resumes_in_its_look_at_the_blocks(
+    tiny: Tiny, go: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress import walk
+
+    depth = {"prune": {"method": "depth", "share": 0.25}}
+    model = tiny("llama", num_hidden_layers=4)
+    straight, _ = go(model, depth, WANDA, out="straight")
+    influence, calls = walk.influence, list[int]()
+
+    def cut(pairs: Any) -> float:
+        calls.append(1)
+        if len(calls) == 8:
+            raise RuntimeError("power cut")
+        return influence(pairs)
+
+    monkeypatch.setattr(walk, "influence", cut)
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(model, depth, WANDA)
+    assert (tmp_path / "out.partial" / "inputs-00002.bin").is_file()
+    calls[:] = [1] * 8
+    go(model, depth, WANDA, resume=True)
+    # Three windows of each of the two blocks that were not looked at yet.
+    assert len(calls) == 8 + 6
+    assert digest(tmp_path / "out") == digest(straight)
