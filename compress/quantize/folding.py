@@ -1,0 +1,196 @@
+"""Where a factor per channel can be moved from a layer's inputs into the module before it, without changing the block.
+
+A linear layer fed by a module whose output is multiplied channel by channel (a norm's weight, the rows of another
+linear layer) computes the same from inputs divided by s and weights multiplied by s. AWQ and SmoothQuant choose s;
+this file knows which modules of a decoder layer allow it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UserError
+
+# A norm multiplies by its weight plus this.
+NORM_OFFSET = {
+    "llama": 0.0,
+    "mistral": 0.0,
+    "qwen2": 0.0,
+    "qwen3": 0.0,
+    "phi3": 0.0,
+    "mixtral": 0.0,
+    "qwen2_moe": 0.0,
+    "qwen3_moe": 0.0,
+    "gemma": 1.0,
+    "gemma2": 1.0,
+    "gemma3_text": 1.0,
+}
+_ATTENTION_READERS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+_MLP_READERS = ("gate_proj", "up_proj", "gate_up_proj")
+# They decide where a token goes; they read what the experts read.
+_ROUTERS = ("gate", "shared_expert_gate")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A factor per input channel of `linears` that `previous` can be divided by.
+
+    Names are paths inside the decoder layer.
+    previous  a norm, or a linear layer whose outputs from number `start` on are the channels.
+    linears   the linear layers that read them; they are to be multiplied.
+    others    parameters (last dimension: the channels) that read them too and are multiplied, but not judged: routers,
+              experts that are still fused.
+    parent    the module whose output shows what an error in `linears` does.
+    offset    of a norm: it multiplies by its weight plus this.
+    sharing   query heads that read one key/value head: their channels, `head_dim` a head, must share factors.
+    """
+
+    previous: str
+    linears: tuple[str, ...]
+    parent: str
+    others: tuple[str, ...] = ()
+    offset: float = 0.0
+    start: int = 0
+    sharing: int = 1
+    head_dim: int = 0
+
+
+def folds(layer: nn.Module, model_type: str) -> list[Fold]:
+    """The folds of one transformers decoder layer, in the order of the data: attention, its output, MLP, its output.
+
+    Attention: norm → q, k, v; v → o, where query heads that share a value head share factors. MLP: norm → gate, up (of
+    all experts, and routers with them); up → down (of each expert).
+    Raises UserError for a family whose data flow this file does not know, and ValueError for a module in the layer that
+    it did not expect: something else might read what would be divided.
+    """
+    if model_type not in NORM_OFFSET:
+        raise UserError(
+            f"scales cannot be folded into a {model_type} layer: its structure is not known (known:"
+            f" {', '.join(NORM_OFFSET)}); use gptq or rtn for this model"
+        )
+    offset = NORM_OFFSET[model_type]
+    linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    readers = _reading(linears, "self_attn.", _ATTENTION_READERS, ("o_proj",))
+    found = [Fold("input_layernorm", readers, "self_attn", offset=offset)]
+    found.append(_attention_output(layer, linears))
+    # Gemma 2 and 3 norm the attention's output as well, and call the MLP's norm by another name.
+    before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else None
+    readers = _reading(linears, "mlp.", _MLP_READERS, ("down_proj", *_ROUTERS))
+    others = _mlp_parameters(layer)
+    if readers:
+        found.append(Fold(before_mlp or "post_attention_layernorm", readers, "mlp", others, offset))
+    found += [_mlp_output(linears, name) for name in linears if name.startswith("mlp.") and _last(name) == "down_proj"]
+    return found
+
+
+def apply(layer: nn.Module, fold: Fold, factor: Tensor) -> None:
+    """Divides the fold's channels by `factor` (K,) where they are made and multiplies whatever reads them, in place.
+
+    Raises ValueError for a factor that is not positive and finite, or that differs where heads must share it.
+    """
+    if factor.dim() != 1 or not bool((torch.isfinite(factor) & (factor > 0)).all()):
+        raise ValueError(f"{fold.previous}: factors must be one positive finite number a channel")
+    own = _own(fold, factor)
+    if not torch.equal(spread(fold, own), factor):
+        raise ValueError(f"{fold.previous}: {fold.sharing} query heads read one value head, so they share factors")
+    with torch.no_grad():
+        previous = layer.get_submodule(fold.previous)
+        if isinstance(previous, nn.Linear):
+            rows = slice(fold.start, fold.start + len(own))
+            previous.weight[rows].div_(own.unsqueeze(1))
+            if previous.bias is not None:
+                previous.bias[rows].div_(own)
+        else:
+            weight = layer.get_parameter(f"{fold.previous}.weight")
+            weight.copy_((weight + fold.offset) / own - fold.offset)
+        for name in fold.linears:
+            layer.get_parameter(f"{name}.weight").mul_(factor)
+        for name in fold.others:
+            layer.get_parameter(name).mul_(factor)
+
+
+def storable(layer: nn.Module, fold: Fold, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor (K,) closest to `factor` that leaves a norm's weight exact in the file's `dtype`.
+
+    The weights are multiplied by what the norm was really divided by: then nothing is lost where the norm is written. A
+    factor into a linear layer is returned as it is: that layer's rows are rounded to codes anyway.
+    """
+    previous = layer.get_submodule(fold.previous)
+    if isinstance(previous, nn.Linear):
+        return factor
+    weight = layer.get_parameter(f"{fold.previous}.weight").detach().float() + fold.offset
+    stored = (weight / factor - fold.offset).to(dtype).float() + fold.offset
+    ratio = weight / stored
+    # A channel that the norm makes 0, or that rounding would make 0 or turn over, stays as it is.
+    return torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
+
+
+def share(fold: Fold, statistic: Tensor, by: Literal["mean", "max"] = "mean") -> Tensor:
+    """(K,) the statistic of the channels with the same value for those that must share a factor."""
+    if fold.sharing == 1:
+        return statistic
+    heads = statistic.view(-1, fold.sharing, fold.head_dim)
+    return spread(fold, (heads.mean(dim=1) if by == "mean" else heads.amax(dim=1)).flatten())
+
+
+def spread(fold: Fold, own: Tensor) -> Tensor:
+    """(K,) from one value for each output of `previous` (K / sharing,)."""
+    if fold.sharing == 1:
+        return own
+    heads = own.view(-1, 1, fold.head_dim)
+    return heads.expand(-1, fold.sharing, -1).flatten()
+
+
+def _own(fold: Fold, factor: Tensor) -> Tensor:
+    return factor if fold.sharing == 1 else factor.view(-1, fold.sharing, fold.head_dim)[:, 0].flatten()
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _reading(
+    linears: dict[str, nn.Linear], prefix: str, readers: tuple[str, ...], known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The linear layers below `prefix` that read its input. Raises ValueError for one that is in neither list."""
+    inside = [name for name in linears if name.startswith(prefix)]
+    for name in inside:
+        if _last(name) not in (*readers, *known):
+            raise ValueError(f"{name}: not a linear layer that this family is known to have, so nothing is folded")
+    return tuple(name for name in inside if _last(name) in readers)
+
+
+def _mlp_parameters(layer: nn.Module) -> tuple[str, ...]:
+    """The MLP's parameters that read the norm and are no linear layers to judge: routers and fused experts."""
+    found = []
+    for name, _ in layer.get_submodule("mlp").named_parameters():
+        owner, _, last = name.rpartition(".")
+        if last == "gate_up_proj" or (last == "weight" and owner in _ROUTERS):
+            found.append(f"mlp.{name}")
+    return tuple(found)
+
+
+def _attention_output(layer: nn.Module, linears: dict[str, nn.Linear]) -> Fold:
+    """v → o: a head's output is a mean of its value head's rows, whatever the scores are."""
+    channels = linears["self_attn.o_proj"].in_features
+    fused = linears.get("self_attn.qkv_proj")
+    values = (fused.out_features - channels) // 2 if fused is not None else linears["self_attn.v_proj"].out_features
+    return Fold(
+        "self_attn.v_proj" if fused is None else "self_attn.qkv_proj",
+        ("self_attn.o_proj",),
+        "self_attn.o_proj",
+        start=0 if fused is None else fused.out_features - values,
+        sharing=channels // values,
+        head_dim=int(layer.get_submodule("self_attn").head_dim),  # type: ignore[arg-type]
+    )
+
+
+def _mlp_output(linears: dict[str, nn.Linear], down: str) -> Fold:
+    """up → down: activation(gate) · up is linear in up."""
+    stem = down.removesuffix("down_proj")
+    if f"{stem}up_proj" in linears:
+        return Fold(f"{stem}up_proj", (down,), down)
+    # Fused: the gate's rows come first.
+    return Fold(f"{stem}gate_up_proj", (down,), down, start=linears[f"{stem}gate_up_proj"].out_features // 2)

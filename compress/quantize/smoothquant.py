@@ -1,0 +1,111 @@
+"""SmoothQuant (Xiao et al., 2211.10438): outlier channels move from the activations into the weights, for W8A8."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.quantize.static import input_scale, round_tensor, round_tokens
+from runtime.formats import int8
+
+ALPHAS = tuple(step / 20 for step in range(21))
+# Rows of a layer that judge an α, evenly spaced.
+JUDGES = 1024
+# How far a factor may go: what it moves must stay well inside a 16-bit float.
+_LEAST, _MOST = 1e-4, 1e4
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """`factor` (K,) float32 and the α that gave it; the judged error with it, and with no factor at all (α None)."""
+
+    factor: Tensor
+    alpha: float | None
+    error: float
+    plain: float
+
+
+def factors(absmax_x: Tensor, absmax_w: Tensor, alpha: float) -> Tensor:
+    """(K,) float32 s = max|x|^α / max|w|^(1 − α): inputs are divided by it, weights multiplied.
+
+    absmax_x  (K,) largest |x| of each channel; absmax_w (K,) largest |w| of each over all layers that read it.
+    alpha     0 leaves all of the difficulty to the activations, 1 gives it all to the weights.
+    A channel that is 0 on either side keeps the factor 1. Raises ValueError for statistics that are not finite and for
+    an α outside 0..1.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must lie in 0..1, found {alpha}")
+    if absmax_x.shape != absmax_w.shape or absmax_x.dim() != 1:
+        raise ValueError(f"one range a channel on both sides, found {list(absmax_x.shape)}, {list(absmax_w.shape)}")
+    if not bool((torch.isfinite(absmax_x) & torch.isfinite(absmax_w)).all()):
+        raise ValueError("channel ranges must be finite, found NaN or infinity")
+    live = (absmax_x > 0) & (absmax_w > 0)
+    x, w = torch.where(live, absmax_x.float(), 1.0), torch.where(live, absmax_w.float(), 1.0)
+    return torch.where(live, (alpha * x.log() - (1 - alpha) * w.log()).exp().clamp(_LEAST, _MOST), 1.0)
+
+
+def weight_absmax(weights: Sequence[Tensor]) -> Tensor:
+    """(K,) largest |w| of each input channel over all layers that read it."""
+    return torch.stack([weight.abs().amax(dim=0) for weight in weights]).amax(dim=0).float()
+
+
+def search_alpha(
+    weights: Sequence[Tensor],
+    rows: Tensor,
+    absmax_x: Tensor,
+    activation: Literal["int8-token", "int8-tensor"],
+    dtype: torch.dtype,
+    *,
+    tie: Callable[[Tensor], Tensor] | None = None,
+    alphas: Sequence[float] = ALPHAS,
+    judges: int = JUDGES,
+) -> Smoothing:
+    """The α whose W8A8 outputs are nearest to the float ones; no smoothing at all where that is best.
+
+    The error is Σ over layers of ‖X̂ Ŵᵀ − X Wᵀ‖² / ‖X Wᵀ‖²: a layer with large outputs does not drown the others.
+    weights     (N, K) float32 each: all layers that read the channels and are to be rounded.
+    rows        (T, K) float32: inputs as calibration saw them.
+    absmax_x    (K,): largest |x| per channel over all of the calibration text, of which `rows` are a part.
+    activation  "int8-token", or "int8-tensor": static, the range being the largest channel's.
+    dtype       what the weights' scales are stored in.
+    tie         makes channels that must share a factor equal (`folding.share` by "max").
+    judges      at most so many outputs of each layer, evenly spaced, judge.
+    """
+    if rows.dim() != 2 or not len(rows) or not bool(torch.isfinite(rows).all()):
+        raise ValueError("smoothing is judged on finite input rows, found none or NaN or infinity among them")
+    tie = tie or (lambda statistic: statistic)
+    range_x, range_w = tie(absmax_x), tie(weight_absmax(weights))
+    kept = [weight[_evenly(len(weight), judges)] for weight in weights]
+    exact = [rows @ weight.T for weight in kept]
+
+    def loss(factor: Tensor) -> float:
+        smooth = rows / factor
+        if activation == "int8-tensor":
+            rounded = round_tensor(smooth, input_scale((absmax_x / factor).max()))
+        else:
+            rounded = round_tokens(smooth)
+        total = 0.0
+        for weight, y in zip(kept, exact, strict=True):
+            packed = int8.pack(weight * factor, scale_dtype=dtype)
+            error = torch.linalg.vector_norm(rounded @ int8.dequantize(packed).T - y, dtype=torch.float64)
+            norm = torch.linalg.vector_norm(y, dtype=torch.float64)
+            total += float((error / norm) ** 2) if norm > 0 else 0.0
+        return total
+
+    best = torch.ones_like(range_x, dtype=torch.float32)
+    plain = error = loss(best)
+    alpha = None
+    for tried in alphas:
+        factor = factors(range_x, range_w, tried)
+        judged = loss(factor)
+        if judged < error:
+            best, alpha, error = factor, tried, judged
+    return Smoothing(best, alpha, error, plain)
+
+
+def _evenly(n: int, most: int) -> Tensor:
+    """At most `most` of the numbers 0..n − 1, evenly spaced."""
+    count = min(n, most)
+    return torch.arange(count) * n // count
