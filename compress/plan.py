@@ -258,8 +258,8 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
     """
     if stage.scheme == "nf4":
         return "an expert: bitsandbytes leaves fused experts alone"
-    if stage.symmetric is False or stage.order:
-        return "an expert: transformers reads fused experts only with symmetric ranges and in input order"
+    if stage.symmetric is False or stage.scheme == "int8-static":
+        return "an expert: transformers reads fused experts only with symmetric ranges and without static inputs"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}
     groups = {row: _group(row, stage) for row in inputs}
     sizes = {group for group in groups.values() if isinstance(group, int)}

@@ -4,12 +4,13 @@ The algorithms are free functions over tensors in rooms of their own, imported w
 to nearest loads none of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.activations import Inputs
 from compress.block import Block, BlockStage, Statistics
@@ -18,8 +19,10 @@ from compress.plan import Layer, Plan
 from compress.prune_stages import MaskPrune, width_prune
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
+from compress.recipe_stages import DAMPING
 from compress.skeleton import Skeleton
 from compress.stage_statistics import absmax_of, absmean_of, hessian_of, rows_of
+from runtime.formats.tensors import stored_scale_dtype
 
 if TYPE_CHECKING:
     from calib.moments import Moments, Wants
@@ -69,12 +72,12 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
     if stage.method == "gptq":
         return [Gptq(stage, layers)]
     if stage.method == "awq":
-        return [AwqScale(stage, layers, model_type), AwqRound(stage, layers)]
-    if stage.method == "rtn" and stage.scheme != "int8-static":
+        return [AwqScale(layers, model_type), AwqRound(layers)]
+    if stage.method == "rtn" and stage.scheme == "int8-static":
+        return [StaticRanges(layers)]
+    if stage.method == "rtn":
         return [RoundToNearest(layers)]
-    raise UserError(
-        f"quantize: method {stage.method} with scheme {stage.scheme} is not wired into the walk yet: use another recipe"
-    )
+    raise UserError(f"quantize: method {stage.method} is not wired into the walk yet: use another recipe")
 
 
 @dataclass(frozen=True)
@@ -107,22 +110,27 @@ class Gptq:
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         from compress.quantize import gptq
 
-        for path, layer in chosen(block, self.layers):
-            if path in block.starved:
-                round_to_nearest(block, path, layer)
-                continue
-            found = gptq.quantize(
-                block.linears[path].weight.detach(),
-                hessian_of(statistics, path),
-                _grid(layer),
-                block.dtypes[path],
-                order=bool(self.stage.order),
-                damping=self.stage.damping or 0.01,
-                search=bool(self.stage.search),
-            )
-            # A Hessian is as large as four weights: the last layer that reads it lets it go.
-            del statistics[path]
-            block.pack(path, found.packed, layer.scheme, output_error=found.error, damping=found.damping)
+        known = dict(chosen(block, self.layers))
+        for path in known.keys() & block.starved:
+            round_to_nearest(block, path, known[path])
+        for paths in sharing([path for path in known if path not in block.starved], statistics):
+            # Layers that read one input may still differ in grid or type; each kind goes through by itself.
+            kinds = {path: (grid_of(known[path]), scale_dtype(block, path)) for path in paths}
+            for kind in dict.fromkeys(kinds.values()):
+                same = [path for path in paths if kinds[path] == kind]
+                rounded = gptq.quantize_together(
+                    [block.linears[path].weight.detach() for path in same],
+                    hessian_of(statistics, paths[0]),
+                    *kind,
+                    order=bool(self.stage.order),
+                    damping=self.stage.damping or DAMPING,
+                    search=bool(self.stage.search),
+                )
+                for path, found in zip(same, rounded, strict=True):
+                    block.pack(path, found.packed, known[path].scheme, found.error, found.damping)
+            # A Hessian is as large as the largest weights: the last layers that read it let it go.
+            for path in paths:
+                del statistics[path]
         return block
 
 
@@ -130,26 +138,34 @@ class Gptq:
 class AwqScale:
     """Moves the range of important input channels into the weights, where that is exact (AWQ's scale search)."""
 
-    stage: Quantize
     layers: Mapping[str, Layer]
     model_type: str
 
     def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        return _searching(block, self.layers)
+        return _hessians_and_sizes(block, self.layers)
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         from compress.quantize import awq, folding
 
         known = dict(chosen(block, self.layers))
         for fold in folding.folds(block.module, self.model_type):
-            linears = [path for path in fold.linears if path in known and path in statistics]
-            if linears:
-                first = statistics[linears[0]]
-                weights = [block.linears[path].weight.detach() for path in linears]
-                rows, mean = rows_of(first), folding.share(fold, absmean_of(first))
-                grid, dtype = _grid(known[linears[0]]), block.dtypes[linears[0]]
-                factor = folding.share(fold, awq.search_scale(weights, rows, mean, grid, dtype))
-                fold_in(block, fold, factor, statistics, dtype)
+            paths = [path for path in fold.linears if path in known and path in statistics]
+            if not paths:
+                continue
+            shares = _shares(paths, statistics)
+            fed = [
+                awq.Fed(
+                    block.linears[path].weight.detach(),
+                    hessian_of(statistics, path),
+                    grid_of(known[path]),
+                    shares[path],
+                )
+                for path in paths
+            ]
+            means = [absmean_of(statistics[path]) * shares[path] for path in paths]
+            mean = torch.stack(means).sum(dim=0) / sum(shares.values())
+            found = awq.search_scale(fed, mean, scale_dtype(block, paths[0]), tie=partial(folding.share, fold))
+            fold_in(block, fold, found.factor, statistics, block.dtypes[paths[0]])
         return block
 
 
@@ -157,23 +173,23 @@ class AwqScale:
 class AwqRound:
     """Rounds to nearest within the range that costs the least (AWQ's clip search)."""
 
-    stage: Quantize
     layers: Mapping[str, Layer]
 
     def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        return _searching(block, self.layers)
+        return _hessians_and_sizes(block, self.layers)
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import awq
+        from compress.quantize import awq, grid
 
         for path, layer in chosen(block, self.layers):
-            if path not in block.starved:
-                linear, grid = block.linears[path], _grid(layer)
-                bounds = awq.search_clip(linear.weight.detach(), rows_of(statistics[path]), grid, block.dtypes[path])
-                spread = bounds.repeat_interleave(linear.in_features // bounds.shape[1], dim=1)
-                clipped = torch.minimum(torch.maximum(linear.weight.detach(), -spread), spread)
-                linear.weight = nn.Parameter(clipped, requires_grad=False)
-            round_to_nearest(block, path, layer)
+            if path in block.starved:
+                round_to_nearest(block, path, layer)
+                continue
+            weight, wanted = block.linears[path].weight.detach(), grid_of(layer)
+            scale, zero = awq.search_clip(weight, hessian_of(statistics, path), wanted, scale_dtype(block, path))
+            codes = grid.encode(weight, scale, zero, wanted)
+            block.pack(path, grid.to_packed(codes, scale, zero, wanted), layer.scheme)
+            del statistics[path]
         return block
 
 
@@ -192,18 +208,62 @@ class SmoothRanges:
         return {path: Wants(absmax=True, rows=rows) for path, _ in chosen(block, self.layers)}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import folding
+
+        known = dict(chosen(block, self.layers))
+        for fold in folding.folds(block.module, self.model_type):
+            paths = [path for path in fold.linears if path in known and path in statistics]
+            if paths:
+                factor = self._factor(block, fold, paths, known, statistics)
+                fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
+        return block
+
+    def _factor(
+        self, block: Block, fold: "Fold", paths: list[str], known: Mapping[str, Layer], statistics: Statistics
+    ) -> Tensor:
         from compress.quantize import folding, smoothquant
 
+        weights = [block.linears[path].weight.detach() for path in paths]
+        largest = torch.stack([absmax_of(statistics[path]) for path in paths]).amax(dim=0)
         if self.stage.alpha == "search":
-            raise UserError("smooth: alpha search is not wired into the walk yet: give a number")
-        for fold in folding.folds(block.module, self.model_type):
-            linears = [path for path in fold.linears if path in statistics]
-            if linears:
-                inputs_max = folding.share(fold, absmax_of(statistics[linears[0]]), "max")
-                weights = torch.stack([block.linears[path].weight.detach().abs().amax(0) for path in linears])
-                weights_max = folding.share(fold, weights.amax(0), "max")
-                factor = smoothquant.factors(inputs_max, weights_max, float(self.stage.alpha))
-                fold_in(block, fold, factor, statistics, block.dtypes[linears[0]])
+            rows = torch.cat([rows_of(statistics[group[0]]) for group in sharing(paths, statistics)])
+            static = known[paths[0]].scheme == "int8-static"
+            tie = partial(folding.share, fold, by="max")
+            activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
+            dtype = scale_dtype(block, paths[0])
+            return smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie).factor
+        inputs_max = folding.share(fold, largest, "max")
+        weights_max = folding.share(fold, smoothquant.weight_absmax(weights), "max")
+        return smoothquant.factors(inputs_max, weights_max, self.stage.alpha)
+
+
+@dataclass(frozen=True)
+class StaticRanges:
+    """Eight bits for weights, and one range for each layer's inputs that the text has told."""
+
+    layers: Mapping[str, Layer]
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        from calib.moments import Wants
+
+        return {path: Wants(absmax=True, rows=SEARCH_ROWS) for path, _ in chosen(block, self.layers)}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import static
+
+        known = dict(chosen(block, self.layers))
+        if starved := known.keys() & block.starved:
+            raise UserError(
+                f"{block.prefix}.{min(starved)}: expected calibration tokens for a static range, found too few: set "
+                "experts.few to all-tokens, or take scheme int8-dynamic"
+            )
+        for paths in sharing(list(known), statistics):
+            weights = [block.linears[path].weight.detach() for path in paths]
+            first = statistics[paths[0]]
+            scale = static.search_input_scale(rows_of(first), absmax_of(first).amax(), weights)
+            for path in paths:
+                stored = block.linears[path].weight.detach().to(block.dtypes[path])
+                block.pack(path, rtn.quantize(stored, "int8-static", 0, input_scale=scale), "int8-static")
         return block
 
 
@@ -212,6 +272,14 @@ def chosen(block: Block, layers: Mapping[str, Layer]) -> Iterator[tuple[str, Lay
     for path, name in block.names.items():
         if name in layers:
             yield path, layers[name]
+
+
+def sharing(paths: Sequence[str], statistics: Statistics) -> list[list[str]]:
+    """The layers in groups that read the same input, which are those that share their statistics."""
+    groups: dict[int, list[str]] = {}
+    for path in paths:
+        groups.setdefault(id(statistics[path]), []).append(path)
+    return list(groups.values())
 
 
 def round_to_nearest(block: Block, path: str, layer: Layer) -> None:
@@ -237,13 +305,25 @@ def fold_in(block: Block, fold: "Fold", factor: Tensor, statistics: Statistics, 
             statistics[path] = made[id(old)]
 
 
-def _searching(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, "Wants"]:
-    from calib.moments import Wants
+def scale_dtype(block: Block, path: str) -> torch.dtype:
+    """What the scales of a layer are stored in."""
+    return stored_scale_dtype(block.dtypes[path])
 
-    return {path: Wants(absmax=True, rows=SEARCH_ROWS) for path, _ in chosen(block, layers)}
 
-
-def _grid(layer: Layer) -> "Grid":
+def grid_of(layer: Layer) -> "Grid":
+    """The integers that a layer is rounded to."""
     from compress.quantize.grid import Grid
 
     return Grid(rtn.BITS[layer.scheme], layer.group_size, layer.symmetric)
+
+
+def _shares(paths: Sequence[str], statistics: Statistics) -> dict[str, float]:
+    """Of the tokens that a layer saw, over the most that one of them saw: what an expert's error counts."""
+    most = max(statistics[path].tokens for path in paths)
+    return {path: statistics[path].tokens / most for path in paths}
+
+
+def _hessians_and_sizes(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, "Wants"]:
+    from calib.moments import Wants
+
+    return {path: Wants(hessian=True, absmax=True) for path, _ in chosen(block, layers)}

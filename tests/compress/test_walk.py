@@ -405,7 +405,7 @@ def test_resume_refuses_other_text_and_other_weights(
 
 def test_what_is_not_wired_yet_is_said_before_the_work(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not wired"):
-        go(tiny("llama"), {"quantize": {"scheme": "int8-static"}})
+        go(tiny("llama"), {"quantize": {"scheme": "int4", "method": "hqq"}})
     with pytest.raises(UserError, match="make two runs"):
         go(tiny("llama"), {"prune": {"method": "width", "share": 0.25}}, ROUND)
     assert not (tmp_path / "out.partial").exists()
@@ -504,3 +504,45 @@ def test_depth_resumes_in_its_look_at_the_blocks(
     # Three windows of each of the two blocks that were not looked at yet.
     assert len(calls) == 8 + 6
     assert digest(tmp_path / "out") == digest(straight)
+
+
+CALIBRATED: dict[str, list[dict[str, Any]]] = {
+    "gptq": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq"}}],
+    "gptq3": [{"quantize": {"scheme": "int3", "group_size": 32, "method": "gptq", "order": True, "search": True}}],
+    "awq": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "awq"}}],
+    "static": [{"quantize": {"scheme": "int8-static"}}],
+    "smooth": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}],
+    "smooth-search": [{"smooth": {"alpha": "search"}}, {"quantize": {"scheme": "int8-dynamic"}}],
+    "asymmetric": [{"quantize": {"scheme": "int4", "group_size": 64, "symmetric": False, "method": "gptq"}}],
+    "searched": [{"quantize": {"scheme": "int2", "group_size": 32, "search": True}}],
+}
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
+def test_every_method_gives_a_model_that_reads_back(tiny: Tiny, go: Any, name: str, kind: str) -> None:
+    if kind == "mixtral" and name in ("asymmetric", "static", "smooth"):
+        with pytest.raises(UserError, match="transformers loads no such experts"):
+            go(tiny(kind), *CALIBRATED[name])
+        return
+    out, facts = go(tiny(kind), *CALIBRATED[name])
+    stored = open_checkpoint(out / "model")
+    assert len(facts.layers) == {"qwen3": 14, "phi3": 8, "mixtral": 2 * (4 + 12)}[kind]
+    for layer in facts.layers:
+        weight = stored.weight(layer.name)
+        assert not isinstance(weight, Tensor)
+        assert (weight.input_scale is not None) == (layer.scheme == "int8-static")
+        assert layer.error < {"int2": 0.8, "int3": 0.4, "int4": 0.2}.get(layer.scheme, 0.05)
+        assert (layer.output_error is not None) == name.startswith(("gptq", "asym"))
+        assert layer.stored_bytes > 0
+
+
+def test_gptq_is_nearer_than_rounding(tiny: Tiny, go: Any, spy: Spy) -> None:
+    quantise = {"scheme": "int3", "group_size": 32}
+    model = tiny("llama")
+    out: dict[str, Path] = {}
+    for method in ("rtn", "gptq"):
+        out[method], _ = go(model, {"quantize": quantise | {"method": method}}, out=method, samples=12)
+    exact = hidden(model, spy.tokens, 1)
+    far = {method: float((hidden(path / "model", spy.tokens, 1) - exact).norm()) for method, path in out.items()}
+    assert far["gptq"] < 0.95 * far["rtn"]
