@@ -1,32 +1,38 @@
-"""The walk: from a model's shards to an artifact, block by block, then the report.
+"""A run from end to end: a model and a recipe become an artifact, then the report.
 
-Peak memory is the largest tensor outside the blocks plus one block and its quantised copy.
+Peak memory is the largest tensor outside the blocks plus one block and its quantised copy, and with calibration the
+block's statistics.
 """
 
+import hashlib
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from compress import manifest, shards, workspace
+from compress import manifest, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
+from compress.experts import FewTokens
 from compress.export import huggingface
 from compress.files import write_atomic
 from compress.journal import Journal
-from compress.plan import Layer, Plan, make_plan
-from compress.quantize import rtn
+from compress.plan import Plan, check_shared, make_plan
 from compress.recipe import Recipe
-from compress.report.facts import LayerRecord, ReportOptions, RunFacts
+from compress.report.facts import ReportOptions, RunFacts
+from compress.skeleton import Skeleton
 from compress.sources import Source, open_sources
-from compress.survey import survey
-from runtime.checkpoint import Checkpoint, check_finite
-from runtime.formats import dequantize
+from compress.stages import is_plain, make_stages
+from compress.survey import Survey, survey
+from compress.walk import Note, Progress, Walked, Work, make_work, walk
 
-Progress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from calib.corpora import Corpus
+    from calib.windows import Windows
+
 Report = Callable[[RunFacts, ReportOptions, Progress], dict[str, Any]]
 
 
@@ -34,8 +40,11 @@ Report = Callable[[RunFacts, ReportOptions, Progress], dict[str, Any]]
 class Options:
     """Everything about a run that is not the model or the recipe. None: the recipe's value, else the report's default.
 
-    speed        False: no figure of the report is timed.
-    shard_bytes  most bytes in one file of weights.
+    eval_tokens    0: no quality is measured.
+    speed          False: no figure of the report is timed.
+    shard_bytes    most bytes in one file of weights.
+    memory_budget  bytes of memory that the work on the weights may take; None: what is free. Where activations do not
+                   fit into it they stay in a file; the result is the same.
     """
 
     draft: str | None = None
@@ -52,23 +61,29 @@ class Options:
     force: bool = False
     speed: bool = True
     shard_bytes: int = shards.SHARD_BYTES
+    memory_budget: int | None = None
 
 
 # option: (least, most)
 RANGES: dict[str, tuple[int, int]] = {
     "samples": (1, 100_000),
     "seq_len": (8, 131_072),
-    "eval_tokens": (8, 100_000_000),
+    "eval_tokens": (0, 100_000_000),
     "new_tokens": (1, 100_000),
     "draft_length": (1, 64),
     "threads": (1, 1024),
     "seed": (0, 2**63 - 1),
     "shard_bytes": (1, 2**62),
+    "memory_budget": (1, 2**62),
 }
 
 
 def silent(stage: str, done: int, total: int) -> None:
     """Progress for those who do not want to see any."""
+
+
+def unsaid(line: str) -> None:
+    """Notes for those who do not want to read any."""
 
 
 def compress(
@@ -107,8 +122,13 @@ def run(
     progress: Progress = silent,
     report: Report | None = None,
     command: str | None = None,
+    note: Note = unsaid,
 ) -> Artifact:
-    """See `compress`. `report` makes the report (default: report.assemble), `command` is what it shows to reproduce."""
+    """See `compress`.
+
+    report   makes the report (default: report.assemble); command: what it shows to reproduce.
+    note     is given lines for people: the forecast, and what each block came to.
+    """
     check_ranges(options)
     place = workspace.check(Path(out if out is not None else f"runs/{recipe.name}"), options.resume, options.force)
     if options.threads is not None:
@@ -119,38 +139,47 @@ def run(
         report = make_report
     progress("check", 0, 1)
     target, draft = open_sources(model, options.draft)
-    plan = make_plan(target.shapes(), survey(target.path), recipe.quantize)
+    structure = survey(target.path)
+    plan = make_plan(target.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
     settings = _settings(recipe, options)
-    _check_text(target, settings, options.seed)
-    progress("check", 1, 1)
+    corpus, windows = _text(target, settings, options.seed)
+    work = _work(target, recipe, plan, structure, windows)
     versions = manifest.versions()
-    with workspace.opened(place, _fingerprint(recipe, target, draft, versions, options)) as journal:
-        records = _weights(target.checkpoint, plan, journal, progress)
-        progress("write", 0, 1)
-        _assemble(place.folder, target, draft, recipe, plan, journal, options.shard_bytes)
-        names = {"model": target.name, "draft": None if draft is None else draft.name}
-        # Round to nearest looks at no text, whatever was asked for.
-        samples = {"samples_requested": settings.samples, "samples_used": 0}
-        about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
-        manifest.write(place.folder, about)
-        progress("write", 1, 1)
-        facts = RunFacts(
-            recipe=recipe.to_dict(),
-            model_name=target.name,
-            draft_name=names["draft"],
-            original=target.path,
-            folder=place.folder,
-            model=place.folder / "model",
-            draft=None if draft is None else place.folder / "draft",
-            layers=tuple(records),
-            left_alone=plan.left_alone,
-            calibration={},
-            command=command or f"python -m compress.run --recipe {recipe.name}",
-            seed=options.seed,
-            versions=versions,
-        )
-        report(facts, settings, progress)
-        place.finish()
+    progress("check", 1, 1)
+    mapped = _preflight(target, draft, plan, work, place.folder, options.memory_budget, note)
+    samples = _samples(settings, windows, work)
+    fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
+        "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)}
+    }
+    with workspace.opened(place, fingerprint) as journal:
+        if not journal.finished:
+            if work is not None:
+                work = replace(work, mapped=mapped)
+            walked = walk(target.checkpoint, plan, work, journal, progress, note)
+            progress("write", 0, 1)
+            _assemble(place.folder, target, draft, recipe, journal, walked, options.shard_bytes)
+            names = {"model": target.name, "draft": None if draft is None else draft.name}
+            about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
+            manifest.write(place.folder, about)
+            progress("write", 1, 1)
+            facts = RunFacts(
+                recipe=recipe.to_dict(),
+                model_name=target.name,
+                draft_name=names["draft"],
+                original=target.path,
+                folder=place.folder,
+                model=place.folder / "model",
+                draft=None if draft is None else place.folder / "draft",
+                layers=walked.layers,
+                left_alone=walked.plan.left_alone,
+                calibration=_calibration(samples, corpus, windows, work, walked),
+                command=command or f"python -m compress.run --recipe {recipe.name}",
+                seed=options.seed,
+                versions=versions,
+                pruned=_pruned(recipe, walked),
+            )
+            report(facts, settings, progress)
+        place.finish(journal)
     return Artifact(place.out)
 
 
@@ -183,13 +212,14 @@ def _settings(recipe: Recipe, options: Options) -> ReportOptions:
     )
 
 
-def _check_text(target: Source, settings: ReportOptions, seed: int) -> None:
-    """Draws the windows that the report will, so that text that is too short stops the run before it works."""
+def _text(target: Source, settings: ReportOptions, seed: int) -> "tuple[Corpus, Windows]":
+    """The corpus and the windows that the report will draw too, so that text that is too short stops the run first."""
     from calib import corpora
     from calib.windows import make_windows
 
-    make_windows(
-        corpora.load(settings.text),
+    corpus = corpora.load(settings.text)
+    windows = make_windows(
+        corpus,
         target.tokenizer,
         length=min(settings.seq_len, target.max_positions),
         calibration=settings.samples,
@@ -197,6 +227,71 @@ def _check_text(target: Source, settings: ReportOptions, seed: int) -> None:
         seed=seed,
         separator=target.tokenizer.eos_token_id,
     )
+    return corpus, windows
+
+
+def _work(target: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "Windows") -> Work | None:
+    """What the recipe does to blocks; None where it only rounds to nearest, tensor by tensor.
+
+    Raises UserError for what no stage can do with this model.
+    """
+    if recipe.kv is not None:
+        raise UserError(f"recipe {recipe.name}: kv is not wired into the pipeline yet: remove the key")
+    if is_plain(recipe):
+        return None
+    check_shared(model)
+    skeleton = Skeleton(target.checkpoint, model)
+    stages = make_stages(recipe, plan, skeleton)
+    wished = recipe.quantize.experts if recipe.quantize is not None else None
+    few = FewTokens() if wished is None else FewTokens(wished.few, wished.least)
+    depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
+    return make_work(skeleton, plan, stages, windows.calibration, few, depth)
+
+
+def _preflight(
+    target: Source,
+    draft: Source | None,
+    plan: Plan,
+    work: Work | None,
+    folder: Path,
+    budget: int | None,
+    note: Note,
+) -> bool:
+    """Forecasts what the run will take; whether activations are to stay in their file.
+
+    Raises UserError where it cannot fit.
+    """
+    copied = 0 if draft is None else sum(file.stat().st_size for file in draft.weight_files)
+    need = preflight.forecast(target.shapes(), target.item_sizes(), plan, work, copied)
+    mapped = preflight.check(need, folder, budget)
+    note(need.line(mapped))
+    return mapped
+
+
+def _samples(settings: ReportOptions, windows: "Windows", work: Work | None) -> dict[str, int]:
+    """Windows asked for and used: rounding to nearest looks at no text, whatever was asked for."""
+    used = windows.calibration_used if work is not None and work.looks_at_text else 0
+    return {"samples_requested": settings.samples, "samples_used": used}
+
+
+def _calibration(
+    samples: dict[str, int], corpus: "Corpus", windows: "Windows", work: Work | None, walked: Walked
+) -> dict[str, Any]:
+    """The report's section; empty where no text was looked at."""
+    if work is None or not work.looks_at_text:
+        return {}
+    experts = [asdict(expert) for expert in walked.experts]
+    return {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
+
+
+def _pruned(recipe: Recipe, walked: Walked) -> tuple[str, ...]:
+    """The linear layers of which single weights became zeros, as the artifact calls them."""
+    return walked.linears if any(stage.share is None for stage in recipe.prunes) else ()
+
+
+def _digest(windows: "Windows") -> str:
+    """SHA-256 of the calibration tokens."""
+    return hashlib.sha256(shards.raw(windows.calibration)).hexdigest()
 
 
 def _fingerprint(
@@ -210,54 +305,9 @@ def _fingerprint(
         "versions": versions,
         "seed": options.seed,
         "shard_bytes": options.shard_bytes,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _weights(checkpoint: Checkpoint, plan: Plan, journal: Journal, progress: Progress) -> list[LayerRecord]:
-    """Quantises part by part into the partial folder; parts that the journal has are done."""
-    records: list[LayerRecord] = []
-    for number, (part, names) in enumerate(plan.parts):
-        progress("quantize", number, len(plan.parts))
-        if part not in journal.parts:
-            tensors, made = _part(checkpoint, plan, names)
-            file = f"part-{number:05d}.safetensors"
-            size = shards.write_part(journal.folder / file, tensors)
-            journal.commit(part, {"file": file, "bytes": size, "layers": [asdict(record) for record in made]})
-        records += [LayerRecord(**record) for record in journal.parts[part]["layers"]]
-    progress("quantize", len(plan.parts), len(plan.parts))
-    return records
-
-
-def _part(checkpoint: Checkpoint, plan: Plan, names: tuple[str, ...]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
-    tensors: dict[str, Tensor] = {}
-    records = []
-    for name in names:
-        tensor = checkpoint.tensor(name)
-        check_finite(name, tensor)
-        layer = plan.layers.get(name)
-        if layer is None:
-            tensors[name] = tensor
-            continue
-        stored, record = _quantized(tensor, layer)
-        tensors |= stored
-        records.append(record)
-    return tensors, records
-
-
-def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRecord]:
-    if layer.transposed:
-        weight = weight.T.contiguous()
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size)
-    stored = rtn.to_tensors(packed, layer.prefix, weight.dtype)
-    record = LayerRecord(
-        name=layer.prefix,
-        scheme=layer.scheme,
-        group_size=layer.group_size,
-        weights=weight.numel(),
-        stored_bytes=sum(t.numel() * t.element_size() for t in stored.values()),
-        error=rtn.relative_error(weight, dequantize(packed)),
-    )
-    return stored, record
 
 
 def _assemble(
@@ -265,15 +315,21 @@ def _assemble(
     target: Source,
     draft: Source | None,
     recipe: Recipe,
-    plan: Plan,
     journal: Journal,
+    walked: Walked,
     shard_bytes: int,
 ) -> None:
     """Puts model/, draft/ and recipe.yaml together in the partial folder."""
+    for name in ("model", "draft"):
+        # What a run that was killed in here has left is made again, as a whole.
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
     model = folder / "model"
-    model.mkdir(exist_ok=True)
+    model.mkdir()
+    plan = walked.plan
     shards.join([folder / journal.parts[part]["file"] for part, _ in plan.parts], model, shard_bytes)
-    huggingface.write_config(target.path, model, huggingface.quantization_config(plan, target.checkpoint.config))
+    quantization = huggingface.quantization_config(plan, target.checkpoint.config)
+    huggingface.write_config(target.path, model, quantization, walked.config)
     huggingface.copy_companions(target.path, model)
     if draft is not None:
         huggingface.copy_model(draft.path, folder / "draft", draft.weight_files)

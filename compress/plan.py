@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from compress.errors import UserError
-from compress.recipe import GROUP_SIZES, NF4_BLOCK, Quantize
+from compress.recipe_stages import GROUP_SIZES, NF4_BLOCK, Quantize
 from compress.report.facts import LeftAlone
 from compress.survey import Parameter, Survey
 
 _EXPERT = re.compile(r"\.experts\.\d+\.[A-Za-z0-9_]+\.weight$")
+_CHANGED = "changed by another stage"
 _BLOCK_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -21,6 +22,8 @@ class Layer:
     module      what transformers calls the layer.
     group_size  inputs that share a scale; 0: one scale per output row.
     transposed  whether the checkpoint holds (inputs, outputs): a Conv1D.
+    symmetric   whether ranges are symmetric about zero; False: with zero points.
+    search      rounding to nearest: whether ranges are searched for the least squared error.
     """
 
     tensor: str
@@ -28,6 +31,8 @@ class Layer:
     scheme: str
     group_size: int
     transposed: bool = False
+    symmetric: bool = True
+    search: bool = False
 
     @property
     def prefix(self) -> str:
@@ -40,19 +45,29 @@ class Plan:
     """Everything that a run does to a checkpoint's tensors.
 
     layers      by tensor name.
-    left_alone  what stays and why, one entry per kind of tensor.
+    left        tensors that stay, each with why.
     skipped     linear layers that stay, as transformers calls them: quantised loaders must be told.
     parts       (name, tensor names): the units of loading, writing and resuming, in order.
     """
 
     layers: dict[str, Layer]
-    left_alone: tuple[LeftAlone, ...]
+    left: tuple[tuple[str, str], ...]
     skipped: tuple[str, ...]
     parts: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        """What stays and why, one entry per kind of tensor."""
+        return _grouped(self.left)
 
-def make_plan(shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quantize) -> Plan:
+
+def make_plan(
+    shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quantize | None, changed: bool = False
+) -> Plan:
     """Decides for every tensor of the checkpoint (`shapes`, by name).
+
+    stage    the recipe's quantise stage; None: nothing is quantised.
+    changed  whether other stages change the blocks' linear layers.
 
     Raises UserError where a parameter of the model has no tensor, one has the wrong shape, a pattern of the recipe
     matches no layer, the head is to be quantised but is tied to the embedding, or nothing at all is left to quantise.
@@ -60,12 +75,13 @@ def make_plan(shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quant
     missing = model.missing(list(shapes))
     if missing is not None:
         raise UserError(f"tensor {missing} is missing: expected the weights of the whole model; restore the file")
-    if stage.head == "int8" and model.tied:
+    if stage is not None and stage.head == "int8" and _head_is_tied(model):
         raise UserError(
-            "stages.0.quantize.head: int8 needs an output head of its own, but this model's is tied to its embedding: "
+            "quantize.head: int8 needs an output head of its own, but this model's is tied to its embedding: "
             "set head: keep"
         )
-    planner = _Planner(model, stage, _expert_group(shapes, stage))
+    expert_group = "" if stage is None else _expert_group(shapes, stage)
+    planner = _Planner(model, stage, expert_group, changed)
     for name in sorted(shapes):
         planner.decide(name, tuple(shapes[name]))
     planner.check()
@@ -74,7 +90,7 @@ def make_plan(shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quant
     ]
     packed = {layer.module for layer in planner.layers.values()}
     skipped = [p.module for p in model.parameters.values() if p.is_linear and p.module not in packed]
-    return Plan(planner.layers, _grouped(planner.left), tuple(skipped), _parts(planner.kept, model))
+    return Plan(planner.layers, tuple(planner.left), tuple(skipped), _parts(planner.kept, model))
 
 
 @dataclass
@@ -82,8 +98,9 @@ class _Planner:
     """Goes through the tensors and sorts them; `expert_group` is the experts' group size, or why they stay."""
 
     model: Survey
-    stage: Quantize
+    stage: Quantize | None
     expert_group: int | str
+    changed: bool = False
     layers: dict[str, Layer] = field(default_factory=dict)
     left: list[tuple[str, str]] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -112,11 +129,13 @@ class _Planner:
             found = _reason(parameter)
         if isinstance(found, Layer):
             self.layers[name] = found
-            return
-        self.left.append((name, found))
+        elif found != _CHANGED:
+            self.left.append((name, found))
 
     def check(self) -> None:
         """Raises UserError for a pattern that matches nothing, and where nothing was found to quantise."""
+        if self.stage is None:
+            return
         for pattern in (*self.stage.targets, *self.stage.ignore):
             if pattern not in self.matched and not (pattern == ".*" and not self.layers):
                 example = next((layer.module for layer in self.layers.values()), "none")
@@ -128,22 +147,23 @@ class _Planner:
             kinds = sorted({why for name, why in self.left if name.endswith(".weight") and self._in_block(name)})
             why = "; ".join(kinds[:3]) or "it has none"
             raise UserError(
-                f"no layer of this model can be quantised as {self.stage.scheme} ({why}): change the recipe"
+                f"no layer of this model can be quantised as {self.stage.scheme or 'the recipe says'} ({why}): change "
+                "the recipe"
             )
-        self._check_experts()
+        self._check_experts(self.stage)
         shared = set(self.model.tied.values())
         for layer in self.layers.values():
             if f"{layer.module}.weight" in shared:
                 raise UserError(f"tensor {layer.tensor} is shared by several layers: add it to the recipe's ignore")
 
-    def _check_experts(self) -> None:
+    def _check_experts(self, stage: Quantize) -> None:
         """compressed-tensors' loader cannot fuse plain experts: such a model would be written and never load."""
-        if self.stage.scheme == "nf4":
+        if stage.scheme == "nf4":
             return
         for name, why in self.left:
             if self.model.find(name) is None and _EXPERT.search(name):
                 raise UserError(
-                    f"tensor {name} would stay as it is ({why}), but beside {self.stage.scheme} layers transformers "
+                    f"tensor {name} would stay as it is ({why}), but beside {stage.scheme} layers transformers "
                     "loads no such experts: use int4 or int8 on all of them, or nf4"
                 )
 
@@ -152,22 +172,29 @@ class _Planner:
         return self.model.block(name) is not None and (parameter is None or parameter.is_linear)
 
     def _head(self, name: str, module: str) -> Layer | str:
+        if self.stage is None:
+            return "the output head: the recipe quantises nothing"
         if self.stage.head == "keep":
             return "the output head: the recipe says head: keep"
-        return Layer(name, module, self.stage.scheme, 0)
+        return Layer(name, module, _scheme(self.stage), 0)
 
     def _expert(self, name: str) -> Layer | str:
-        refused = self._chosen(name.removesuffix(".weight"))
+        if self.stage is None:
+            return self._unquantised()
+        refused = self._chosen(self.stage, name.removesuffix(".weight"))
         if refused is not None:
             return refused
         if isinstance(self.expert_group, str):
             return self.expert_group
-        return Layer(name, name.removesuffix(".weight"), self.stage.scheme, self.expert_group)
+        module, search = name.removesuffix(".weight"), bool(self.stage.search)
+        return Layer(name, module, _scheme(self.stage), self.expert_group, search=search)
 
     def _linear(self, name: str, parameter: Parameter, shape: tuple[int, ...]) -> Layer | str:
         if self.model.block(name) is None:
             return "a linear layer outside the blocks"
-        refused = self._chosen(parameter.module)
+        if self.stage is None:
+            return self._unquantised()
+        refused = self._chosen(self.stage, parameter.module)
         if refused is not None:
             return refused
         transposed = parameter.kind == "conv1d"
@@ -176,21 +203,44 @@ class _Planner:
         group = _group(shape[0] if transposed else shape[1], self.stage)
         if isinstance(group, str):
             return group
-        return Layer(name, parameter.module, self.stage.scheme, group, transposed)
+        symmetric = self.stage.symmetric is not False
+        return Layer(name, parameter.module, _scheme(self.stage), group, transposed, symmetric, bool(self.stage.search))
 
-    def _chosen(self, module: str) -> str | None:
+    def _unquantised(self) -> str:
+        return _CHANGED if self.changed else "the recipe changes no weights"
+
+    def _chosen(self, stage: Quantize, module: str) -> str | None:
         """Why the recipe leaves a layer alone, or None where it wants it."""
-        ignoring = {p for p in self.stage.ignore if re.search(p, module)}
-        targeting = {p for p in self.stage.targets if re.search(p, module)}
+        ignoring = {p for p in stage.ignore if re.search(p, module)}
+        targeting = {p for p in stage.targets if re.search(p, module)}
         self.matched |= ignoring | targeting
         if ignoring:
             return f"the recipe ignores {min(ignoring)!r}"
         return None if targeting else "not among the recipe's targets"
 
 
+def _head_is_tied(model: Survey) -> bool:
+    return any(name in model.parameters and model.parameters[name].kind == "head" for name in model.tied)
+
+
+def check_shared(model: Survey) -> None:
+    """Raises UserError where blocks share tensors: working on one block after the other would change it for others."""
+    for name, other in model.tied.items():
+        if model.block(name) is not None or model.block(other) is not None:
+            raise UserError(
+                f"tensor {other} is shared with {name}: blocks that are worked on one after the other must not share "
+                "any; use a recipe that only rounds to nearest, with this tensor in its ignore"
+            )
+
+
+def _scheme(stage: Quantize) -> str:
+    """The scheme that a layer has before sensitivity, which starts from int4, has chosen another."""
+    return stage.scheme or "int4"
+
+
 def _group(inputs: int, stage: Quantize) -> int | str:
     """The group size for rows of `inputs` weights, or why there is none."""
-    if stage.scheme == "int8-dynamic":
+    if stage.scheme in ("int8-dynamic", "int8-static"):
         return 0
     if stage.scheme == "nf4":
         return NF4_BLOCK if inputs % NF4_BLOCK == 0 else f"rows of {inputs} weights are no multiple of {NF4_BLOCK}"
@@ -208,6 +258,8 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
     """
     if stage.scheme == "nf4":
         return "an expert: bitsandbytes leaves fused experts alone"
+    if stage.symmetric is False or stage.scheme == "int8-static":
+        return "an expert: transformers reads fused experts only with symmetric ranges and without static inputs"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}
     groups = {row: _group(row, stage) for row in inputs}
     sizes = {group for group in groups.values() if isinstance(group, int)}

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 _TITLES = {
     "check": "Checking",
-    "quantize": "Quantising",
+    "scan": "Looking at blocks",
+    "quantize": "Working on weights",
     "write": "Writing the model",
     "load": "Reading it back",
     "quality": "Measuring quality",
@@ -55,6 +56,10 @@ class Lines:
             self._print(f"{title}: {done} of {total}{left}")
             self._shown = now
 
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        self._print(line)
+
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
@@ -91,6 +96,10 @@ class Bars:
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(_TITLES.get(stage, stage), total=total)
         self._bars.update(self._tasks[stage], completed=done, total=total)
+
+    def note(self, line: str) -> None:
+        """A line that stays, above the bars."""
+        self._bars.console.print(line, markup=False, highlight=False)
 
 
 def show(stream: TextIO | None = None) -> Lines | Bars:

@@ -5,7 +5,8 @@ A recipe is a mapping with the keys
     name         what the run is called (default: the file's name)
     about        one line on when to choose it
     extends      a recipe to start from: a built-in name, or a path relative to this file
-    stages       what to do, in order: one `quantize` so far
+    stages       what to do with the weights, in order: prune, smooth, quantize (recipe_stages.py)
+    kv           how the runtime is to keep keys and values: scheme
     calibration  source, samples, seq_len: defaults for --calib, --samples and --seq-len
 
 `extends` merges key by key: a mapping is merged into the mapping below it, anything else (a value or a list, so also
@@ -18,90 +19,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from compress.errors import UserError
+from compress.recipe_errors import NOT_BUILT, sentence
+from compress.recipe_stages import Experts, Prune, Quantize, Smooth, Stage, Strict, check_order
 
 _BUILT_IN = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-GROUP_SIZES = (128, 64, 32)
-NF4_BLOCK = 64
-
-# Keys and values that the format reserves and this version cannot do yet.
-_NOT_BUILT = {
-    "kv": "quantised KV caches are not built yet: remove the key",
-    "draft": "drafts are not made by recipes yet: remove the key and name one with --draft",
-    "export": "exports besides the Hugging Face directory are not built yet: remove the key",
-}
-_STAGES_NOT_BUILT = ("prune", "smooth", "ternary", "qat", "heal", "distill", "medusa")
-_METHODS_NOT_BUILT = ("gptq", "awq", "smoothquant", "hqq")
-_SCHEMES_NOT_BUILT = ("int8-static", "int3", "int2", "fp8", "ternary", "nested")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class KeyValue(Strict):
+    """How the runtime keeps keys and values: its schemes, calibrated by the run."""
+
+    scheme: Literal["int8", "int4"]
 
 
-class Quantize(_Strict):
-    """A stage that rounds linear layers.
-
-    scheme      how a weight is represented.
-    group_size  weights that share a scale: int4 only (128, 64 or 32; the first of these, from here down, that divides
-                a row is taken). nf4 has 64, int8-dynamic one scale per output channel.
-    method      how the codes are chosen; rtn: round to nearest.
-    targets     regular expressions, searched in the names of the linear layers of the blocks; any match counts.
-    ignore      the same, for layers to leave alone; wins over targets.
-    head        keep: the output head stays as it is; int8: it is quantised too (int8-dynamic only).
-    """
-
-    scheme: Literal["int8-dynamic", "int4", "nf4"]
-    group_size: StrictInt | None = None
-    method: Literal["rtn"] = "rtn"
-    targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
-    ignore: tuple[StrictStr, ...] = ()
-    head: Literal["keep", "int8"] = "keep"
-
-    @field_validator("targets", "ignore")
-    @classmethod
-    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
-        return patterns
-
-    @model_validator(mode="after")
-    def _fit(self) -> "Quantize":
-        if self.group_size is not None:
-            allowed = {"int4": GROUP_SIZES, "nf4": (NF4_BLOCK,), "int8-dynamic": ()}[self.scheme]
-            if self.group_size not in allowed:
-                expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
-                raise ValueError(f"group_size: expected {expected} with scheme {self.scheme}, found {self.group_size}")
-        if self.head == "int8" and self.scheme != "int8-dynamic":
-            raise ValueError(
-                f"head: expected keep with scheme {self.scheme}, found int8: it goes with scheme int8-dynamic so far"
-            )
-        return self
-
-
-class Stage(_Strict):
-    """One step: a mapping with one key, the step's kind."""
-
-    quantize: Quantize
-
-
-class Calibration(_Strict):
+class Calibration(Strict):
     """Where text comes from (`calib.corpora.load`), windows to calibrate on, and tokens in a window."""
 
     source: StrictStr | None = None
@@ -109,12 +44,13 @@ class Calibration(_Strict):
     seq_len: Annotated[StrictInt, Field(ge=8, le=131_072)] | None = None
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A validated recipe, with everything it extends merged in."""
 
     name: StrictStr
     about: StrictStr = ""
-    stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
+    stages: tuple[Stage, ...] = ()
+    kv: KeyValue | None = None
     calibration: Calibration = Calibration()
 
     @field_validator("name")
@@ -124,10 +60,27 @@ class Recipe(_Strict):
             raise ValueError("expected up to 64 letters, digits, dots, dashes and underscores")
         return name
 
+    @field_validator("stages")
+    @classmethod
+    def _ordered(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        check_order(stages)
+        return stages
+
+    @model_validator(mode="after")
+    def _does_something(self) -> "Recipe":
+        if not self.stages and self.kv is None:
+            raise ValueError("stages: expected at least one of prune, smooth, quantize (or the key kv), found none")
+        return self
+
     @property
-    def quantize(self) -> Quantize:
-        """The one quantise stage."""
-        return self.stages[0].quantize
+    def quantize(self) -> Quantize | None:
+        """The one quantise stage, if there is one."""
+        return next((stage.quantize for stage in self.stages if stage.quantize is not None), None)
+
+    @property
+    def prunes(self) -> tuple[Prune, ...]:
+        """The pruning stages."""
+        return tuple(stage.prune for stage in self.stages if stage.prune is not None)
 
     @classmethod
     def load(cls, recipe: "str | Path | Recipe") -> "Recipe":
@@ -237,63 +190,31 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(data: dict[str, Any], path: Path) -> Recipe:
-    for key, why in _NOT_BUILT.items():
+    for key, why in NOT_BUILT.items():
         if data.get(key) is not None:
             raise UserError(f"{_show(path)}: {key}: {why}")
-    kept = {key: value for key, value in data.items() if key not in _NOT_BUILT}
+    kept = {key: value for key, value in data.items() if key not in NOT_BUILT}
     try:
         return Recipe.model_validate(kept)
     except ValidationError as error:
-        raise UserError(f"{_show(path)}: {_sentence(error)}") from error
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first thing that is wrong, unknown keys first: a misspelt key also shows up as a missing one."""
-    problems = sorted(error.errors(include_url=False), key=lambda p: p["type"] != "extra_forbidden")
-    first = problems[0]
-    location = first["loc"]
-    key = ".".join(map(str, location))
-    found = first["input"]
-    shown = repr(found) if len(repr(found)) <= 60 else repr(found)[:57] + "..."
-    last = str(location[-1]) if location else ""
-    if first["type"] == "extra_forbidden":
-        if last in _STAGES_NOT_BUILT and location[0] == "stages" and len(location) == 3:
-            return f"{key}: this stage is not built yet, expected quantize: remove it"
-        allowed = [*_fields(location[:-1]), *(["extends"] if len(location) == 1 else [])]
-        near = difflib.get_close_matches(last, allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
-        return f"{key}: unknown key, expected one of {', '.join(allowed)}: {hint}"
-    if first["type"] == "missing":
-        return f"{key}: expected this key, found none: add it"
-    if first["type"] == "literal_error":
-        expected = str(first["ctx"]["expected"]).replace("'", "")
-        if found in (*_METHODS_NOT_BUILT, *_SCHEMES_NOT_BUILT):
-            return f"{key}: {found} is not built yet, expected {expected}: change it"
-        near = difflib.get_close_matches(str(found), re.split(", | or ", expected), n=1)
-        return f"{key}: expected {expected}, found {shown}: " + (f"did you mean {near[0]}?" if near else "change it")
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        join = "." if message.startswith(("group_size", "head")) else ": "
-        return f"{key}{join}{message}{'' if 'found' in message else f', found {shown}'}: correct it"
-    if key == "stages" and isinstance(found, (list, tuple)):
-        return f"stages: expected exactly one quantize stage so far, found {len(found)}: correct it"
-    if first["type"] == "model_type":
-        return f"{key}: expected a mapping, found {shown}: correct it"
-    message = (
-        first["msg"]
-        .replace("Input should be", "expected", 1)
-        .replace("a valid integer", "a whole number")
-        .replace("a valid ", "a ")
-    )
-    return f"{key}: {message}, found {shown}: correct it"
+        raise UserError(f"{_show(path)}: {sentence(error, _fields)}") from error
 
 
 def _fields(location: tuple[int | str, ...]) -> list[str]:
-    models: dict[tuple[str, ...], type[BaseModel]] = {
+    """The keys that the mapping at a place of the recipe may have."""
+    models: dict[tuple[str, ...], type[Strict]] = {
         (): Recipe,
         ("stages",): Stage,
+        ("stages", "prune"): Prune,
+        ("stages", "smooth"): Smooth,
         ("stages", "quantize"): Quantize,
+        ("stages", "quantize", "experts"): Experts,
         ("calibration",): Calibration,
+        ("kv",): KeyValue,
     }
     names = tuple(part for part in location if isinstance(part, str))
-    return list(models[names].model_fields)
+    extra = ["extends"] if not names else []
+    return [*models[names].model_fields, *extra]
+
+
+__all__ = ["KeyValue", "Prune", "Quantize", "Recipe", "Smooth", "Stage", "built_in"]

@@ -37,12 +37,16 @@ def main(
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Calibration windows.", show_default="16")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.", show_default="512")] = None,
-    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure quality on.")] = 16_384,
+    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure quality on; 0: measure none.")] = 16_384,
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = 64,
     draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = 4,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
@@ -67,13 +71,14 @@ def main(
                 "device": device,
                 "threads": threads,
                 "seed": seed,
+                "memory_budget": memory_budget,
                 "resume": resume,
                 "force": force,
                 "speed": not no_speed,
             },
         )
-    except KeyboardInterrupt:
-        _fail("stopped by Ctrl-C", 130)
+    except KeyboardInterrupt as error:
+        _fail(_with_notes("stopped by Ctrl-C", error), 130)
 
 
 def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, given: dict[str, Any]) -> None:
@@ -82,7 +87,7 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
 
     if list_:
         for known in built_in():
-            typer.echo(f"{known.name:<14}{known.about}")
+            typer.echo(f"{known.name:<21}{known.about}")
         return
     try:
         if recipe is None:
@@ -91,21 +96,30 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
             )
         chosen = Recipe.load(recipe)
         from compress.pipeline import Options, check_ranges, run
+        from compress.preflight import parse_size
 
+        if given["memory_budget"] is not None:
+            given["memory_budget"] = parse_size(given["memory_budget"])
         options = Options(**given)
         check_ranges(options)
         _quiet_libraries()
         from compress.progress import show
 
         with show() as progress:
-            artifact = run(model, chosen, out, options, progress, command=command_line(recipe, model, out, options))
+            command = command_line(recipe, model, out, options)
+            artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
         _summary(artifact.report, artifact.path)
     except USER_ERRORS as error:
-        _fail(" ".join(str(error).split()), 2)
+        _fail(_with_notes(" ".join(str(error).split()), error), 2)
     except OSError as error:
         _fail(
             f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): check it and its permissions", 2
         )
+
+
+def _with_notes(sentence: str, error: BaseException) -> str:
+    """The sentence, and what is kept of the work."""
+    return "; ".join([sentence, *getattr(error, "__notes__", [])])
 
 
 def _fail(sentence: str, code: int) -> None:

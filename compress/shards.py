@@ -5,8 +5,8 @@ joined into shards by copying bytes. The layout follows the safetensors library:
 name, so that every tensor is aligned.
 """
 
+import hashlib
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from compress.files import sync_folder, write_json
+from compress.files import sync_folder, whole, write_json
 
 SHARD_BYTES = 1_000_000_000
 INDEX = "model.safetensors.index.json"
-_NAMES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -34,7 +34,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()}
+WIDTHS = {name: dtype.itemsize for dtype, name in NAMES.items()}
 _CHUNK = 1 << 22
 
 
@@ -50,10 +50,18 @@ class _Entry:
     offset: int = 0
 
 
-def write_part(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Writes one safetensors file, synced and renamed into place, and returns its size in bytes."""
+@dataclass(frozen=True)
+class Written:
+    """What a file that was just written holds: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+def write_part(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Writes one safetensors file, synced and renamed into place."""
     entries = [
-        _Entry(name, _NAMES[tensor.dtype], list(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
+        _Entry(name, NAMES[tensor.dtype], list(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
         for name, tensor in tensors.items()
     ]
     return _write(path, entries)
@@ -88,8 +96,31 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
     return names
 
 
-def _write(path: Path, entries: Sequence[_Entry]) -> int:
-    ordered = sorted(entries, key=lambda entry: (-_WIDTHS[entry.dtype], entry.name))
+class Digesting:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._hash, self._bytes = file, hashlib.sha256(), 0
+
+    def write(self, content: Any) -> None:
+        """Writes bytes, or anything that has their buffer."""
+        self._file.write(content)
+        self._hash.update(content)
+        self._bytes += len(content)
+
+    def written(self) -> Written:
+        """What went in so far."""
+        return Written(self._bytes, self._hash.hexdigest())
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row after row."""
+    flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> Written:
+    ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in ordered:
@@ -97,22 +128,18 @@ def _write(path: Path, entries: Sequence[_Entry]) -> int:
         end += entry.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
+    with whole(path) as opened:
+        file = Digesting(opened)
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in ordered:
             if isinstance(entry.source, Tensor):
-                file.write(entry.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(raw(entry.source))
             else:
                 _copy(entry.source, entry.offset, entry.size, file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_folder(path.parent)
-    return path.stat().st_size
+    return file.written()
 
 
-def _copy(source: Path, offset: int, size: int, into: BinaryIO) -> None:
+def _copy(source: Path, offset: int, size: int, into: Digesting) -> None:
     with source.open("rb") as file:
         file.seek(offset)
         while size:

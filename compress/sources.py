@@ -1,10 +1,12 @@
 """The models that go into a run: where they are, what they are called, whether they belong together."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress import shards
 from compress.errors import UserError
 from compress.files import sha256
 from compress.pair import default_pair
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 NO_DRAFT = "none"
+_PIECES, _PIECE = 64, 1 << 16
 _PAIR_NAMES = ("specpress-pair-target", "specpress-pair-draft")
 
 
@@ -57,10 +60,24 @@ class Source:
         """Shape of every tensor, from the files' headers."""
         return {name: self.checkpoint.shape(name) for name in self.checkpoint.names()}
 
+    def item_sizes(self) -> dict[str, int]:
+        """Bytes of one number of every tensor, from the files' headers."""
+        return {name: shards.WIDTHS[self.checkpoint.shards.entry(name).dtype] for name in self.checkpoint.names()}
+
     def fingerprint(self) -> dict[str, Any]:
-        """Enough to notice that the files are others than before, without reading the weights."""
-        files = {file.name: file.stat().st_size for file in self.weight_files}
+        """Enough to notice that the weights are others than before, without reading all of them."""
+        files = {file.name: f"{file.stat().st_size} bytes, sample {_sampled(file)}" for file in self.weight_files}
         return {"name": self.name, "config": sha256(self.path / "config.json"), "files": files}
+
+
+def _sampled(file: Path) -> str:
+    """A digest of pieces spread over a file, its header and its end among them: training changes every piece."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for index in range(_PIECES):
+            opened.seek(max(0, size - _PIECE) * index // (_PIECES - 1))
+            digest.update(opened.read(_PIECE))
+    return digest.hexdigest()[:16]
 
 
 def open_sources(model: str | None, draft: str | None) -> tuple[Source, Source | None]:

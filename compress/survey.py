@@ -136,7 +136,7 @@ def _survey(model: Any, config: Any, folder: Path) -> Survey:
             f"{folder.name}/config.json: expected a model of {count} equal blocks, found none in a "
             f"{type(model).__name__}: this architecture is not supported"
         )
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = _shared(parameters) | dict(getattr(model, "all_tied_weights_keys", None) or {})
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     described = {}
@@ -146,6 +146,12 @@ def _survey(model: Any, config: Any, folder: Path) -> Survey:
         linear_router = kind == "router" and isinstance(module, nn.Linear) and name.endswith(".weight")
         described[name] = Parameter(name, kind, tuple(parameter.shape), linear_router)
     return Survey(described, blocks_at, str(model.base_model_prefix), tied)
+
+
+def _shared(parameters: dict[str, Any]) -> dict[str, str]:
+    """Names of one and the same parameter: a module that several others share."""
+    first: dict[int, str] = {}
+    return {name: first[id(p)] for name, p in parameters.items() if first.setdefault(id(p), name) != name}
 
 
 def _blocks(model: "nn.Module", count: Any) -> str | None:

@@ -41,22 +41,34 @@ def copy_companions(source: Path, target: Path) -> None:
             copy_synced(source / name, target / name)
 
 
-def write_config(source: Path, target: Path, quantization: Mapping[str, Any] | None) -> None:
-    """Writes config.json with `quantization_config`, and without pointers to code, which is not copied."""
+def write_config(
+    source: Path, target: Path, quantization: Mapping[str, Any] | None, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Writes config.json with `quantization_config`, and without pointers to code, which is not copied.
+
+    changes  what the model's sizes are now, where a recipe has changed them.
+    """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)
+    config |= changes or {}
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     write_json(target / "config.json", config)
 
 
-def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What config.json says of the quantised layers: bitsandbytes' words for nf4, else compressed-tensors'.
+
+    None where no layer is quantised.
 
     config  the original's config.json: the loader computes in its dtype.
     """
+    if not plan.layers:
+        return None
     dtype = config.get("dtype") or config.get("torch_dtype")
-    layers = {layer.module: rtn.describe(layer.scheme, layer.group_size) for layer in plan.layers.values()}
+    layers = {
+        layer.module: rtn.describe(layer.scheme, layer.group_size, layer.symmetric) for layer in plan.layers.values()
+    }
     return hf_config(layers, plan.skipped, compute=dtype if dtype in _COMPUTE else "bfloat16")
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from runtime.formats import FORMATS, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.tensors import stored_scale_dtype
 
 # Bits of the schemes that are kept as int4 is.
-_BITS = {"int4": 4, "int3": 3, "int2": 2}
+BITS = {"int4": 4, "int3": 3, "int2": 2}
 
 
 def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
@@ -18,10 +19,10 @@ def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
 
     `symmetric` False gives each group a zero point: int4, int3 and int2 only. Raises ValueError for an unknown scheme.
     """
-    if not symmetric and scheme not in _BITS:
-        raise ValueError(f"scheme {scheme!r} has no zero points: {', '.join(_BITS)} have")
-    if scheme in _BITS:
-        return int4.scheme(group_size, bits=_BITS[scheme], symmetric=symmetric)
+    if not symmetric and scheme not in BITS:
+        raise ValueError(f"scheme {scheme!r} has no zero points: {', '.join(BITS)} have")
+    if scheme in BITS:
+        return int4.scheme(group_size, bits=BITS[scheme], symmetric=symmetric)
     if scheme == "nf4":
         return nf4.scheme(group_size)
     if scheme not in ("int8-dynamic", "int8-static"):
@@ -36,11 +37,13 @@ def quantize(
     *,
     symmetric: bool = True,
     input_scale: Tensor | float | None = None,
+    search: bool = False,
 ) -> PackedWeight:
     """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it.
 
     symmetric    False: a zero point per group (int4, int3, int2).
     input_scale  the step of the layer's inputs, which int8-static has and no other scheme: somebody looked at text.
+    search       int4, int3, int2: ranges of least squared error instead of the weights' own.
 
     Raises ValueError for an unknown scheme, and for one that asks for another combination of the two.
     """
@@ -51,7 +54,18 @@ def quantize(
         return int8.pack(weight, input_scale=input_scale)
     if described.kind == "nf4":
         return nf4.pack(weight)
+    if search:
+        return _searched(weight, described)
     return int4.pack(weight, group_size, bits=described.bits, symmetric=symmetric)
+
+
+def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
+    from compress.quantize import grid
+
+    wanted = grid.Grid(described.bits, described.group_size, described.symmetric)
+    values = weight.float()
+    scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
+    return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
 
 
 def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import platform
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,11 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows, make_windows
 from compress.files import write_atomic
-from compress.report import baselines, page, quality, size, speed
-from compress.report.facts import ReportOptions, RunFacts
+from compress.report import baselines, page, quality, size, speed, unmeasured
+from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
+from runtime.kernels import available
 from runtime.speculate import Speculator
 
 if TYPE_CHECKING:
@@ -37,6 +38,20 @@ def silent(stage: str, done: int, total: int) -> None:
     """Progress for those who do not want to see any."""
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Sections of the report, and why figures are missing, by dotted path."""
+
+    corpus: corpora.Corpus
+    quality: dict[str, Any]
+    speed: dict[str, Any]
+    lossless: dict[str, Any]
+    machine: dict[str, Any]
+    cache_bytes: tuple[int, int] | None
+    sample: dict[str, Any] | None
+    missing: dict[str, str]
+
+
 def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = silent) -> dict[str, Any]:
     """Measures the artifact and writes report.json, report.md and report.html into `facts.folder`; returns the report.
 
@@ -44,6 +59,59 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
 
     Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
     """
+    # Models larger than memory can be compressed, but not be measured here.
+    loads = bool(options.eval_tokens) or options.speed
+    measured = _measure(facts, options, progress) if loads else _unloaded(facts, options)
+    missing = dict(measured.missing)
+    measured_size = size.measure(
+        facts.original, facts.model, facts.draft, facts.layers, measured.cache_bytes, facts.pruned
+    )
+    for section, figures in (("size", measured_size), ("quality", measured.quality)):
+        missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
+    if measured.quality["kv_perplexity"] is None:
+        missing.setdefault("quality.kv_perplexity", _NO_KV)
+    calibration, uncalibrated = _calibration(facts.calibration)
+    corpus = measured.corpus
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "recipe": str(facts.recipe.get("name", "recipe")),
+        "model": display_name(facts.model_name),
+        "draft": None if facts.draft_name is None else display_name(facts.draft_name),
+        "asked": {
+            "command": scrub_command(facts.command),
+            "recipe": without_directories(facts.recipe),
+            "samples": options.samples,
+            "seq_len": options.seq_len,
+            "eval_tokens": options.eval_tokens,
+            "new_tokens": options.new_tokens,
+            "draft_length": options.draft_length,
+            "threads": options.threads,
+        },
+        "machine": measured.machine,
+        "versions": dict(facts.versions) or _versions(),
+        "seed": facts.seed,
+        "size": measured_size,
+        "quality": {
+            "corpus": {"name": corpus.name, "sha256": corpus.sha256, "python": corpus.python},
+            **measured.quality,
+            "layers": [_layer(layer) for layer in facts.layers],
+        },
+        "speed": measured.speed,
+        "lossless": measured.lossless,
+        "calibration": calibration,
+        "left_alone": [asdict(entry) for entry in facts.left_alone],
+        "sample": measured.sample,
+        "not_measured": missing | uncalibrated,
+    }
+    validate(report)
+    progress("page", 0, 1)
+    write_report(report, facts.folder)
+    progress("page", 1, 1)
+    return report
+
+
+def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Measured:
+    """Loads both models and measures what was asked for."""
     progress("load", 0, 1)
     models = [load(path, device=options.device, threads=options.threads) for path in (facts.original, facts.model)]
     original, compressed = models
@@ -63,25 +131,34 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     )
     progress("load", 1, 1)
     missing: dict[str, str] = {}
-    measured_quality = quality.measure(
-        original.decoder,
-        compressed.decoder,
-        windows,
-        facts.seed,
-        head=_head(facts.recipe),
-        on_step=lambda done, total: progress("quality", done, total),
+    head = _head(facts.recipe)
+    measured_quality = (
+        quality.measure(
+            original.decoder,
+            compressed.decoder,
+            windows,
+            facts.seed,
+            head=head,
+            on_step=lambda done, total: progress("quality", done, total),
+        )
+        if options.eval_tokens
+        else unmeasured.quality(length, head)
     )
     kind = compressed.decoder.kv.kind
-    quantised = None if kind == "float32" else quality.kv_perplexity(compressed.decoder, windows, kind)
+    quantised = kind != "float32" and options.eval_tokens > 0
+    cached = quality.kv_perplexity(compressed.decoder, windows, kind) if quantised else None
+    measured_quality["kv_perplexity"] = cached
     new_tokens = _affordable(options.new_tokens, [*models, *([draft] if draft else [])])
     prompts = make_prompts(corpus, compressed, windows, new_tokens, facts.seed)
+    # Without evaluation the draft's agreement is measured on the calibration windows, which no draft has seen.
+    held_out = windows.evaluation if options.eval_tokens else windows.calibration
     measured_speed = (
         speed.measure(
             original,
             compressed,
             draft,
             prompts,
-            windows.evaluation,
+            held_out,
             new_tokens,
             options.draft_length,
             progress,
@@ -107,53 +184,27 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
             if row["why"]:
                 missing[f"speed.baselines.{index}"] = _scrubbed(row["why"], facts)
         progress("baselines", 1, 1)
-    measured_size = size.measure(facts.original, facts.model, facts.draft, facts.layers, cache_bytes, facts.pruned)
-    for section, figures in (("size", measured_size), ("quality", measured_quality)):
-        missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
     missing |= measured_speed.not_measured
-    if quantised is None:
-        missing["quality.kv_perplexity"] = _NO_KV
-    calibration, uncalibrated = _calibration(facts.calibration)
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        "recipe": str(facts.recipe.get("name", "recipe")),
-        "model": display_name(facts.model_name),
-        "draft": None if facts.draft_name is None else display_name(facts.draft_name),
-        "asked": {
-            "command": scrub_command(facts.command),
-            "recipe": without_directories(facts.recipe),
-            "samples": options.samples,
-            "seq_len": options.seq_len,
-            "eval_tokens": options.eval_tokens,
-            "new_tokens": options.new_tokens,
-            "draft_length": options.draft_length,
-            "threads": options.threads,
-        },
-        "machine": machine,
-        "versions": dict(facts.versions) or _versions(),
-        "seed": facts.seed,
-        "size": measured_size,
-        "quality": {
-            "corpus": {"name": corpus.name, "sha256": corpus.sha256, "python": corpus.python},
-            **measured_quality,
-            "kv_perplexity": quantised,
-            "layers": [
-                {key: value for key, value in asdict(layer).items() if key in ("name", "scheme", "group_size", "error")}
-                for layer in facts.layers
-            ],
-        },
-        "speed": measured_speed.speed,
-        "lossless": measured_speed.lossless,
-        "calibration": calibration,
-        "left_alone": [asdict(entry) for entry in facts.left_alone],
-        "sample": sample,
-        "not_measured": missing | uncalibrated,
-    }
-    validate(report)
-    progress("page", 0, 1)
-    write_report(report, facts.folder)
-    progress("page", 1, 1)
-    return report
+    return _Measured(
+        corpus, measured_quality, measured_speed.speed, measured_speed.lossless, machine, cache_bytes, sample, missing
+    )
+
+
+def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
+    """What there is to say where nothing is measured that takes a model."""
+    nothing = speed.not_measured()
+    device = torch.device("cuda" if options.device.startswith("cuda") else "cpu")
+    kernels = next(kernel.name for kernel in available(device.type) if kernel.usable)
+    missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED}
+    section = unmeasured.quality(options.seq_len, _head(facts.recipe))
+    machine = _machine(device, kernels)
+    return _Measured(corpora.load(options.text), section, nothing.speed, nothing.lossless, machine, None, None, missing)
+
+
+def _layer(layer: LayerRecord) -> dict[str, Any]:
+    """A layer's line: figures that its method does not measure are left out."""
+    wanted = ("name", "scheme", "group_size", "error", "output_error", "damping")
+    return {key: value for key, value in asdict(layer).items() if key in wanted and value is not None}
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -172,7 +223,8 @@ def make_prompts(
 ) -> list[list[int]]:
     """`count` prompts as tokens, with room for the new ones; the front of one that is too long is cut off.
 
-    Beginnings of functions or paragraphs of the corpus; where it has too few, the first tokens of evaluation windows.
+    Beginnings of functions or paragraphs of the corpus; where it has too few, the first tokens of evaluation windows
+    (of calibration windows where there are none).
     """
     room = max(1, model.decoder.max_positions - new_tokens)
     found: list[list[int]] = []
@@ -183,7 +235,8 @@ def make_prompts(
             continue
         found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
         break
-    windows_left = iter(windows.evaluation.tolist())
+    held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
+    windows_left = iter(held_out.tolist())
     while len(found) < count and (window := next(windows_left, None)) is not None:
         found.append(window[: min(_SHORT_PROMPT, room)])
     return [prompt for prompt in found if prompt]
@@ -200,12 +253,15 @@ def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], n
 
 def describe_machine(decoder: "Decoder") -> dict[str, Any]:
     """CPU model, cores that this process may use, the kernels that decode, device. No host name."""
-    device = decoder.device
+    return _machine(decoder.device, decoder.kernels)
+
+
+def _machine(device: torch.device, kernels: str) -> dict[str, Any]:
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _cpu_name(),
         "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
-        "instruction_path": decoder.kernels,
+        "instruction_path": kernels,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 

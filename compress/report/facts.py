@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One quantised layer: `error` is ‖W − Ŵ‖ / ‖W‖ (Frobenius), `stored_bytes` all of its tensors but the bias."""
+    """One quantised layer.
+
+    stored_bytes  all of its tensors but the bias.
+    error         ‖W − Ŵ‖ / ‖W‖ (Frobenius), W as the stages before left it.
+    output_error  the same of what the layer gives for the calibration text, where a method measures it.
+    damping       what was added to the Hessian's diagonal in the end, as a share of its mean; gptq only.
+    """
 
     name: str
     scheme: str
@@ -15,6 +21,8 @@ class LayerRecord:
     weights: int
     stored_bytes: int
     error: float
+    output_error: float | None = None
+    damping: float | None = None
 
 
 @dataclass(frozen=True)

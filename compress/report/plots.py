@@ -81,9 +81,11 @@ def size_bars(report: dict[str, Any]) -> "Figure":
     return figure
 
 
-def perplexity_interval(report: dict[str, Any]) -> "Figure":
+def perplexity_interval(report: dict[str, Any]) -> "Figure | None":
     """Left: both perplexities with their intervals over windows. Right: the change, on the same windows."""
     found = report["quality"]["perplexity"]
+    if found["compressed"] is None:
+        return None
     interval = found["ci95"]
     figure, axes = new_figure(1.85, columns=2)
     left, right = axes

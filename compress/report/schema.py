@@ -111,12 +111,14 @@ class Divergence(_Strict):
 
 
 class LayerError(_Strict):
-    """One quantised layer; `error` is ‖W − Ŵ‖ / ‖W‖."""
+    """One quantised layer; `error` is ‖W − Ŵ‖ / ‖W‖, `output_error` the same of its outputs on calibration text."""
 
     name: str
     scheme: str
     group_size: int
     error: float
+    output_error: float | None = None
+    damping: float | None = None
 
 
 class Quality(_Strict):
@@ -126,8 +128,8 @@ class Quality(_Strict):
     protocol: Protocol
     perplexity: Perplexity
     bits_per_byte: Pair
-    kl_divergence: Divergence
-    top1_agreement: float
+    kl_divergence: Divergence | None
+    top1_agreement: float | None
     kv_perplexity: float | None
     layers: list[LayerError]
 
@@ -295,7 +297,7 @@ class Report(_Strict):
     lossless: Lossless
     calibration: Calibration
     left_alone: list[LeftAloneEntry]
-    sample: Sample
+    sample: Sample | None
     not_measured: dict[str, str]
 
     @model_validator(mode="after")
@@ -313,6 +315,8 @@ _STATEMENTS = (
     "asked.*",
     "size.sparsity",
     "quality.corpus.python",
+    "quality.layers.*.output_error",
+    "quality.layers.*.damping",
     "speed.baselines.*.why",
     "speed.baselines.*.prompts",
     "speed.baselines.*.new_tokens",

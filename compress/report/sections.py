@@ -119,9 +119,10 @@ def _quality(report: dict[str, Any]) -> Section:
     if found["ci95"]:
         both = (f"{low:.2f} to {high:.2f}" for low, high in (found["ci95"]["original"], found["ci95"]["compressed"]))
         rows.insert(1, ("95 % interval over windows", *both))
+    divergence = quality["kl_divergence"] or {"mean": None, "p99": None}
     others: list[Row] = [
-        ("KL(original ‖ compressed), mean", number(quality["kl_divergence"]["mean"], 5, " nats")),
-        ("KL, 99th percentile", number(quality["kl_divergence"]["p99"], 4, " nats")),
+        ("KL(original ‖ compressed), mean", number(divergence["mean"], 5, " nats")),
+        ("KL, 99th percentile", number(divergence["p99"], 4, " nats")),
         ("same most probable token", percent(quality["top1_agreement"], 2)),
     ]
     if quality["kv_perplexity"] is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.report.facts import LayerRecord
+from compress.report.unmeasured import NOT_LOADED
 from runtime.checkpoint import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -22,13 +23,14 @@ def measure(
     model: Path,
     draft: Path | None,
     packed: Sequence[LayerRecord],
-    cache_bytes: tuple[int, int],
+    cache_bytes: tuple[int, int] | None,
     pruned: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The `size` section of report.json: bytes, ratios, bits.
 
     original, model, draft   model directories; `packed` the quantised layers of `model`.
-    cache_bytes              what one token takes in the cache of the original and of the compressed decoder.
+    cache_bytes              what one token takes in the cache of the original and of the compressed decoder; None:
+                             neither was loaded.
     pruned                   linear layers of `model` whose weights were set to zero one by one, by their names there.
 
     Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
@@ -44,6 +46,8 @@ def measure(
         missing["bits_per_weight"] = "no layer is quantised"
     if draft is None:
         missing["draft_bytes"] = "the run has no draft model"
+    if cache_bytes is None:
+        missing["kv_bytes_per_token"] = NOT_LOADED
     zeros = None
     if pruned:
         checkpoint = open_checkpoint(model)
@@ -60,7 +64,7 @@ def measure(
         "compressed_bytes": compressed_bytes,
         "ratio": original_bytes / compressed_bytes,
         "bits_per_weight": bits_per_weight(packed) if weights else None,
-        "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes, strict=True)),
+        "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes or (None, None), strict=True)),
         "draft_bytes": None if draft is None else weight_bytes(draft),
         "peak_memory_bytes": peak,
         "sparsity": zeros,

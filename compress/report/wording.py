@@ -80,6 +80,8 @@ def _size(report: dict[str, Any]) -> Headline:
 
 def _quality(report: dict[str, Any]) -> Headline:
     found = report["quality"]["perplexity"]
+    if found["compressed"] is None:
+        return Headline("quality", "–", _because(report, "quality.perplexity"), "none")
     change = found["compressed"] / found["original"] - 1
     caption = f"{found['original']:.2f} becomes {found['compressed']:.2f} on held-out text"
     if found["ci95"] is not None:
@@ -143,6 +145,8 @@ def _pace(ratio: float) -> str:
 
 def _quality_findings(report: dict[str, Any]) -> list[str]:
     quality = report["quality"]
+    if quality["kl_divergence"] is None:
+        return [f"Quality: {_because(report, 'quality.kl_divergence')}."]
     return [
         f"On {quality['protocol']['tokens']:,} held-out tokens both models put the same token first at "
         f"{percent(quality['top1_agreement'])} of the positions; the mean KL divergence is "

@@ -1,6 +1,8 @@
 """The journal: what it lists is on disk, and it goes on only with what it was started with."""
 
+import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ from compress.errors import UserError
 
 FINGERPRINT = {"recipe": {"name": "nf4", "stages": [{"scheme": "nf4"}]}, "seed": 3, "files": {"a": 1}}
 
+CONTENT = b"12345"
+RECORD = {"file": "part-0", "bytes": 5, "sha256": hashlib.sha256(CONTENT).hexdigest()}
+
 
 def begun(folder: Path) -> journal.Journal:
     made = journal.begin(folder, FINGERPRINT)
-    (folder / "part-0").write_bytes(b"12345")
-    made.commit("block 0", {"file": "part-0", "bytes": 5, "layers": [{"error": 0.125}]})
+    (folder / "part-0").write_bytes(CONTENT)
+    made.commit("block 0", {**RECORD, "layers": [{"error": 0.125}]})
     return made
 
 
@@ -22,8 +27,11 @@ def test_resume_gives_back_what_was_committed(tmp_path: Path) -> None:
     made = begun(tmp_path)
     again = journal.resume(tmp_path, json.loads(json.dumps(FINGERPRINT)))
     assert again.parts == made.parts
-    again.commit("block 1", {"file": "part-0", "bytes": 5, "layers": []})
-    assert list(journal.resume(tmp_path, FINGERPRINT).parts) == ["block 0", "block 1"]
+    assert again.inputs is None and not again.finished
+    again.commit("block 1", {**RECORD, "layers": []}, inputs={**RECORD, "block": 2})
+    last = journal.resume(tmp_path, FINGERPRINT)
+    assert list(last.parts) == ["block 0", "block 1"]
+    assert last.inputs == {**RECORD, "block": 2}
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -45,6 +53,9 @@ def test_resume_says_what_has_changed(tmp_path: Path, change: dict[str, object],
 
 def test_resume_needs_every_file_that_is_listed(tmp_path: Path) -> None:
     begun(tmp_path)
+    (tmp_path / "part-0").write_bytes(b"12346")
+    with pytest.raises(UserError, match="part-0 is damaged"):
+        journal.resume(tmp_path, FINGERPRINT)
     (tmp_path / "part-0").write_bytes(b"123")
     with pytest.raises(UserError, match="expected 5 bytes"):
         journal.resume(tmp_path, FINGERPRINT)
@@ -65,6 +76,31 @@ def test_a_journal_does_not_point_outside_its_folder(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "other").write_bytes(b"12345")
     made = journal.begin(folder, FINGERPRINT)
-    made.commit("block 0", {"file": "../other", "bytes": 5, "layers": []})
+    made.commit("block 0", {**RECORD, "file": "../other"})
     with pytest.raises(UserError, match="expected 5 bytes"):
         journal.resume(folder, FINGERPRINT)
+
+
+def test_a_finished_run_needs_no_parts_any_more(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    made.finish()
+    (tmp_path / "part-0").unlink()
+    assert journal.resume(tmp_path, FINGERPRINT).finished
+
+
+def test_every_flipped_byte_is_noticed_and_nothing_is_lost(tmp_path: Path) -> None:
+    begun(tmp_path)
+    path = tmp_path / journal.NAME
+    content = path.read_bytes()
+    chooser = random.Random(0)
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << chooser.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"journal\.json") as caught:
+            journal.resume(tmp_path, FINGERPRINT)
+        assert "--force" in str(caught.value)
+        assert (tmp_path / "part-0").read_bytes() == CONTENT
+    # What the sentence advises works.
+    path.write_bytes((tmp_path / journal.COPY).read_bytes())
+    assert list(journal.resume(tmp_path, FINGERPRINT).parts) == ["block 0"]

@@ -311,24 +311,45 @@ def test_resume_goes_on_after_the_committed_blocks(tiny: Tiny, go: Any, tmp_path
     assert sorted(path.name for path in artifact.path.iterdir()) == ["manifest.json", "model", "recipe.yaml"]
 
 
+STOPS = [
+    (KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
+    (OSError(errno.ENOSPC, "No space left on device"), UserError, "no space left on the device"),
+    (PermissionError(errno.EACCES, "Permission denied", "x"), UserError, "no permission"),
+]
+
+
 @pytest.mark.parametrize(
-    ("failure", "raised", "sentence"),
-    [
-        (KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
-        (OSError(errno.ENOSPC, "No space left on device"), UserError, "no space left on the device"),
-        (PermissionError(errno.EACCES, "Permission denied", "x"), UserError, "no permission"),
-        (UserError("the text is too short"), UserError, "too short"),
-    ],
+    ("failure", "raised", "sentence"), [*STOPS, (UserError("the text is too short"), UserError, "too short")]
 )
-def test_nothing_is_left_behind(
+def test_nothing_is_left_of_no_work(
     tiny: Tiny, go: Any, tmp_path: Path, failure: BaseException, raised: type[BaseException], sentence: str
 ) -> None:
-    for number, trouble in enumerate(
-        ({"progress": StopAt("quantize", 4, failure)}, {"progress": StopAt("write", 1, failure)}, {"failure": failure})
-    ):
-        with pytest.raises(raised, match=sentence):
-            go(tiny("llama"), out=tmp_path / "deep" / f"run{number}", **trouble)
+    with pytest.raises(raised, match=sentence):
+        go(tiny("llama"), out=tmp_path / "deep" / "run", progress=StopAt("quantize", 0, failure))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_leaves_nothing_of_rounding(tiny: Tiny, go: Any, tmp_path: Path) -> None:
+    failure = UserError("the text is too short")
+    for trouble in ({"progress": StopAt("quantize", 4, failure)}, {"failure": failure}):
+        with pytest.raises(UserError, match="too short"):
+            go(tiny("llama"), out=tmp_path / "deep" / "run", **trouble)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("failure", "raised", "sentence"), STOPS)
+def test_what_is_done_is_kept_and_said_so(
+    tiny: Tiny, go: Any, tmp_path: Path, failure: BaseException, raised: type[BaseException], sentence: str
+) -> None:
+    go(tiny("llama"), out=tmp_path / "straight")
+    for number, trouble in enumerate(({"progress": StopAt("quantize", 3, failure)}, {"failure": failure})):
+        out = tmp_path / f"run{number}"
+        with pytest.raises(raised, match=sentence) as caught:
+            go(tiny("llama"), out=out, **trouble)
+        said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert f"run{number}.partial is kept for --resume" in said
+        go(tiny("llama"), out=out, resume=True)
+        assert (out / manifest.NAME).read_bytes() == (tmp_path / "straight" / manifest.NAME).read_bytes()
 
 
 def test_ctrl_c_keeps_what_was_resumed(tiny: Tiny, go: Any, tmp_path: Path) -> None:
@@ -451,7 +472,8 @@ def test_text_that_is_too_short_stops_before_the_work(tiny: Tiny, go: Any, tmp_p
     [
         ({"samples": 0}, "--samples: expected a whole number from 1 to 100000, found 0"),
         ({"seq_len": 4}, "--seq-len"),
-        ({"eval_tokens": -1}, "--eval-tokens"),
+        ({"eval_tokens": -1}, "--eval-tokens: expected a whole number from 0"),
+        ({"memory_budget": 0}, "--memory-budget"),
         ({"draft_length": 65}, "--draft-length: expected a whole number from 1 to 64, found 65"),
         ({"threads": 0}, "--threads"),
         ({"seed": -1}, "--seed"),

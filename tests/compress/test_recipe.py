@@ -7,7 +7,7 @@ import yaml
 
 from compress import Recipe
 from compress.errors import UserError
-from compress.recipe import built_in
+from compress.recipe import Quantize, built_in
 
 MINIMAL = "stages:\n  - quantize: {scheme: nf4}\n"
 
@@ -26,22 +26,33 @@ def refusal(path: Path) -> str:
     return message
 
 
+def quantize(path: Path) -> Quantize:
+    found = Recipe.load(path).quantize
+    assert found is not None
+    return found
+
+
 def test_built_in_recipes_say_when_to_choose_them() -> None:
     recipes = built_in()
-    assert {recipe.name for recipe in recipes} >= {"nf4", "int8-dynamic", "int4-rtn"}
+    assert {recipe.name for recipe in recipes} >= {
+        *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
+        *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
+        *("kv-int8", "kv-int4"),
+    }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
         assert Recipe.load(recipe.name) == recipe
 
 
 def test_round_trip_through_yaml(tmp_path: Path) -> None:
-    recipe = Recipe.load("int4-rtn")
-    assert Recipe.load(write(tmp_path, "copy.yaml", recipe.to_yaml())) == recipe
+    for name in ("int4-rtn", "int4-gptq", "mixed-4.5bit", "sparsegpt-2of4-int4", "int8-smoothquant", "kv-int4"):
+        recipe = Recipe.load(name)
+        assert Recipe.load(write(tmp_path, "copy.yaml", recipe.to_yaml())) == recipe
 
 
 def test_name_defaults_to_the_file(tmp_path: Path) -> None:
     recipe = Recipe.load(write(tmp_path, "mine.yaml", MINIMAL))
-    assert recipe.name == "mine"
+    assert recipe.name == "mine" and recipe.quantize is not None
     assert recipe.quantize.targets == (".*",)
     assert recipe.quantize.head == "keep"
 
@@ -76,7 +87,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "stages:\n  - quantize: {scheme: int4, group: 64}\n",
             "stages.0.quantize.group: unknown key, expected one of scheme, group_size",
         ),
-        ("stages:\n  - quantize: {scheme: nf5}\n", "expected int8-dynamic, int4 or nf4, found 'nf5': did you mean nf4"),
+        (
+            "stages:\n  - quantize: {scheme: nf5}\n",
+            "expected int8-dynamic, int8-static, int4, int3, int2 or nf4, found 'nf5': did you mean nf4",
+        ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
             "expected one of 128, 64, 32 with scheme int4, found 100",
@@ -90,21 +104,61 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - quantize: {scheme: nf4, targets: ['(']}\n", "quantize.targets: expected regular expressions"),
         ("stages:\n  - quantize: {scheme: nf4, targets: [7]}\n", "quantize.targets.0: expected a string, found 7"),
         ("stages:\n  - quantize: {scheme: int4, head: int8}\n", "quantize.head: expected keep with scheme int4"),
-        ("stages: []\n", "expected exactly one quantize stage so far, found 0"),
-        ("stages:\n  - quantize: {scheme: nf4}\n  - quantize: {scheme: nf4}\n", "so far, found 2"),
+        ("stages: []\n", "stages: expected at least one of prune, smooth, quantize (or the key kv), found none"),
+        ("stages:\n  - quantize: {scheme: nf4}\n  - quantize: {scheme: nf4}\n", "at most one quantize stage, found 2"),
         ("stages: nf4\n", "stages"),
         ("stages: [nf4]\n", "stages.0: expected a mapping, found 'nf4'"),
-        ("about: nothing\n", "stages: expected this key"),
+        ("about: nothing\n", "stages: expected at least one of prune, smooth, quantize"),
         ("name: ../up\n" + MINIMAL, "name: expected up to 64 letters"),
         ("calibration: {samples: 0}\n" + MINIMAL, "calibration.samples: expected greater than or equal to 1, found 0"),
         ("calibration: {windows: 3}\n" + MINIMAL, "expected one of source, samples, seq_len"),
         # Reserved for later: refused, never accepted and ignored.
-        ("kv: int8\n" + MINIMAL, "kv: quantised KV caches are not built yet"),
         ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are not made by recipes yet"),
         ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
-        ("stages:\n  - prune: {sparsity: 0.5}\n", "stages.0.prune: this stage is not built yet"),
-        ("stages:\n  - quantize: {scheme: int4, method: gptq}\n", "gptq is not built yet, expected rtn"),
+        ("stages:\n  - medusa: {heads: 3}\n", "stages.0.medusa: this stage is not built yet"),
         ("stages:\n  - quantize: {scheme: ternary}\n", "ternary is not built yet"),
+        # Keys that belong together, or do not.
+        ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
+        ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
+        (
+            "stages:\n  - prun: {}\n",
+            "stages.0.prun: unknown key, expected one of prune, smooth, quantize: did you mean",
+        ),
+        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, smooth, quantize, found none"),
+        (
+            "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
+            "expected a mapping with one of prune, smooth, quantize, found quantize and smooth",
+        ),
+        ("stages:\n  - prune: {sparsity: 0.5}\n", "stages.0.prune.method: expected this key, found none"),
+        ("stages:\n  - prune: {method: wandb, sparsity: 0.5}\n", "found 'wandb': did you mean wanda"),
+        ("stages:\n  - prune: {method: wanda}\n", "prune.sparsity: expected either sparsity or pattern"),
+        ("stages:\n  - prune: {method: wanda, sparsity: 0.5, pattern: '2:4'}\n", "with method wanda, found both"),
+        ("stages:\n  - prune: {method: wanda, pattern: '3:4'}\n", "prune.pattern: expected 2:4 or 4:8, found '3:4'"),
+        ("stages:\n  - prune: {method: wanda, sparsity: 1.5}\n", "prune.sparsity: expected less than 1, found 1.5"),
+        ("stages:\n  - prune: {method: width, sparsity: 0.5}\n", "prune.sparsity: expected share with method width"),
+        ("stages:\n  - prune: {method: depth}\n", "prune.share: expected a share between 0 and 1"),
+        ("stages:\n  - smooth: {alpha: 2}\n  - quantize: {scheme: int4}\n", "smooth.alpha: expected a number from 0"),
+        ("stages:\n  - smooth: {alpha: 0.5}\n", "expected a quantize stage after smooth"),
+        (
+            "stages:\n  - quantize: {scheme: int4}\n  - prune: {method: wanda, sparsity: 0.5}\n",
+            "stages: expected the order prune, smooth, quantize, found quantize, prune",
+        ),
+        ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),
+        ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
+        ("stages:\n  - quantize: {scheme: int4, method: awq, order: true}\n", "order: expected with method gptq and"),
+        ("stages:\n  - quantize: {scheme: nf4, symmetric: true}\n", "symmetric: expected with int4, int3, int2 only"),
+        ("stages:\n  - quantize: {scheme: int4, method: hqq, symmetric: true}\n", "expected false with method hqq"),
+        ("stages:\n  - quantize: {method: rtn}\n", "quantize.scheme: expected one of int8-dynamic, int8-static"),
+        ("stages:\n  - quantize: {method: sensitivity}\n", "bits_per_weight: expected a number from 2 to 8"),
+        (
+            "stages:\n  - quantize: {method: sensitivity, bits_per_weight: 4, scheme: int4}\n",
+            "scheme: expected none with method sensitivity, which chooses it",
+        ),
+        ("stages:\n  - quantize: {scheme: int4, bits_per_weight: 4}\n", "expected with method sensitivity only"),
+        (
+            "stages:\n  - quantize: {scheme: int4, method: gptq, experts: {few: rtm}}\n",
+            "quantize.experts.few: expected all-tokens or rtn, found 'rtm': did you mean rtn",
+        ),
     ],
 )
 def test_refusals_name_the_key(tmp_path: Path, text: str, expected: str) -> None:
@@ -124,15 +178,15 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
     child = write(tmp_path / "deep", "child.yaml", "extends: ../base.yaml\ncalibration: {samples: 4}\n")
     recipe = Recipe.load(child)
     assert (recipe.calibration.samples, recipe.calibration.seq_len) == (4, 128)
-    assert recipe.quantize.ignore == ("down",)
+    assert recipe.quantize is not None and recipe.quantize.ignore == ("down",)
     assert (recipe.name, recipe.about) == ("child", "")
     replaced = write(tmp_path / "deep", "other.yaml", "extends: ../base.yaml\nstages: [{quantize: {scheme: int4}}]\n")
-    assert Recipe.load(replaced).quantize.ignore == ()
+    assert quantize(replaced).ignore == ()
     assert "extends" not in recipe.to_dict()
 
 
 def test_extends_takes_built_in_names(tmp_path: Path) -> None:
-    assert Recipe.load(write(tmp_path, "mine.yaml", "extends: nf4\n")).quantize.scheme == "nf4"
+    assert quantize(write(tmp_path, "mine.yaml", "extends: nf4\n")).scheme == "nf4"
     assert "did you mean" in refusal(write(tmp_path, "typo.yaml", "extends: nf44\n"))
 
 
@@ -143,9 +197,18 @@ def test_extends_loops_are_shown(tmp_path: Path) -> None:
     # Two ways to the same base are no loop.
     write(tmp_path, "base.yaml", MINIMAL)
     write(tmp_path, "mid.yaml", "extends: base.yaml\n")
-    assert Recipe.load(write(tmp_path, "top.yaml", "extends: mid.yaml\n")).quantize.scheme == "nf4"
+    assert quantize(write(tmp_path, "top.yaml", "extends: mid.yaml\n")).scheme == "nf4"
 
 
 def test_recipes_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Recipe.load("nf4").name = "other"  # type: ignore[misc]
+
+
+def test_what_a_method_has_is_filled_in(tmp_path: Path) -> None:
+    """The recipe that is kept says everything that the codes depend on, and nothing that they do not."""
+    found = quantize(write(tmp_path, "r.yaml", "stages: [{quantize: {scheme: int3, method: gptq, damping: 0.1}}]\n"))
+    assert (found.order, found.damping, found.search, found.symmetric) == (False, 0.1, False, True)
+    assert quantize(write(tmp_path, "r.yaml", "stages: [{quantize: {scheme: int4, method: hqq}}]\n")).symmetric is False
+    kept = Recipe.load("nf4").to_dict()["stages"][0]["quantize"]
+    assert set(kept) == {"scheme", "method", "targets", "ignore", "head"}

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.pipeline import Options
+from compress.recipe import built_in
 from compress.run import app, command_line, summary_rows
 
 Tiny = Callable[..., Path]
@@ -55,7 +56,7 @@ def test_the_whole_command(tiny: Tiny, command: Any, text: Path, kind: str) -> N
     assert report["left_alone"]
     assert "bits per quantised weight" in result.stdout
     assert "Report: runs/nf4/report.html" in result.stdout
-    assert "Quantising: done" in result.stderr and "Measuring quality: done" in result.stderr
+    assert "Working on weights: done" in result.stderr and "Measuring quality: done" in result.stderr
     for name in ("report.json", "report.md", "report.html", "manifest.json", "recipe.yaml"):
         assert str(text.parent) not in (run / name).read_text()
 
@@ -77,12 +78,41 @@ def test_int8_dynamic(tiny: Tiny, command: Any, text: Path) -> None:
     assert quality["perplexity"]["compressed"] == pytest.approx(quality["perplexity"]["original"], rel=0.02)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_no_quality_is_measured_where_none_is_asked_for(
+    tiny: Tiny, command: Any, text: Path, monkeypatch: pytest.MonkeyPatch, loads: bool
+) -> None:
+    """Without speed either, the models are not even loaded: they may be larger than memory."""
+    from compress.report import assemble
+
+    loaded: list[Any] = []
+    load = assemble.load
+    monkeypatch.setattr(assemble, "load", lambda *given, **options: loaded.append(given) or load(*given, **options))
+    words = [word for word in small(tiny("llama"), text) if not (loads and word == "--no-speed")]
+    words[words.index("--eval-tokens") + 1] = "0"
+    result = command("--recipe", "int4-rtn", "--memory-budget", "3GB", *words)
+    assert result.exit_code == 0, result.output
+    assert "forecast: " in result.stderr and "not measured" in result.stdout
+    report = json.loads(Path("runs/int4-rtn/report.json").read_text())
+    assert report["quality"]["perplexity"] == {"original": None, "compressed": None, "ci95": None}
+    assert report["quality"]["protocol"]["tokens"] == 0 and len(report["quality"]["layers"]) == 14
+    assert "--eval-tokens 0" in report["not_measured"]["quality.perplexity"]
+    assert report["size"]["ratio"] > 1.5
+    assert (report["sample"] is not None) == bool(loaded) == loads
+    assert (report["speed"]["compressed"] is not None) == loads
+    assert "--memory-budget 3000000000" in report["asked"]["command"]
+    page = Path("runs/int4-rtn/report.html").read_text()
+    assert "no evaluation tokens were asked for" in page
+    assert ("The same prompt" in page) == loads
+
+
 def test_list_has_a_line_for_each_recipe(command: Any) -> None:
     result = command("--list")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert len(lines) == 3
-    assert [line.split()[0] for line in lines] == ["int4-rtn", "int8-dynamic", "nf4"]
+    assert [line.split()[0] for line in lines] == [recipe.name for recipe in built_in()]
+    # Names stand apart from what they are for.
+    assert all("  " in line for line in lines)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -98,9 +128,10 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "--recipe: expected a recipe (int4-rtn, int8-dynamic, nf4), found none"),
+        ([], "int4-rtn, int8-dynamic, int8-smoothquant, int8-static,"),
         (["--recipe", "nf5"], "did you mean 'nf4'"),
         (["--recipe", "no/such.yaml"], "expected a YAML file, found none"),
+        (["--recipe", "nf4", "--memory-budget", "lots"], "--memory-budget: expected a size such as 4GB or 512MiB"),
         (["--recipe", "nf4", "--samples", "0"], "--samples: expected a whole number from 1"),
         (["--recipe", "nf4", "--draft-length", "1000"], "--draft-length: expected a whole number from 1 to 64"),
         (["--recipe", "nf4", "--device", "tpu"], "--device: expected cpu, cuda or auto"),
@@ -159,7 +190,9 @@ def test_ctrl_c_ends_with_130(tiny: Tiny, text: Path, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "error: stopped by Ctrl-C" in errors and "Traceback" not in errors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt"]
+    # The weights are done: hours of work, for all that Ctrl-C knows.
+    assert "out.partial is kept for --resume" in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.txt", "out.partial"]
 
 
 def _take_interrupts() -> None:

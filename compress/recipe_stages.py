@@ -1,0 +1,229 @@
+"""The stages of a recipe: what each may say, and what goes with what."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+
+GROUP_SIZES = (128, 64, 32)
+NF4_BLOCK = 64
+DAMPING = 0.01
+GROUPED = ("int4", "int3", "int2")
+SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4")
+# Methods by scheme; the first is the default. `sensitivity` chooses the schemes itself.
+_METHODS: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPED, ("rtn", "gptq", "awq", "hqq"))
+_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4"), ("rtn",))
+# Keys that only some methods know, and their values where the recipe does not say.
+_METHOD_KEYS: dict[str, dict[str, Any]] = {
+    "gptq": {"order": False, "damping": DAMPING, "search": False},
+    "rtn": {"search": False},
+    "awq": {},
+    "hqq": {},
+    "sensitivity": {},
+}
+
+Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
+
+
+class Strict(BaseModel):
+    """A mapping that takes no unknown keys and does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Experts(Strict):
+    """What happens to experts that saw fewer than `least` tokens.
+
+    few  all-tokens: they are calibrated on every token, as if the router had sent them all; rtn: rounded to nearest.
+    """
+
+    few: Literal["all-tokens", "rtn"] = "all-tokens"
+    least: Annotated[StrictInt, Field(ge=0)] = 256
+
+
+class Quantize(Strict):
+    """A stage that rounds linear layers.
+
+    scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out.
+    group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
+                divides a row is taken). nf4 has 64, int8 one scale per output channel.
+    symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
+    method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
+    order       gptq: whether inputs are taken by their activations' size, the largest first.
+    damping     gptq: added to the Hessian's diagonal, as a share of its mean.
+    search      gptq and rtn with groups: whether ranges are searched for the least squared error.
+    bits_per_weight  sensitivity: how many bits a quantised weight may take on average, scales included.
+    targets     regular expressions, searched in the names of the linear layers of the blocks; any match counts.
+    ignore      the same, for layers to leave alone; wins over targets.
+    head        keep: the output head stays as it is; int8: it is quantised too (int8-dynamic only).
+    experts     of a mixture of experts, with methods that look at text: what happens to those that saw too few tokens.
+    """
+
+    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4"] | None = None
+    group_size: StrictInt | None = None
+    symmetric: StrictBool | None = None
+    method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"
+    order: StrictBool | None = None
+    damping: Annotated[float, Field(gt=0, le=1)] | None = None
+    search: StrictBool | None = None
+    bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
+    targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
+    ignore: tuple[StrictStr, ...] = ()
+    head: Literal["keep", "int8"] = "keep"
+    experts: Experts | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Fills in what the method and the scheme have, so that the recipe that is kept says everything."""
+        if not isinstance(data, dict):
+            return data
+        grouped = data.get("scheme") in GROUPED
+        method = data.get("method", "rtn")
+        known = _METHOD_KEYS.get(method, {}) if isinstance(method, str) and grouped else {}
+        filled = {key: value for key, value in known.items() if data.get(key) is None}
+        if grouped and data.get("symmetric") is None:
+            filled["symmetric"] = method != "hqq"
+        return {**data, **filled}
+
+    @field_validator("targets", "ignore")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
+        return patterns
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Quantize":
+        if self.method == "sensitivity":
+            self._fit_budget()
+            return self
+        if self.scheme is None:
+            raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, found none")
+        if self.bits_per_weight is not None:
+            raise ValueError(f"bits_per_weight: expected with method sensitivity only, found method {self.method}")
+        if self.method not in _METHODS[self.scheme]:
+            expected = " or ".join(_METHODS[self.scheme])
+            raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
+        self._fit_groups(self.scheme)
+        for key in ("order", "damping", "search"):
+            if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GROUPED):
+                owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
+                raise ValueError(
+                    f"{key}: expected with method {owners} and scheme {', '.join(GROUPED)} only, found method "
+                    f"{self.method} and scheme {self.scheme}"
+                )
+        if self.method == "hqq" and self.symmetric:
+            raise ValueError("symmetric: expected false with method hqq, which moves the zero points, found true")
+        if self.head == "int8" and self.scheme != "int8-dynamic":
+            raise ValueError(
+                f"head: expected keep with scheme {self.scheme}, found int8: it goes with scheme int8-dynamic so far"
+            )
+        return self
+
+    def _fit_groups(self, scheme: str) -> None:
+        allowed = GROUP_SIZES if scheme in GROUPED else (NF4_BLOCK,) if scheme == "nf4" else ()
+        if self.group_size is not None and self.group_size not in allowed:
+            expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
+            raise ValueError(f"group_size: expected {expected} with scheme {scheme}, found {self.group_size}")
+        if self.symmetric is not None and scheme not in GROUPED:
+            raise ValueError(f"symmetric: expected with {', '.join(GROUPED)} only, found scheme {scheme}")
+
+    def _fit_budget(self) -> None:
+        if self.bits_per_weight is None:
+            raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
+        for key in ("scheme", "symmetric", "order", "damping", "search"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            expected = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"group_size: expected one of {expected} with method sensitivity, found {self.group_size}")
+
+
+class Prune(Strict):
+    """A stage that takes weights away.
+
+    method    magnitude, wanda, sparsegpt: single weights become zeros; width: heads and MLP channels go; depth: blocks.
+    sparsity  of single weights: the share that becomes zero.
+    pattern   of single weights, instead: so many of every group stay ("2:4": two of four).
+    share     width and depth: how much of the blocks' weights goes.
+    """
+
+    method: Literal["magnitude", "wanda", "sparsegpt", "width", "depth"]
+    sparsity: Share | None = None
+    pattern: Literal["2:4", "4:8"] | None = None
+    share: Share | None = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Prune":
+        if self.method in ("width", "depth"):
+            unwanted = next((key for key in ("sparsity", "pattern") if getattr(self, key) is not None), None)
+            if unwanted:
+                raise ValueError(f"{unwanted}: expected share with method {self.method}, found {unwanted}")
+            if self.share is None:
+                raise ValueError(f"share: expected a share between 0 and 1 with method {self.method}, found none")
+            return self
+        if self.share is not None:
+            raise ValueError(f"share: expected sparsity or pattern with method {self.method}, found share")
+        if (self.sparsity is None) == (self.pattern is None):
+            found = "both" if self.sparsity is not None else "none"
+            raise ValueError(f"sparsity: expected either sparsity or pattern with method {self.method}, found {found}")
+        return self
+
+
+class Smooth(Strict):
+    """A stage that moves the range of activations into the weights before them (SmoothQuant).
+
+    alpha  0 leaves it all in the activations, 1 moves it all into the weights; search: measured block by block.
+    """
+
+    alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = 0.5
+
+    @field_validator("alpha", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if value == "search" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1):
+            return value
+        raise ValueError("expected a number from 0 to 1 or search")
+
+
+class Stage(Strict):
+    """One step: a mapping with one key, the step's kind."""
+
+    prune: Prune | None = None
+    smooth: Smooth | None = None
+    quantize: Quantize | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "Stage":
+        found = sorted(self.model_fields_set)
+        if len(found) != 1 or getattr(self, found[0]) is None:
+            raise ValueError(
+                f"expected a mapping with one of prune, smooth, quantize, found {' and '.join(found) or 'none'}"
+            )
+        return self
+
+    @property
+    def kind(self) -> str:
+        """prune, smooth or quantize."""
+        return next(iter(self.model_fields_set))
+
+
+def check_order(stages: tuple[Stage, ...]) -> None:
+    """Raises ValueError for stages that do not follow each other as prune, smooth, quantize."""
+    order = ("prune", "smooth", "quantize")
+    kinds = [stage.kind for stage in stages]
+    for kind in ("quantize", "smooth"):
+        if kinds.count(kind) > 1:
+            raise ValueError(f"expected at most one {kind} stage, found {kinds.count(kind)}")
+    if kinds != sorted(kinds, key=order.index):
+        raise ValueError(f"expected the order prune, smooth, quantize, found {', '.join(kinds)}")
+    if "smooth" in kinds and "quantize" not in kinds:
+        raise ValueError("expected a quantize stage after smooth, which alone changes nothing, found none")
+    methods = [stage.prune.method for stage in stages if stage.prune is not None]
+    twice = next((method for method in methods if methods.count(method) > 1), None)
+    if twice:
+        raise ValueError(f"expected prune with method {twice} at most once, found {methods.count(twice)}")
