@@ -1,13 +1,13 @@
 """What compressors are compared in: one setting each of GPTQ, AWQ, pruning and SmoothQuant, for ours and for a peer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from runtime.errors import UserError
 
-# Part of the mean of the Hessian's diagonal that is added to it: llm-compressor's default, given to everybody.
+# Part of the mean of the Hessian's diagonal that is added to it: llm-compressor's default and ours, given to all.
 DAMPING = 0.01
 
 
@@ -23,6 +23,7 @@ class Setting:
     order       of GPTQ: the inputs are rounded as they come ("none"), the most active first ("inputs": desc_act), or
                 so within groups of which the most active comes first ("groups": act_group_aware).
     damping     of GPTQ and SparseGPT.
+    search      of GPTQ: ranges of least squared error, not from the smallest weight to the largest.
     sparsity, pattern   of pruning: the share of zeros, and n:m or "" for anywhere.
     alpha       of SmoothQuant.
     """
@@ -36,6 +37,7 @@ class Setting:
     symmetric: bool = True
     order: Literal["none", "inputs", "groups"] = "none"
     damping: float = DAMPING
+    search: bool = False
     sparsity: float = 0.0
     pattern: str = ""
     alpha: float = 0.0
@@ -73,6 +75,10 @@ SETTINGS: tuple[Setting, ...] = (
     *(_gptq(*grid, order) for grid in _GRIDS for order in ("none", "inputs", "groups")),
     _gptq(4, 128, symmetric=False),
     _gptq(2, 32, symmetric=False),
+    *(
+        replace(_gptq(bits, group), name=f"gptq-{bits}-g{group}-search", search=True)
+        for bits, group in ((3, 128), (2, 32))
+    ),
     _awq(128),
     _awq(128, symmetric=False),
     _awq(32),
@@ -99,18 +105,18 @@ def our_recipe(setting: Setting) -> dict[str, Any] | None:
         return None
     method, stages = setting.method, list[dict[str, Any]]()
     if method == "gptq":
-        stages = [{"quantize": _weights(setting) | {"order": setting.order == "inputs", "damping": setting.damping}}]
+        own = {"order": setting.order == "inputs", "damping": setting.damping, "search": setting.search}
+        stages = [{"quantize": _weights(setting) | own}]
     elif method == "awq":
         stages = [{"quantize": _weights(setting)}]
     elif method == "smoothquant":
         stages = [
-            {"smooth": {"method": "smoothquant", "alpha": setting.alpha}},
+            {"smooth": {"alpha": setting.alpha}},
             {"quantize": {"scheme": "int8-static", "method": "rtn"}},
         ]
     else:
         where = {"pattern": setting.pattern} if setting.pattern else {"sparsity": setting.sparsity}
-        damping = {"damping": setting.damping} if method == "sparsegpt" else {}
-        stages = [{"prune": {"method": method} | where | damping}]
+        stages = [{"prune": {"method": method} | where}]
     return {"name": setting.name, "stages": stages}
 
 

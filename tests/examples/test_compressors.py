@@ -116,6 +116,7 @@ def test_a_recipe_says_what_the_setting_says(compare: Any) -> None:
                 "symmetric": True,
                 "order": True,
                 "damping": 0.01,
+                "search": False,
             }
         }
     ]

@@ -23,7 +23,7 @@ def compress(job: Job, stopwatch: Stopwatch) -> Mapping[str, str]:
         desc_act=setting["order"] == "inputs",
         act_group_aware=setting["order"] == "groups",
         damp_percent=setting["damping"],
-        mse=0.0,
+        mse=2.0 if setting["search"] else 0.0,  # the power of the error that its search makes smallest
     )
     model = GPTQModel.load(str(job.model), config, device="cpu")
     # Lists, as its own examples give them. All have one length, so its sorting by length changes nothing.
