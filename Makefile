@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow bench lint format peers clean
+.PHONY: demo test test-slow bench lint format peers compressors clean
 
 demo: .venv/installed
 	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
@@ -55,6 +55,21 @@ peers: .peers/installed
 	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_PIP) --no-binary llama-cpp-python llama-cpp-python gguf
 	$(PEERS_PIP) openvino openvino-genai nncf optimum-intel
 	.peers/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+# GPTQModel and llm-compressor, for examples/compare/compressors.py: they want another transformers than we and than
+# the peers do. gptqmodel's build needs to see torch and numpy, so it is built without an environment of its own.
+COMPRESSORS_PIP := .compressors/bin/python -m pip install --disable-pip-version-check --quiet \
+	--constraint examples/compare/constraints-compressors.txt
+
+compressors: .compressors/installed
+
+.compressors/installed: examples/compare/constraints-compressors.txt
+	$(PYTHON) -m venv .compressors
+	$(COMPRESSORS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(COMPRESSORS_PIP) numpy setuptools wheel
+	$(COMPRESSORS_PIP) llmcompressor transformers accelerate
+	$(COMPRESSORS_PIP) --no-build-isolation gptqmodel
 	@touch $@
 
 clean:

@@ -1,1 +1,1 @@
-"""One program per kind of model: random weights in an engine's own format."""
+"""One program per kind of model, or per compressor: a checkpoint in somebody's own format."""

@@ -1,0 +1,176 @@
+"""What compressors reached and what they took, as rows for JSON and as tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from excess import Comparison, Interval, Scores, compare, mean
+from jobs import Done
+from settings import OURS, Setting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One setting. Figures in nats a token, ours None where we have no such recipe or were not asked."""
+
+    setting: str
+    peer: str
+    target: float
+    our_excess: Interval | None
+    peer_excess: Interval | None
+    our_divergence: Interval | None
+    peer_divergence: Interval | None
+    comparison: Comparison | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """One compressor in one setting: medians over rounds, seconds and bytes."""
+
+    setting: str
+    compressor: str
+    rounds: int
+    wall_seconds: float
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class TimeRatio:
+    """Ours over the peer's, median over rounds of each round's ratio, with the extremes; below 1, ours is faster."""
+
+    setting: str
+    peer: str
+    wall: float
+    wall_min: float
+    wall_max: float
+    seconds: float
+
+
+def quality_rows(settings: Sequence[Setting], scores: Mapping[tuple[str, str], Scores]) -> list[QualityRow]:
+    """`scores` by setting and compressor."""
+    rows = []
+    for setting in settings:
+        ours, theirs = scores.get((setting.name, OURS)), scores.get((setting.name, setting.peer))
+        both = compare(ours, theirs, setting.target) if ours is not None and theirs is not None else None
+        rows.append(
+            QualityRow(
+                setting.name,
+                setting.peer,
+                setting.target,
+                our_excess=None if ours is None else mean(ours.excess),
+                peer_excess=None if theirs is None else mean(theirs.excess),
+                our_divergence=None if ours is None else mean(ours.divergence),
+                peer_divergence=None if theirs is None else mean(theirs.divergence),
+                comparison=both,
+                verdict=None if both is None else both.verdict,
+            )
+        )
+    return rows
+
+
+def time_rows(taken: Mapping[tuple[str, str], Sequence[Done]]) -> list[TimeRow]:
+    """`taken` by setting and compressor, in the order of the rounds."""
+    return [
+        TimeRow(
+            setting,
+            compressor,
+            len(rounds),
+            median(done.wall_seconds for done in rounds),
+            median(done.seconds for done in rounds),
+            median(done.cpu_seconds for done in rounds),
+            max(done.peak_bytes for done in rounds),
+        )
+        for (setting, compressor), rounds in taken.items()
+    ]
+
+
+def time_ratios(taken: Mapping[tuple[str, str], Sequence[Done]]) -> list[TimeRatio]:
+    """For each setting that both did."""
+    ratios = []
+    for (setting, peer), theirs in taken.items():
+        ours = taken.get((setting, OURS))
+        if peer == OURS or ours is None:
+            continue
+        wall = [a.wall_seconds / b.wall_seconds for a, b in zip(ours, theirs, strict=True)]
+        inside = [a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)]
+        ratios.append(TimeRatio(setting, peer, median(wall), min(wall), max(wall), median(inside)))
+    return ratios
+
+
+def print_quality(console: "Console", rows: Sequence[QualityRow]) -> None:
+    """One line a setting."""
+    from rich import box
+    from rich.table import Table
+
+    title = "excess log-perplexity over the original, 1000 × nats a token, with 95 % intervals over windows"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in ("setting", "peer"):
+        table.add_column(name)
+    for name in ("theirs", "ours", "ours / theirs", "target", "KL theirs", "KL ours", "KL ratio"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in rows:
+        both = row.comparison
+        table.add_row(
+            row.setting,
+            row.peer,
+            _scaled(row.peer_excess),
+            _scaled(row.our_excess),
+            _ratio(None if both is None else both.excess_ratio),
+            f"{row.target:.2f}",
+            _scaled(row.peer_divergence),
+            _scaled(row.our_divergence),
+            _ratio(None if both is None else both.divergence_ratio),
+            row.verdict or "-",
+        )
+    console.print(table)
+
+
+def _scaled(figure: Interval | None) -> str:
+    return "-" if figure is None else f"{figure.value * 1e3:.2f} ± {(figure.high - figure.low) / 2 * 1e3:.2f}"
+
+
+def _ratio(figure: Interval | None) -> str:
+    return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"
+
+
+def print_times(console: "Console", rows: Sequence[TimeRow], ratios: Sequence[TimeRatio]) -> None:
+    """One line a setting and compressor, then the ratios."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="seconds, medians; memory, the largest", title_justify="left", box=box.SIMPLE)
+    for name in ("setting", "compressor"):
+        table.add_column(name)
+    for name in ("rounds", "whole process", "compression alone", "processor", "peak MB"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds = (f"{value:.1f}" for value in (row.wall_seconds, row.seconds, row.cpu_seconds))
+        table.add_row(row.setting, row.compressor, str(row.rounds), *seconds, f"{row.peak_bytes / 1e6:.0f}")
+    console.print(table)
+    for one in ratios:
+        console.print(
+            f"{one.setting}: ours takes {one.wall:.2f} of {one.peer}'s wall time ({one.wall_min:.2f} to"
+            f" {one.wall_max:.2f}), {one.seconds:.2f} of its compression alone"
+        )
+
+
+def report(
+    quality: Sequence[QualityRow], taken: Mapping[tuple[str, str], Sequence[Done]], settings: Sequence[Setting]
+) -> dict[str, Any]:
+    """What the JSON file says of both parts, and what each compressor said of itself."""
+    facts = {compressor: rounds[-1].facts for (_, compressor), rounds in taken.items()}
+    return {
+        "compressors": facts,
+        "settings": {setting.name: asdict(setting) for setting in settings},
+        "quality": [asdict(row) for row in quality],
+        "times": [asdict(row) for row in time_rows(taken)],
+        "time_ratios": [asdict(ratio) for ratio in time_ratios(taken)],
+    }

@@ -1,0 +1,171 @@
+"""Our compressors against GPTQModel and llm-compressor: same model, same token windows, same settings, one evaluator.
+
+    make compressors
+    .venv/bin/python examples/compare/compressors.py            # quality, on the embedded pair's target
+    .venv/bin/python examples/compare/compressors.py --time     # time, on TinyLlama's shape, random weights
+
+Each compression is a process of its own; only one computes at any moment.
+"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from output import check_json, cpu, machine, write_json
+from settings import SETTINGS, TIMED, Setting, chosen
+
+from runtime.commands import without_traceback
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from calibration import Text
+    from rich.console import Console
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{SETTINGS[0].name}, 'gptq-3-*' and the like; may be repeated.",
+            show_default=f"all; with --time {', '.join(TIMED)}",
+        ),
+    ] = None,
+    time: Annotated[
+        bool, typer.Option("--time", help="Measure time on --shape instead of quality on the pair.")
+    ] = False,
+    peers_only: Annotated[bool, typer.Option("--peers-only", help="Leave ours out.")] = False,
+    source: Annotated[str, typer.Option(help="Text: stdlib, a file, a directory, or a dataset.")] = "stdlib",
+    samples: Annotated[int, typer.Option(help="Windows to calibrate on.", min=1)] = 64,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a window.", min=8)] = 512,
+    eval_tokens: Annotated[int, typer.Option(help="Held-out tokens that results are evaluated on.", min=16)] = 98_304,
+    seed: Annotated[int, typer.Option(help="Which windows.", min=0)] = 0,
+    shape: Annotated[str, typer.Option(help="With --time: a shape of runtime.bench.")] = "tinyllama-1.1b",
+    blocks: Annotated[
+        int | None, typer.Option(help="With --time: only the shape's first ones.", show_default="all", min=1)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="With --time: turns of every compressor.", min=1)] = 3,
+    threads: Annotated[int | None, typer.Option(help="Of everybody.", show_default="physical cores", min=1)] = None,
+    peer_python: Annotated[Path, typer.Option(help="The peers' environment.")] = Path(".compressors/bin/python"),
+    work: Annotated[Path, typer.Option(help="Where checkpoints and logs are kept.")] = Path("runs/compressors"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+) -> None:
+    """Compresses one model with everybody and prints excess log-perplexity, or time, and ratios."""
+    with without_traceback():
+        settings = chosen(setting, TIMED if time else ("*",))
+        if not peer_python.is_file():
+            raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
+        check_json(json_file)
+        from calibration import Text
+
+        text = Text(source, samples, seq_len, eval_tokens, seed)
+        # absolute, not resolved: an environment's python is a link whose own place says which environment it is
+        pythons = (Path(sys.executable).absolute(), peer_python.absolute())
+        if time:
+            content = _time(settings, text, pythons, threads, work.absolute(), (shape, blocks, rounds), peers_only)
+        else:
+            content = _quality(settings, text, pythons, threads, work.absolute(), peers_only)
+        if json_file is not None:
+            write_json(json_file, {"machine": machine()} | content)
+
+
+def _quality(
+    settings: list[Setting],
+    text: "Text",
+    pythons: tuple[Path, Path],
+    threads: int | None,
+    work: Path,
+    peers_only: bool,
+) -> dict[str, Any]:
+    """Makes the checkpoints, evaluates them and prints the table; returns the JSON file's content."""
+    # Imported here: torch takes longer to load than `--help` may take.
+    import calibration
+    import compressor_tables as tables
+    import excess
+    import saved
+    import torch
+    from jobs import Bench, compressors
+
+    from compress.pair import default_pair
+    from runtime.kernels.native import default_threads
+
+    console, notes = _consoles()
+    model, count = Path(default_pair()[0]).absolute(), threads or default_threads()
+    torch.set_num_threads(count)
+    drawn = calibration.draw(text, model)
+    work.mkdir(parents=True, exist_ok=True)
+    windows = calibration.write(drawn.calibration, work)
+    folder = work / f"pair-{windows.stem.removeprefix('windows-')}"
+    bench = Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
+    jobs = [(s, name) for s in settings for name in compressors(s) if not (peers_only and name != s.peer)]
+    taken = saved.make(bench, folder, jobs, notes.print)
+    places = [saved.place(folder, setting, name) for setting, name in jobs]
+    found = excess.evaluate(model, places, drawn.evaluation, notes.print)
+    scores = {(setting.name, name): one for (setting, name), one in zip(jobs, found, strict=True)}
+    rows = tables.quality_rows(settings, scores)
+    console.print(
+        f"the embedded pair's target; {drawn.corpus}: {tuple(drawn.calibration.shape)} tokens to calibrate on,"
+        f" {tuple(drawn.evaluation.shape)} to evaluate on; float32 evaluation of dense weights\n",
+        soft_wrap=True,
+    )
+    tables.print_quality(console, rows)
+    about = {"model": "pair", "text": calibration.facts(text, drawn, windows), "threads": count}
+    return about | tables.report(rows, taken, settings)
+
+
+def _time(
+    settings: list[Setting],
+    text: "Text",
+    pythons: tuple[Path, Path],
+    threads: int | None,
+    work: Path,
+    measured: tuple[str, int | None, int],
+    peers_only: bool,
+) -> dict[str, Any]:
+    """Measures in turn and prints the table; returns the JSON file's content. `measured`: shape, blocks, rounds."""
+    import calibration
+    import compressor_tables as tables
+    import timed
+    from jobs import Bench
+
+    from compress.pair import default_pair
+    from runtime.kernels.native import default_threads
+    from runtime.shapes import SHAPES
+
+    shape, blocks, rounds = measured
+    if shape not in SHAPES:
+        raise UserError(f"--shape: expected one of {', '.join(SHAPES)}, found {shape!r}")
+    if blocks is not None and blocks > SHAPES[shape].architecture.layers:
+        raise UserError(f"--blocks: {shape} has {SHAPES[shape].architecture.layers}, found {blocks}")
+    console, notes = _consoles()
+    count, folder = threads or default_threads(), work / shape
+    notes.print(f"writing {shape} with random weights (removed at the end)")
+    with timed.random_checkpoint(shape, blocks, Path(default_pair()[0]), folder) as model:
+        drawn = calibration.draw(text, model)
+        windows = calibration.write(drawn.calibration, folder)
+        bench = Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
+        taken = timed.measure(bench, settings, rounds, peers_only, notes.print)
+    console.print(
+        f"{shape}, {blocks or 'all'} blocks, random weights (time only); {cpu()}, {count} threads;"
+        f" {tuple(drawn.calibration.shape)} tokens; {rounds} interleaved rounds\n",
+        soft_wrap=True,
+    )
+    tables.print_times(console, tables.time_rows(taken), tables.time_ratios(taken))
+    about = {"model": shape, "blocks": blocks, "text": calibration.facts(text, drawn, windows), "threads": count}
+    return about | tables.report([], taken, settings)
+
+
+def _consoles() -> tuple["Console", "Console"]:
+    """For results, and for what takes time."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 160
+    return Console(highlight=False, width=width), Console(highlight=False, stderr=True)
+
+
+if __name__ == "__main__":
+    app()
