@@ -20,8 +20,9 @@ from compress.experts import FewTokens
 from compress.export import huggingface
 from compress.files import write_atomic
 from compress.journal import Journal
+from compress.mixed import choose_schemes
 from compress.plan import Plan, check_shared, make_plan
-from compress.recipe import Recipe
+from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.skeleton import Skeleton
 from compress.sources import Source, open_sources
@@ -141,13 +142,19 @@ def run(
     target, draft = open_sources(model, options.draft)
     structure = survey(target.path)
     plan = make_plan(target.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
+    if recipe.kv is not None:
+        from compress import kv_cache
+
+        kv_cache.check(target.checkpoint.config)
     settings = _settings(recipe, options)
     corpus, windows = _text(target, settings, options.seed)
+    if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
+        plan = choose_schemes(target.path, plan, structure, recipe.quantize, windows.calibration, progress)
     work = _work(target, recipe, plan, structure, windows)
     versions = manifest.versions()
     progress("check", 1, 1)
     mapped = _preflight(target, draft, plan, work, place.folder, options.memory_budget, note)
-    samples = _samples(settings, windows, work)
+    samples = _samples(settings, windows, _looks_at_text(recipe, work))
     fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
         "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)}
     }
@@ -158,6 +165,8 @@ def run(
             walked = walk(target.checkpoint, plan, work, journal, progress, note)
             progress("write", 0, 1)
             _assemble(place.folder, target, draft, recipe, journal, walked, options.shard_bytes)
+            if recipe.kv is not None:
+                _calibrate_cache(place.folder / "model", recipe.kv, windows, options, progress)
             names = {"model": target.name, "draft": None if draft is None else draft.name}
             about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
             manifest.write(place.folder, about)
@@ -172,7 +181,7 @@ def run(
                 draft=None if draft is None else place.folder / "draft",
                 layers=walked.layers,
                 left_alone=walked.plan.left_alone,
-                calibration=_calibration(samples, corpus, windows, work, walked),
+                calibration=_calibration(samples, corpus, windows, walked),
                 command=command or f"python -m compress.run --recipe {recipe.name}",
                 seed=options.seed,
                 versions=versions,
@@ -235,8 +244,6 @@ def _work(target: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "W
 
     Raises UserError for what no stage can do with this model.
     """
-    if recipe.kv is not None:
-        raise UserError(f"recipe {recipe.name}: kv is not wired into the pipeline yet: remove the key")
     if is_plain(recipe):
         return None
     check_shared(model)
@@ -268,17 +275,32 @@ def _preflight(
     return mapped
 
 
-def _samples(settings: ReportOptions, windows: "Windows", work: Work | None) -> dict[str, int]:
+def _looks_at_text(recipe: Recipe, work: Work | None) -> bool:
+    """Whether anything of the artifact depends on the calibration text."""
+    measured = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
+    return measured or recipe.kv is not None or (work is not None and work.looks_at_text)
+
+
+def _calibrate_cache(model: Path, wished: KeyValue, windows: "Windows", options: Options, progress: Progress) -> None:
+    """Calibrates the scales of keys and values on the finished weights, and puts them beside them."""
+    from compress import kv_cache
+
+    def told(done: int, total: int) -> None:
+        progress("cache", done, total)
+
+    found = kv_cache.calibrate(model, wished.scheme, windows.calibration, options.threads, told)
+    kv_cache.attach(model, found, options.shard_bytes)
+
+
+def _samples(settings: ReportOptions, windows: "Windows", used_at_all: bool) -> dict[str, int]:
     """Windows asked for and used: rounding to nearest looks at no text, whatever was asked for."""
-    used = windows.calibration_used if work is not None and work.looks_at_text else 0
+    used = windows.calibration_used if used_at_all else 0
     return {"samples_requested": settings.samples, "samples_used": used}
 
 
-def _calibration(
-    samples: dict[str, int], corpus: "Corpus", windows: "Windows", work: Work | None, walked: Walked
-) -> dict[str, Any]:
+def _calibration(samples: dict[str, int], corpus: "Corpus", windows: "Windows", walked: Walked) -> dict[str, Any]:
     """The report's section; empty where no text was looked at."""
-    if work is None or not work.looks_at_text:
+    if not samples["samples_used"]:
         return {}
     experts = [asdict(expert) for expert in walked.experts]
     return {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from compress.errors import UserError
 from compress.recipe_stages import GROUP_SIZES, NF4_BLOCK, Quantize
@@ -54,6 +54,16 @@ class Plan:
     left: tuple[tuple[str, str], ...]
     skipped: tuple[str, ...]
     parts: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def with_schemes(self, schemes: Mapping[str, tuple[str, int]]) -> "Plan":
+        """The plan with another (scheme, group size) for some layers, by module."""
+        layers = {
+            name: replace(layer, scheme=schemes[layer.module][0], group_size=schemes[layer.module][1])
+            if layer.module in schemes
+            else layer
+            for name, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
 
     @property
     def left_alone(self) -> tuple[LeftAlone, ...]:

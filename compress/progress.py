@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 _TITLES = {
     "check": "Checking",
     "scan": "Looking at blocks",
+    "sensitivity": "Measuring layers",
     "quantize": "Working on weights",
+    "cache": "Calibrating the cache",
     "write": "Writing the model",
     "load": "Reading it back",
     "quality": "Measuring quality",

