@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from compress import plain
 from compress.activations import Inputs
 from compress.block import Block, BlockStage, Statistics
 from compress.errors import UserError
@@ -62,10 +63,10 @@ def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockSta
 
 
 def is_plain(recipe: Recipe) -> bool:
-    """Whether the recipe only rounds to nearest: then tensors are taken one by one, and no block is ever built."""
+    """Whether the recipe only rounds, without text: then tensors are taken one by one, and no block is ever built."""
     stage = recipe.quantize
     only = all(one.kind == "quantize" for one in recipe.stages)
-    return only and (stage is None or (stage.method == "rtn" and stage.scheme != "int8-static"))
+    return only and (stage is None or (stage.method in ("rtn", "hqq") and stage.scheme != "int8-static"))
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
@@ -75,14 +76,14 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
         return [AwqScale(layers, model_type), AwqRound(layers)]
     if stage.method == "rtn" and stage.scheme == "int8-static":
         return [StaticRanges(layers)]
-    if stage.method == "rtn":
+    if stage.method in ("rtn", "hqq"):
         return [RoundToNearest(layers)]
     raise UserError(f"quantize: method {stage.method} is not wired into the walk yet: use another recipe")
 
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """Every weight takes the code nearest to it."""
+    """Every weight takes the code nearest to it, on the grid that is its own or that HQQ finds."""
 
     layers: Mapping[str, Layer]
 
@@ -283,10 +284,9 @@ def sharing(paths: Sequence[str], statistics: Statistics) -> list[list[str]]:
 
 
 def round_to_nearest(block: Block, path: str, layer: Layer) -> None:
-    """Packs one linear layer by rounding alone."""
+    """Packs one linear layer by rounding alone, as its plan says."""
     weight = block.linears[path].weight.detach().to(block.dtypes[path])
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
-    block.pack(path, packed, layer.scheme)
+    block.pack(path, plain.rounded(weight, layer), layer.scheme)
 
 
 def fold_in(block: Block, fold: "Fold", factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:
