@@ -1,4 +1,4 @@
-"""Rounding to nearest, tensor by tensor: no block is built, no text is looked at."""
+"""Rounding without text, tensor by tensor: to the nearest code, or by HQQ. No block is built."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,8 @@ from compress.quantize import rtn
 from compress.report.facts import LayerRecord
 from runtime.checkpoint import Checkpoint, check_finite
 from runtime.formats import dequantize
+from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import stored_scale_dtype
 
 
 def part(checkpoint: Checkpoint, plan: Plan, names: Sequence[str]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
@@ -31,10 +33,20 @@ def part(checkpoint: Checkpoint, plan: Plan, names: Sequence[str]) -> tuple[dict
     return tensors, records
 
 
+def rounded(weight: Tensor, layer: Layer) -> PackedWeight:
+    """A weight (outputs, inputs) rounded as its layer's plan says, without looking at text."""
+    if layer.solved:
+        from compress.quantize import grid, hqq
+
+        wanted = grid.Grid(rtn.BITS[layer.scheme], layer.group_size, layer.symmetric)
+        return hqq.quantize(weight, wanted, stored_scale_dtype(weight.dtype))
+    return rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
+
+
 def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRecord]:
     if layer.transposed:
         weight = weight.T.contiguous()
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
+    packed = rounded(weight, layer)
     stored = rtn.to_tensors(packed, layer.prefix, weight.dtype)
     record = LayerRecord(
         name=layer.prefix,

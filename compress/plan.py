@@ -24,6 +24,7 @@ class Layer:
     transposed  whether the checkpoint holds (inputs, outputs): a Conv1D.
     symmetric   whether ranges are symmetric about zero; False: with zero points.
     search      rounding to nearest: whether ranges are searched for the least squared error.
+    solved      instead: whether scales and zero points are those that HQQ finds.
     """
 
     tensor: str
@@ -33,6 +34,7 @@ class Layer:
     transposed: bool = False
     symmetric: bool = True
     search: bool = False
+    solved: bool = False
 
     @property
     def prefix(self) -> str:
@@ -196,8 +198,8 @@ class _Planner:
             return refused
         if isinstance(self.expert_group, str):
             return self.expert_group
-        module, search = name.removesuffix(".weight"), bool(self.stage.search)
-        return Layer(name, module, _scheme(self.stage), self.expert_group, search=search)
+        module = name.removesuffix(".weight")
+        return Layer(name, module, _scheme(self.stage), self.expert_group, **_rounding(self.stage))
 
     def _linear(self, name: str, parameter: Parameter, shape: tuple[int, ...]) -> Layer | str:
         if self.model.block(name) is None:
@@ -214,7 +216,7 @@ class _Planner:
         if isinstance(group, str):
             return group
         symmetric = self.stage.symmetric is not False
-        return Layer(name, parameter.module, _scheme(self.stage), group, transposed, symmetric, bool(self.stage.search))
+        return Layer(name, parameter.module, _scheme(self.stage), group, transposed, symmetric, **_rounding(self.stage))
 
     def _unquantised(self) -> str:
         return _CHANGED if self.changed else "the recipe changes no weights"
@@ -241,6 +243,10 @@ def check_shared(model: Survey) -> None:
                 f"tensor {other} is shared with {name}: blocks that are worked on one after the other must not share "
                 "any; use a recipe that only rounds to nearest, with this tensor in its ignore"
             )
+
+
+def _rounding(stage: Quantize) -> dict[str, bool]:
+    return {"search": stage.method == "rtn" and bool(stage.search), "solved": stage.method == "hqq"}
 
 
 def _scheme(stage: Quantize) -> str:

@@ -116,8 +116,6 @@ class Quantize(Strict):
                     f"{key}: expected with method {owners} and scheme {', '.join(GROUPED)} only, found method "
                     f"{self.method} and scheme {self.scheme}"
                 )
-        if self.method == "hqq" and self.symmetric:
-            raise ValueError("symmetric: expected false with method hqq, which moves the zero points, found true")
         if self.head == "int8" and self.scheme != "int8-dynamic":
             raise ValueError(
                 f"head: expected keep with scheme {self.scheme}, found int8: it goes with scheme int8-dynamic so far"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from compress import plain
 from compress.activations import Inputs
 from compress.block import Block, BlockStage, Statistics
 from compress.errors import UserError
@@ -60,10 +61,10 @@ def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockSta
 
 
 def is_plain(recipe: Recipe) -> bool:
-    """Whether the recipe only rounds to nearest: then tensors are taken one by one, and no block is ever built."""
+    """Whether the recipe only rounds, without text: then tensors are taken one by one, and no block is ever built."""
     stage = recipe.quantize
     only = all(one.kind == "quantize" for one in recipe.stages)
-    methods = ("rtn", "sensitivity")
+    methods = ("rtn", "hqq", "sensitivity")
     return only and (stage is None or (stage.method in methods and stage.scheme != "int8-static"))
 
 
@@ -72,8 +73,6 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
         return [Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
-    if stage.method == "hqq":
-        return [HalfQuadratic(layers)]
     if stage.scheme == "int8-static":
         return [StaticRanges(layers)]
     return [RoundToNearest(layers)]
@@ -81,7 +80,7 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """Every weight takes the code nearest to it."""
+    """Every weight takes the code nearest to it, on the grid that is its own or that HQQ finds."""
 
     layers: Mapping[str, Layer]
 
@@ -91,24 +90,6 @@ class RoundToNearest:
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         for path, layer in chosen(block, self.layers):
             round_to_nearest(block, path, layer)
-        return block
-
-
-@dataclass(frozen=True)
-class HalfQuadratic:
-    """Scales and zero points of least error, in a norm that large errors weigh less in (HQQ). Looks at no text."""
-
-    layers: Mapping[str, Layer]
-
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        return {}
-
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import hqq
-
-        for path, layer in chosen(block, self.layers):
-            weight = block.linears[path].weight.detach()
-            block.pack(path, hqq.quantize(weight, grid_of(layer), scale_dtype(block, path)), layer.scheme)
         return block
 
 
@@ -300,10 +281,9 @@ def sharing(paths: Sequence[str], statistics: Statistics) -> list[list[str]]:
 
 
 def round_to_nearest(block: Block, path: str, layer: Layer) -> None:
-    """Packs one linear layer by rounding alone."""
+    """Packs one linear layer by rounding alone, as its plan says."""
     weight = block.linears[path].weight.detach().to(block.dtypes[path])
-    packed = rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
-    block.pack(path, packed, layer.scheme)
+    block.pack(path, plain.rounded(weight, layer), layer.scheme)
 
 
 def fold_in(block: Block, fold: "Fold", factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:

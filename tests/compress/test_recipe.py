@@ -147,7 +147,6 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
         ("stages:\n  - quantize: {scheme: int4, method: awq, order: true}\n", "order: expected with method gptq and"),
         ("stages:\n  - quantize: {scheme: nf4, symmetric: true}\n", "symmetric: expected with int4, int3, int2 only"),
-        ("stages:\n  - quantize: {scheme: int4, method: hqq, symmetric: true}\n", "expected false with method hqq"),
         ("stages:\n  - quantize: {method: rtn}\n", "quantize.scheme: expected one of int8-dynamic, int8-static"),
         ("stages:\n  - quantize: {method: sensitivity}\n", "bits_per_weight: expected a number from 2 to 8"),
         (

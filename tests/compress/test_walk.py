@@ -405,7 +405,7 @@ def test_resume_refuses_other_text_and_other_weights(
 
 def test_what_is_not_wired_yet_is_said_before_the_work(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not wired"):
-        go(tiny("llama"), {"quantize": {"scheme": "int4", "method": "hqq"}})
+        go(tiny("llama"), {"quantize": {"method": "sensitivity", "bits_per_weight": 4.5}})
     with pytest.raises(UserError, match="make two runs"):
         go(tiny("llama"), {"prune": {"method": "width", "share": 0.25}}, ROUND)
     assert not (tmp_path / "out.partial").exists()
@@ -514,6 +514,8 @@ CALIBRATED: dict[str, list[dict[str, Any]]] = {
     "smooth": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}],
     "smooth-search": [{"smooth": {"alpha": "search"}}, {"quantize": {"scheme": "int8-dynamic"}}],
     "asymmetric": [{"quantize": {"scheme": "int4", "group_size": 64, "symmetric": False, "method": "gptq"}}],
+    "hqq": [{"quantize": {"scheme": "int3", "group_size": 32, "method": "hqq"}}],
+    "hqq-pruned": [WANDA, {"quantize": {"scheme": "int4", "group_size": 32, "method": "hqq", "symmetric": True}}],
     "searched": [{"quantize": {"scheme": "int2", "group_size": 32, "search": True}}],
 }
 
@@ -521,7 +523,7 @@ CALIBRATED: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
 def test_every_method_gives_a_model_that_reads_back(tiny: Tiny, go: Any, name: str, kind: str) -> None:
-    if kind == "mixtral" and name in ("asymmetric", "static", "smooth"):
+    if kind == "mixtral" and name in ("asymmetric", "static", "smooth", "hqq"):
         with pytest.raises(UserError, match="transformers loads no such experts"):
             go(tiny(kind), *CALIBRATED[name])
         return
