@@ -50,7 +50,7 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["rounded", "calibrated"])
 def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], name: str) -> None:
-    points = [1, 4, 9, 16, 22, 30, 37, 45, 52, 60, 71, 83, 90]
+    points = [1, 9, 22, 30, 37, 52, 71, 90]
     found = killed(name, points)
     check(found)
     assert found["steps"] > 60
