@@ -136,5 +136,16 @@ def evaluate(original: Path, checkpoints: Sequence[Path], windows: Tensor, say: 
     for first in range(0, len(checkpoints), _TOGETHER):
         chosen = checkpoints[first : first + _TOGETHER]
         say(f"evaluating checkpoints {first + 1} to {first + len(chosen)} of {len(checkpoints)}")
-        found += score(reference, [load(checkpoint) for checkpoint in chosen], windows)
+        models = [load(checkpoint) for checkpoint in chosen]
+        for checkpoint, model in zip(chosen, models, strict=True):
+            check_outside(checkpoint, reference, model)
+        found += score(reference, models, windows)
     return found
+
+
+def check_outside(checkpoint: Path, original: nn.Module, compressed: nn.Module) -> None:
+    """Raises ValueError where the embedding or the head is another than the original's: then not only the blocks, which
+    are compared, were compressed."""
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        if not torch.equal(getattr(original, part)().weight, getattr(compressed, part)().weight):
+            raise ValueError(f"{checkpoint}: compressed outside the blocks too ({part.removeprefix('get_')})")

@@ -44,6 +44,17 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_s_entropy(compare: Any, t
     assert found.excess[0] == pytest.approx(math.log(320) + float(log_p[range(3), windows[0, 1:]].mean()), abs=1e-6)
 
 
+def test_who_compresses_the_head_too_is_not_compared(compare: Any, tiny: Callable[..., Path]) -> None:
+    excess, model = compare("excess"), tiny("llama")
+    original, blocks, head = excess.load(model), excess.load(model), excess.load(model)
+    with torch.no_grad():
+        blocks.get_submodule("model.layers.0.mlp.down_proj").weight.mul_(0.5)
+        head.get_output_embeddings().weight[0, 0] += 1
+    excess.check_outside(model, original, blocks)
+    with pytest.raises(ValueError, match="compressed outside the blocks too"):
+        excess.check_outside(model, original, head)
+
+
 def test_tensors_that_do_not_fit_are_named(compare: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
