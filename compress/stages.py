@@ -20,7 +20,7 @@ from compress.plan import Layer, Plan
 from compress.prune_stages import MaskPrune, width_prune
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
-from compress.recipe_stages import DAMPING
+from compress.recipe_stages import DAMPING, GROUPED
 from compress.skeleton import Skeleton
 from compress.stage_statistics import absmax_of, absmean_of, hessian_of, rows_of
 from runtime.formats.tensors import stored_scale_dtype
@@ -64,12 +64,12 @@ def is_plain(recipe: Recipe) -> bool:
     """Whether the recipe only rounds, without text: then tensors are taken one by one, and no block is ever built."""
     stage = recipe.quantize
     only = all(one.kind == "quantize" for one in recipe.stages)
-    methods = ("rtn", "hqq", "sensitivity")
+    methods = ("rtn", "hqq")
     return only and (stage is None or (stage.method in methods and stage.scheme != "int8-static"))
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
-    if stage.method == "gptq":
+    if stage.method in ("gptq", "sensitivity"):
         return [Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
@@ -95,7 +95,7 @@ class RoundToNearest:
 
 @dataclass(frozen=True)
 class Gptq:
-    """Codes that make up for the errors of those before them (GPTQ)."""
+    """Codes that make up for the errors of those before them (GPTQ); eight bits are rounded to nearest."""
 
     stage: Quantize
     layers: Mapping[str, Layer]
@@ -103,15 +103,16 @@ class Gptq:
     def wants(self, block: Block) -> Mapping[str, "Wants"]:
         from calib.moments import Wants
 
-        return {path: Wants(hessian=True) for path, _ in chosen(block, self.layers)}
+        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in GROUPED}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         from compress.quantize import gptq
 
         known = dict(chosen(block, self.layers))
-        for path in known.keys() & block.starved:
+        fitted = [path for path in known if known[path].scheme in GROUPED and path not in block.starved]
+        for path in known.keys() - set(fitted):
             round_to_nearest(block, path, known[path])
-        for paths in sharing([path for path in known if path not in block.starved], statistics):
+        for paths in sharing(fitted, statistics):
             # Layers that read one input may still differ in grid or type; each kind goes through by itself.
             kinds = {path: (grid_of(known[path]), scale_dtype(block, path)) for path in paths}
             for kind in dict.fromkeys(kinds.values()):
