@@ -106,7 +106,7 @@ class Recipe(Strict):
 
 def built_in() -> list[Recipe]:
     """The recipes that come with the package, by name."""
-    return [Recipe.load(path) for path in sorted(_BUILT_IN.glob("*.yaml"))]
+    return [Recipe.load(path) for path in sorted(_BUILT_IN.glob("*.yaml"), key=lambda path: path.stem)]
 
 
 def _find(name: str, base: Path) -> Path:

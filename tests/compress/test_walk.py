@@ -403,9 +403,7 @@ def test_resume_refuses_other_text_and_other_weights(
         go(model, WANDA, resume=True)
 
 
-def test_what_is_not_wired_yet_is_said_before_the_work(tiny: Tiny, go: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not wired"):
-        go(tiny("llama"), {"quantize": {"method": "sensitivity", "bits_per_weight": 4.5}})
+def test_what_does_not_go_together_is_said_before_the_work(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="make two runs"):
         go(tiny("llama"), {"prune": {"method": "width", "share": 0.25}}, ROUND)
     assert not (tmp_path / "out.partial").exists()

@@ -73,7 +73,8 @@ def test_draft_lengths_multiply_the_ways_that_draft(compare: Any) -> None:
     ways = compare("ways")
     lengths = {w.name: [one.length for one in ways.with_lengths(w, [2, 5])] for w in ways.WAYS}
     assert lengths["specpress"] == ["-"]
-    assert lengths["specpress, lookup"] == ["2", "5"]
+    assert lengths["specpress, lookup"] == ["2", "5", "own"]
+    assert lengths["openvino, lookup"] == ["2", "5"]
     assert lengths["transformers, model"] == ["2", "5", "own"]
     assert set(ways.PRECISIONS) == set(ways.ENGINES)
 
