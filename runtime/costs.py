@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.rows import CacheKind, Decoder, Rows
+from runtime.rows import CacheKind, Decoder, GreedyChains, Rows
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -29,7 +29,7 @@ class HasDecoder(Protocol):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median milliseconds of one forward: the target's by width, the draft's at width 1 (None: no draft model)."""
+    """Median milliseconds: of the target's forwards by width, of a draft model's step (None: no draft model)."""
 
     context: int
     target_ms: dict[int, float]
@@ -46,10 +46,10 @@ class StepCosts:
 class _Probe:
     """One model with a text in its cache, from which forwards of any width are timed and rolled back."""
 
-    def __init__(self, model: HasDecoder, text: Sequence[int], kind: CacheKind = "float32") -> None:
+    def __init__(self, model: HasDecoder, text: Sequence[int], widest: int, kind: CacheKind = "float32") -> None:
         self.decoder, self.text = model.decoder, text
         self.cache = model.decoder.new_cache(kind)
-        self.handle = self.cache.open(len(text) + max(WIDTHS) + 1)
+        self.handle = self.cache.open(len(text) + widest)
         rows = Rows.chains([(self.handle, 0, len(text))])
         self.decoder.forward(torch.tensor(text), rows, self.cache, torch.tensor([len(text) - 1]))
 
@@ -64,23 +64,44 @@ class _Probe:
         self.cache.truncate(self.handle, len(self.text))
         return spent * 1000
 
+    def chain_milliseconds(self, decoder: GreedyChains, steps: int) -> float:
+        """A step of a greedy draft of so many tokens that is made in one call, catching up with one token included."""
+        length = len(self.text)
+        tokens, rows = torch.tensor(self.text[-1:]), Rows.chains([(self.handle, length, 1)])
+        started = time.perf_counter()
+        decoder.continue_greedy(tokens, rows, self.cache, [steps], self.decoder.vocab_size)
+        spent = time.perf_counter() - started
+        self.cache.truncate(self.handle, length)
+        return spent * 1000 / steps
+
 
 class Prober:
-    """Times the target at several widths and the draft at width 1 after one text, a sample at a time.
+    """Times the target at several widths and a step of the draft after one text, a sample at a time.
 
     Every sample times each of them once, so that a machine that changes its pace changes all alike. Widths that the
     target has no positions for are left out.
     """
 
-    def __init__(self, target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int) -> None:
-        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted."""
+    def __init__(
+        self, target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int, chains: bool = True
+    ) -> None:
+        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted.
+
+        `chains`: whether the drafter takes a round's tokens from one call where the draft's decoder offers that, as it
+        does for greedy texts. A step is then timed as a share of such a call, which spares what single steps spend
+        between forwards.
+        """
         room = target.decoder.max_positions - len(text)
         self._context = len(text)
         self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
-        probe = _Probe(target, text, target.decoder.kv.kind)
+        probe = _Probe(target, text, self._widths[-1], target.decoder.kv.kind)
         self._tasks: dict[int, Callable[[], float]] = {w: partial(probe.milliseconds, w) for w in self._widths}
         if draft is not None:
-            self._tasks[_DRAFT] = partial(_Probe(draft, text).milliseconds, 1)
+            steps = max(1, min(draft_length, draft.decoder.max_positions - len(text)))
+            drafting = _Probe(draft, text, steps)
+            self._tasks[_DRAFT] = partial(drafting.milliseconds, 1)
+            if chains and isinstance(draft.decoder, GreedyChains):
+                self._tasks[_DRAFT] = partial(drafting.chain_milliseconds, draft.decoder, steps)
         for task in self._tasks.values():
             task()
         self._times: dict[int, list[float]] = {key: [] for key in self._tasks}

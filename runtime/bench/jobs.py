@@ -146,10 +146,12 @@ class Between:
         self._prober: Prober | None = None
         self._gamma = 4 if job.draft_length is None else job.draft_length
         self._models, self._seconds = (model, draft), _COST_SECONDS / (2 * rounds)
+        # An oracle's and a tree's tokens are put in one by one, sampled ones chosen one by one.
+        self._chains = job.sampling.greedy and type(job.drafter) is ModelDrafter
 
     def __call__(self, text: Sequence[int]) -> None:
         if self._prober is None:
-            self._prober = Prober(*self._models, text, self._gamma)
+            self._prober = Prober(*self._models, text, self._gamma, self._chains)
         started = perf_counter()
         self._prober.sample()
         while perf_counter() - started < self._seconds:

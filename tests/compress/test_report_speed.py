@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from compress.report import advice, speed
 from compress.report.schema import Speed, covers, null_paths
 from runtime import load
 from runtime.cache import ContiguousCache
-from runtime.costs import measure_costs
+from runtime.costs import Prober, measure_costs
 from runtime.errors import UserError
 from runtime.loading import Model
 
@@ -144,6 +145,32 @@ def test_costs_grow_with_nothing_but_the_text(models: tuple[Model, Model]) -> No
     assert costs.draft_ratio is not None and costs.draft_ratio > 0
     crowded = measure_costs(target, None, [7] * 250, 4, seconds=0.0)
     assert set(crowded.target_ms) == {1, 2, 3, 5} and crowded.draft_ratio is None
+
+
+def test_a_drafts_step_is_timed_in_the_calls_that_drafts_are_made_with(models: tuple[Model, Model]) -> None:
+    original, target = models
+    calls: list[list[int]] = []
+
+    class Watched:
+        """The decoder, with its greedy chains noted down."""
+
+        def __init__(self, decoder: Any) -> None:
+            self._decoder = decoder
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._decoder, name)
+
+        def continue_greedy(self, tokens: Any, rows: Any, cache: Any, steps: list[int], limit: int) -> Any:
+            calls.append(steps)
+            return torch.full((1, max(steps)), 1)
+
+    draft = SimpleNamespace(decoder=Watched(original.decoder))
+    for chains, expected in ((True, [[25]] * 2), (False, [])):
+        prober = Prober(target, draft, [7, 8, 9], 25, chains)
+        prober.sample()
+        assert calls == expected
+        assert prober.costs().draft_ms is not None and 26 in prober.costs().target_ms
+        calls.clear()
 
 
 @pytest.mark.parametrize(
