@@ -32,6 +32,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     folder = Path(job["folder"])
     straight, steps, seconds = folder / "straight", folder / "steps", 0.0
+    # One run in this very process: every child would have to import again what runs import where they need it.
+    compress(job, folder / "warm")
     begun = time.monotonic()
     assert finish(fork(job, straight, count_into=steps)) == 0
     seconds = time.monotonic() - begun
@@ -78,16 +80,21 @@ def fork(job: dict[str, Any], out: Path, at: int = 0, count_into: Path | None = 
         steps = Counter(at)
         for name in STEPS:
             steps.watch(name)
-        options = Options(
-            calib=job["text"], seq_len=32, eval_tokens=64, samples=3, shard_bytes=100_000, resume=resume, threads=1
-        )
-        run(job["model"], Recipe.load(job["recipe"]), out, options, report=lambda *_: {})
+        compress(job, out, resume)
         if count_into is not None:
             count_into.write_text(str(steps.count))
         os._exit(0)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def compress(job: dict[str, Any], out: Path, resume: bool = False) -> None:
+    """The run that is killed."""
+    options = Options(
+        calib=job["text"], seq_len=32, eval_tokens=64, samples=3, shard_bytes=100_000, resume=resume, threads=1
+    )
+    run(job["model"], Recipe.load(job["recipe"]), out, options, report=lambda *_: {})
 
 
 class Counter:

@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RECIPES = {
-    "rounded": [{"quantize": {"scheme": "int4", "group_size": 32}}],
-    "calibrated": [{"prune": {"method": "wanda", "sparsity": 0.5}}, {"quantize": {"scheme": "int4", "group_size": 32}}],
-    "shortened": [{"prune": {"method": "depth", "share": 0.3}}, {"quantize": {"scheme": "int4", "group_size": 32}}],
+INT4 = {"quantize": {"scheme": "int4", "group_size": 32}}
+# One recipe of each kind of stage.
+RECIPES: dict[str, dict[str, Any]] = {
+    "rounded": {"stages": [INT4]},
+    "calibrated": {"stages": [{"prune": {"method": "wanda", "sparsity": 0.5}}, INT4]},
+    "gptq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq", "order": True}}]},
+    "awq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "awq"}}]},
+    "smoothed": {"stages": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}]},
+    "mixed": {"stages": [{"quantize": {"method": "sensitivity", "bits_per_weight": 4.8, "group_size": 32}}]},
+    "sparse": {"stages": [{"prune": {"method": "sparsegpt", "pattern": "2:4"}}]},
+    "narrowed": {"stages": [{"prune": {"method": "width", "share": 0.25}}]},
+    "shortened": {"stages": [{"prune": {"method": "depth", "share": 0.3}}]},
+    "cached": {"kv": {"scheme": "int8"}},
 }
 
 
@@ -24,7 +33,7 @@ def killed(tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str,
 
     def drive(name: str, points: list[int] | str, moments: int = 0) -> dict[str, Any]:
         recipe, text, job = (tmp_path / file for file in ("own.yaml", "code.txt", "job.json"))
-        recipe.write_text(json.dumps({"stages": RECIPES[name]}))
+        recipe.write_text(json.dumps(RECIPES[name]))
         text.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
         (tmp_path / "runs").mkdir()
         wanted = {"points": points, "random": moments, "seed": 0, "folder": str(tmp_path / "runs")}
@@ -50,7 +59,7 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["rounded", "calibrated"])
 def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], name: str) -> None:
-    points = [1, 9, 22, 30, 37, 52, 71, 90]
+    points = [1, 22, 37, 71, 90]
     found = killed(name, points)
     check(found)
     assert found["steps"] > 60
