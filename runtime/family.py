@@ -119,7 +119,8 @@ def _experts(config: dict[str, Any], kind: str) -> Experts | None:
         return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
     if kind == "qwen3_moe":
         return Experts(
-            config["num_experts"],
+            # Written under the one name by older releases of transformers, under the other by newer ones.
+            config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
             config["num_experts_per_tok"],
             config["moe_intermediate_size"],
             bool(config.get("norm_topk_prob", False)),

@@ -29,6 +29,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gemma": {"head_dim": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 ARCHITECTURES = (*_EXTRA, "gpt2")
 

@@ -22,7 +22,7 @@ from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 
 Tiny = Callable[..., Path]
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe", "gpt2")
 
 
 class FakeReport:
@@ -120,7 +120,7 @@ def test_every_tensor_is_quantised_or_listed(tiny: Tiny, go: Any, kind: str) -> 
         assert 0.05 < layer.error < 0.12
         stored = [n for n in compressed.names() if n.startswith(f"{layer.name}.") and not n.endswith(".bias")]
         assert layer.stored_bytes == sum(t.numel() * t.element_size() for t in map(compressed.tensor, stored))
-    expected = {"phi3": 4, "gpt2": 4, "mixtral": 4}.get(kind, 7)
+    expected = {"phi3": 4, "gpt2": 4, "mixtral": 4, "qwen3_moe": 4}.get(kind, 7)
     assert len(packed) == 2 * expected
     listed = sum(int(e.layer.rpartition(" (")[2][:-1]) if e.layer.endswith(")") else 1 for e in facts.left_alone)
     tied = {"llama", "gemma", "gpt2"}

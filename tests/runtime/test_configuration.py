@@ -17,7 +17,7 @@ from runtime.rotary import frequencies
 Tiny = Callable[..., Path]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe"])
 def test_both_readings_agree(tiny: Tiny, kind: str) -> None:
     checkpoint = open_checkpoint(tiny(kind))
     ours, theirs = configuration(checkpoint), transformers_configuration(checkpoint)

@@ -16,7 +16,7 @@ from runtime.rows import Rows
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
 Whole = Callable[..., Tensor]
-FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral")
+FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
 
 
 def transformers_logits(path: Path, tokens: Tensor) -> Tensor:
