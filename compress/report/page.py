@@ -38,9 +38,15 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
+def visible(text: str) -> str:
+    """Text with its control characters as their Unicode pictures: models write anything, and files must stay text."""
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\t\n" else c for c in text)
+
+
 def _view(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "report": report,
+        "sample": {key: visible(str(text)) for key, text in (report["sample"] or {}).items()},
         "title": f"{report['recipe']} · {report['model']}",
         "about": report["asked"]["recipe"].get("about", ""),
         "headlines": wording.headlines(report),

@@ -107,6 +107,13 @@ def test_code_fences_are_longer_than_what_they_hold() -> None:
     assert page.cell("a|b\nc <d>") == "a\\|b c \\<d\\>"
 
 
+def test_control_characters_that_a_model_wrote_are_pictures(report: dict[str, Any]) -> None:
+    report["sample"]["compressed"] = "a\x00b\x1b[2J\tc\r\nd"
+    for text in (page.markdown(report), page.html(report)):
+        assert "a␀b␛[2J\tc␍\nd" in text
+        assert not [c for c in text if ord(c) < 32 and c not in "\t\n"]
+
+
 def test_a_report_without_speed_says_so(without_speed: dict[str, Any]) -> None:
     html, markdown = page.html(without_speed), page.markdown(without_speed)
     assert "--no-speed" in html and "--no-speed" in markdown
