@@ -1,8 +1,8 @@
-"""One decoder layer while it is worked on, and what a stage of a recipe is to it."""
+"""One decoder layer while it is worked on."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from calib.moments import Moments, Wants
-    from compress.activations import Inputs
+    from calib.moments import Moments
 
 
 @dataclass
@@ -84,21 +83,7 @@ class Block:
 
 
 Statistics = MutableMapping[str, "Moments"]
-
-
-class BlockStage(Protocol):
-    """One stage of a recipe, block after block."""
-
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        """What it needs to know of the inputs of which linear layers, by path. Empty: nothing, it looks at no text."""
-
-    def apply(self, block: Block, statistics: Statistics, inputs: "Inputs | None") -> Block:
-        """Changes the block, and the statistics with it where it changes what goes into a layer.
-
-        statistics  of every layer that a stage of the recipe wanted, taken before the first stage; layers that read the
-                    same input share one. Those that a layer's last stage no longer needs may be deleted.
-        inputs      what goes into the block; None where no stage wanted anything.
-        """
+"""Of the inputs of linear layers, by path inside the block."""
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from compress import plain
 from compress.activations import Inputs
-from compress.block import Block, BlockStage, Statistics
+from compress.block import Block, Statistics
+from compress.block_stage import BlockStage
 from compress.errors import UserError
 from compress.plan import Layer, Plan
 from compress.prune_stages import MaskPrune, width_prune

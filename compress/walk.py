@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compress import activations, files, plain, shards
 from compress.activations import Activations, Call, Inputs
-from compress.block import Block, BlockStage, Statistics
+from compress.block import Block, Statistics
+from compress.block_stage import BlockStage
 from compress.capture import Capture
 from compress.experts import FewTokens
 from compress.journal import Journal

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.kv_scheme import UNCALIBRATED
-from runtime.rows import Cache, CacheKind, Out, Rows
+from runtime.kv_kind import UNCALIBRATED, CacheKind
+from runtime.rows import Cache, Out, Rows
 
 
 class AdapterCache:

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
 from runtime.kv import Quantizer, Store, allocate
-from runtime.rows import CacheKind
+from runtime.kv_kind import CacheKind
 
 
 class KeyValueCache(ABC):

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from runtime.rows import CacheKind, Decoder, GreedyChains, Rows
+from runtime.kv_kind import CacheKind
+from runtime.rows import Decoder, GreedyChains, Rows
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)

@@ -16,11 +16,11 @@ from runtime.inputs import checked_cache
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
-from runtime.kv_scheme import UNCALIBRATED, CacheScheme
+from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
-from runtime.rows import Cache, CacheKind, Out, Rows
+from runtime.rows import Cache, Out, Rows
 from runtime.upper import upper_parts, weight_bytes
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.

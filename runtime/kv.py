@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.reference import KEY_BLOCK, quantize_rows
-from runtime.rows import CacheKind
+from runtime.kv_kind import CacheKind
 
 # Codes lie within ± these.
 LIMITS = {"int8": 127.0, "int4": 7.0}

@@ -16,16 +16,14 @@ And compressed-tensors', where the weights are its or plain: `quantization_confi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
 from runtime.family import Architecture
-from runtime.rows import CacheKind
+from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.shards import Shards
 
 TENSORS = "kv_cache/scales.safetensors"
@@ -34,27 +32,6 @@ _THEIRS = "config.json: quantization_config.kv_cache_scheme"
 # compressed-tensors' integers take the range −128..127, and a scale is absmax over its middle.
 STATIC_RANGE = 127.5
 _STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "attn_head", "dynamic": False}
-
-
-@dataclass(frozen=True)
-class CacheScheme:
-    """What a model's caches are by default.
-
-    kind        how keys and values are held where nobody asks for anything else.
-    key_factor  (layers, kv_heads, head_dim) float32, what keys are divided by before they are rounded; None: 1.
-    note        why a scheme that the artifact names is not followed; empty where it is, or names none.
-    """
-
-    kind: CacheKind = "float32"
-    key_factor: Tensor | None = None
-    note: str = ""
-
-    def factor(self, kind: CacheKind) -> Tensor | None:
-        """The key factors of a cache of this kind; None for float32, which is not rounded."""
-        return None if kind == "float32" else self.key_factor
-
-
-UNCALIBRATED = CacheScheme()
 
 
 def factor_name(layer: int) -> str:

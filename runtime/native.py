@@ -30,11 +30,11 @@ from runtime.kernels.native.binding import (
     require,
 )
 from runtime.kernels.native.layers import NativeLinear, WeightPointer, project
-from runtime.kv_scheme import UNCALIBRATED, CacheScheme
+from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.layout import reserve
 from runtime.paged import new_cache
 from runtime.rotary import RotaryTable
-from runtime.rows import Cache, CacheKind, Out, Rows, integers
+from runtime.rows import Cache, Out, Rows, integers
 from runtime.upper import upper_parts, weight_bytes
 
 _EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

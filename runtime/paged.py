@@ -15,8 +15,8 @@ from torch import Tensor
 from runtime.cache import ContiguousCache, KeyValueCache, blocks_for, blocks_of
 from runtime.errors import OutOfPages, UserError
 from runtime.kernels.reference import KEY_BLOCK
+from runtime.kv_kind import CacheKind
 from runtime.pages import ROOT, Pages, Prefix
-from runtime.rows import CacheKind
 
 
 class PagedCache(KeyValueCache):

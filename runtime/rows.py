@@ -6,17 +6,13 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from runtime.kv_scheme import CacheScheme
-
-CacheKind = Literal["float32", "int8", "int4"]
-"""How a cache holds keys and values (kv.py)."""
+from runtime.kv_kind import CacheKind, CacheScheme
 
 
 def integers(values: Sequence[int]) -> Tensor:
@@ -108,7 +104,7 @@ class Decoder(Protocol):
     kernels: str  # a name of kernels.available(), or "transformers"
     exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
     device: torch.device
-    kv: "CacheScheme"  # what its artifact says of caches (kv_scheme.py)
+    kv: CacheScheme  # what its artifact says of caches (kv_scheme.py)
 
     @property
     def threads(self) -> int:

@@ -11,8 +11,9 @@ from runtime.controller import Controller
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.drafters.reencoded import model_drafter
 from runtime.errors import UserError
+from runtime.kv_kind import CacheKind
 from runtime.metrics import Metrics
-from runtime.rows import Cache, CacheKind, Decoder
+from runtime.rows import Cache, Decoder
 from runtime.sampling import Sampling, require_known
 from runtime.stopping import Stop, StopStrings, resolve
 from runtime.verify import Rule

@@ -11,7 +11,8 @@ from calib.windows import make_windows
 from compress.pair import default_pair
 from compress.report.quality import log_probabilities, token_nll
 from runtime import Model, load
-from runtime.rows import CacheKind, Rows
+from runtime.kv_kind import CacheKind
+from runtime.rows import Rows
 
 WINDOW = 1024
 # The most that perplexity may grow, and the most bytes of a token's keys and values over fp16's.

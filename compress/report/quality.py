@@ -15,7 +15,8 @@ from torch import Tensor
 
 from calib.windows import Windows
 from compress.errors import UserError
-from runtime.rows import CacheKind, Decoder, Rows
+from runtime.kv_kind import CacheKind
+from runtime.rows import Decoder, Rows
 
 # Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
 _BLOCK = 256

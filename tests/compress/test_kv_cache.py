@@ -27,7 +27,8 @@ from compress.report import quality
 from runtime import kv_scheme, load
 from runtime.checkpoint import open_checkpoint
 from runtime.kernels.reference import rotate
-from runtime.rows import CacheKind, Decoder, Rows
+from runtime.kv_kind import CacheKind
+from runtime.rows import Decoder, Rows
 
 HEADS, DIM = 2, 32
 

@@ -20,7 +20,7 @@ from runtime import formats
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import native
-from runtime.kv_scheme import UNCALIBRATED, CacheScheme
+from runtime.kv_kind import UNCALIBRATED, CacheScheme
 from runtime.rows import Cache, Decoder, Out, Rows
 
 VOCABULARY = 320

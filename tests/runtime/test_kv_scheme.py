@@ -17,7 +17,8 @@ from runtime.cache import KeyValueCache
 from runtime.checkpoint import open_checkpoint
 from runtime.errors import UserError
 from runtime.generate import app
-from runtime.rows import CacheKind, Decoder, Rows
+from runtime.kv_kind import CacheKind
+from runtime.rows import Decoder, Rows
 from runtime.speculate import CacheOptions
 
 KINDS: tuple[CacheKind, ...] = ("int8", "int4")
