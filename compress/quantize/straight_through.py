@@ -40,7 +40,7 @@ def pass_through(value: Tensor, share: float = 1.0) -> Tensor:
 
 
 def input_steps(x: Tensor) -> Tensor:
-    """(…, 1) float32: absmax / 127 of each row of x (…, K), what kernels divide it by before they round.
+    """(…, 1) float32: absmax / 127 of each row of x (…, K), what kernels count it in: round(x · (1 / step)), in these steps.
 
     1 for a row of zeros (or of subnormal numbers), whose codes are 0 by any step.
     """
@@ -58,4 +58,4 @@ def round_inputs(x: Tensor, group_size: int = 0) -> Tensor:
         raise ValueError(f"groups of {width} do not divide {x.shape[-1]} inputs")
     grouped = x.float().unflatten(-1, (-1, width))
     step = input_steps(grouped)
-    return (pass_through(grouped / step) * step).flatten(-2)
+    return (pass_through(grouped * (1.0 / step)) * step).flatten(-2)

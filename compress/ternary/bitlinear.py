@@ -44,7 +44,9 @@ def weight_codes(weight: Tensor, scale: Tensor, codes: Codes) -> Tensor:
     return torch.where(values > centre, 1.0, -1.0)
 
 
-def bit_linear(x: Tensor, weight: Tensor, bias: Tensor | None, codes: Codes, dtype: torch.dtype, share: float) -> Tensor:
+def bit_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, codes: Codes, dtype: torch.dtype, share: float
+) -> Tensor:
     """x (…, K) by a weight (N, K) that counts as its codes; (…, N) in the dtype that F.linear gives.
 
     codes  which ones the weight has.
@@ -53,7 +55,7 @@ def bit_linear(x: Tensor, weight: Tensor, bias: Tensor | None, codes: Codes, dty
     """
     scale, step = absmean(weight, dtype), input_steps(x)
     rounded = blend(weight / scale, weight_codes(weight, scale, codes), share)
-    products = F.linear(pass_through(x.float() / step, share), rounded)
+    products = F.linear(pass_through(x.float() * (1.0 / step), share), rounded)
     y = (products.float() * (step * scale)).to(products.dtype)
     return y if bias is None else y + bias
 
