@@ -13,7 +13,7 @@ NOT_BUILT = {
     "export": "exports besides the Hugging Face directory are not built yet: remove the key",
 }
 _STAGES_NOT_BUILT = ("ternary", "qat", "heal", "distill", "medusa")
-_SCHEMES_NOT_BUILT = ("fp8", "ternary", "nested")
+_SCHEMES_NOT_BUILT = ("fp8", "nested")
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
     r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share): "

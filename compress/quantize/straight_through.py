@@ -40,7 +40,7 @@ def pass_through(value: Tensor, share: float = 1.0) -> Tensor:
 
 
 def input_steps(x: Tensor) -> Tensor:
-    """(…, 1) float32: absmax / 127 of each row of x (…, K), what kernels count it in: round(x · (1 / step)), in these steps.
+    """(…, 1) float32: absmax / 127 of each row of x (…, K); codes are round(x · (1 / step)), as kernels have it.
 
     1 for a row of zeros (or of subnormal numbers), whose codes are 0 by any step.
     """

@@ -144,7 +144,9 @@ def test_recipes_choose_layers_by_pattern(tiny: Tiny) -> None:
         converted(tiny("llama"), Ternary(targets=("nothing",)))
 
 
-def test_fused_experts_are_left_alone_and_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_fused_experts_are_left_alone_and_named(tiny: Tiny, tmp_path: Path, eager: None) -> None:
+    from transformers import AutoModelForCausalLM
+
     trained = converted(tiny("mixtral"), Ternary())
     trained.freeze_experts()
     left = {entry.layer: entry.why for entry in trained.plan.left_alone}
@@ -154,9 +156,28 @@ def test_fused_experts_are_left_alone_and_named(tiny: Tiny, tmp_path: Path) -> N
     assert len(list(rounded_layers(trained.model))) == 8
     trained.write(tmp_path / "model", tmp_path / "parts")
     tokens = text(20, 3)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     with torch.no_grad():
         expected = trained.model(input_ids=tokens[None]).logits[0]
-    assert float((logits(tmp_path / "model", tokens) - expected).norm() / expected.norm()) < 0.02
+        loaded = theirs(input_ids=tokens[None]).logits[0]
+    for found in (logits(tmp_path / "model", tokens), loaded):
+        assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_outputs_that_do_not_fill_bytes_are_left_alone(tiny: Tiny, tmp_path: Path, eager: None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny("llama", intermediate_size=198)
+    trained = converted(folder, Ternary())
+    left = {entry.layer: entry.why for entry in trained.plan.left_alone}
+    assert "198 outputs are no multiple of 4" in left["model.layers.*.mlp.up_proj.weight (2)"]
+    trained.write(tmp_path / "model", tmp_path / "parts")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    tokens = text(20, 3)
+    with torch.no_grad():
+        expected = trained.model(input_ids=tokens[None]).logits[0]
+        loaded = theirs(input_ids=tokens[None]).logits[0]
+    assert float((loaded - expected).norm() / expected.norm()) < 0.02
 
 
 def test_layers_that_are_no_linear_layers_are_refused(tiny: Tiny) -> None:
