@@ -98,8 +98,8 @@ def stored_dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained model and where it comes from.
+class RoundedModel:
+    """A converted model and where it comes from.
 
     model       with the plan's layers converted.
     checkpoint  the plain directory that it was read from; survey and plan are of that.
@@ -110,17 +110,11 @@ class Trained:
     survey: Survey
     plan: Plan
 
-    def freeze_experts(self) -> None:
-        """Keeps from training what `tensors` takes from the checkpoint."""
-        for name, parameter in self.model.named_parameters():
-            found = self.survey.parameters.get(name)
-            if found is not None and found.kind == "experts":
-                parameter.requires_grad_(False)
-
     def tensors(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
         """What takes the place of the checkpoint's tensors `names`, and a record of every packed layer.
 
-        A record's error is that of rounding the trained weight. Raises UserError for a weight that the checkpoint's
+        The model's other weights become what the checkpoint's dtype makes of them. A record's error is that of rounding
+        the trained weight. Raises UserError for a weight that the checkpoint's
         dtype cannot hold.
         """
         stored: dict[str, Tensor] = {}
@@ -136,7 +130,10 @@ class Trained:
             if parameter is None or parameter.kind == "experts":
                 stored[name] = self.checkpoint.tensor(name)
             else:
-                stored[name] = cast(self.model.get_parameter(parameter.name).detach().cpu(), dtype, name)
+                weight = self.model.get_parameter(parameter.name)
+                stored[name] = cast(weight.detach().cpu(), dtype, name)
+                # The model goes on with what the file holds, so that what is measured is what is written.
+                weight.data.copy_(stored[name])
         return stored, records
 
     def _packed(self, layer: Layer, dtype: torch.dtype) -> tuple[dict[str, Tensor], LayerRecord]:

@@ -1,52 +1,41 @@
 """What the stages ternary and qat of a recipe may say."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from compress.recipe_stages import GROUP_SIZES, GROUPED, Quantize, Strict
-from compress.ternary.train import Manner, Objective
+from compress.distill.objective import Objective
+from compress.recipe_stages import Quantize
+from compress.ternary.train import Manner
+from compress.training.recipe import Trained, Training
 
 Weight = Annotated[float, Field(ge=0, strict=False)]
 
 
-class Losses(Strict):
-    """How much each loss counts; at least one must.
+class RoundedTraining(Training):
+    """Minutes are for the embedded pair on two cores."""
 
-    kl             to the original's next-token distribution, at `temperature`.
-    cross_entropy  on the text itself: continued pretraining.
-    hidden         to the original's hidden states, block after block.
-    """
-
-    kl: Weight = 1.0
-    cross_entropy: Weight = 0.0
-    hidden: Weight = 0.0
-    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
-
-    @model_validator(mode="after")
-    def _some(self) -> "Losses":
-        if not (self.kl or self.cross_entropy or self.hidden):
-            raise ValueError("expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
-        return self
-
-    def objective(self) -> Objective:
-        """The same for the task."""
-        return Objective(self.kl, self.cross_entropy, self.hidden, self.temperature)
+    default_minutes: ClassVar[float] = 60.0
 
 
-class _Rounded(Strict):
+class _Rounded(Trained):
     """Keys that both stages have.
 
     targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
-    losses           what the model learns from.
+    kl, cross_entropy, hidden, temperature  how much each loss counts (`compress.distill.objective.Objective`): to the
+                     original's next-token distribution, on the text itself, to the original's hidden states.
     optimizer        of the rounded matrices.
     rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
     checkpointing    activations are computed twice instead of kept: slower, in less memory.
     """
 
+    training: RoundedTraining = Field(default_factory=RoundedTraining)
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
     ignore: tuple[StrictStr, ...] = ()
-    losses: Losses = Losses()
+    kl: Weight = 1.0
+    cross_entropy: Weight = 0.0
+    hidden: Weight = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     rest: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
     checkpointing: StrictBool = False
@@ -54,8 +43,16 @@ class _Rounded(Strict):
     @field_validator("targets", "ignore")
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        Quantize.model_validate({"scheme": "ternary", "targets": patterns or (".*",)})
-        return patterns
+        return Quantize(scheme="ternary", ignore=patterns).ignore
+
+    @model_validator(mode="after")
+    def _some(self) -> "_Rounded":
+        self.objective()
+        return self
+
+    def objective(self) -> Objective:
+        """What the model learns from. Raises ValueError where no loss counts."""
+        return Objective(self.kl, self.cross_entropy, self.hidden, self.temperature)
 
 
 class Ternary(_Rounded):
@@ -73,7 +70,7 @@ class Ternary(_Rounded):
         return Quantize(scheme="ternary", targets=self.targets, ignore=self.ignore)
 
     def manner(self) -> Manner:
-        """The same for the task."""
+        """How the weights are trained."""
         return Manner(self.ramp, self.optimizer, self.rest, self.checkpointing)
 
 
@@ -98,13 +95,9 @@ class Qat(_Rounded):
 
     def quantize(self) -> Quantize:
         """The quantise stage that rounds the same layers without training: what the plan is made from."""
-        keys = {"scheme": self.scheme, "group_size": self.group_size, "targets": self.targets, "ignore": self.ignore}
-        if self.scheme in GROUPED:
-            keys |= {"symmetric": self.symmetric is not False, "group_size": self.group_size or GROUP_SIZES[0]}
-        elif self.symmetric is not None:
-            keys |= {"symmetric": self.symmetric}
-        return Quantize.model_validate(keys)
+        keys: dict[str, Any] = {"scheme": self.scheme, "group_size": self.group_size, "symmetric": self.symmetric}
+        return Quantize.model_validate({**keys, "targets": self.targets, "ignore": self.ignore})
 
     def manner(self) -> Manner:
-        """The same for the task."""
+        """How the weights are trained."""
         return Manner(0.0, self.optimizer, self.rest, self.checkpointing)
