@@ -96,5 +96,3 @@ def _stored(parameter: Tensor, checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = cast(parameter.detach().cpu(), _DTYPES[checkpoint.shards.entry(name).dtype], name)
     check_finite(name, tensor)
     return tensor
-
-
