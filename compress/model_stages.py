@@ -1,7 +1,7 @@
 """Stages on whole models: healing, and whatever else trains. What each is given, and how a finished one is kept.
 
-A stage works in its own folder of the partial one: `out/` becomes its result, `work/` is for its checkpoints. A finished
-stage is in the journal with a checksum of every file, so that a resumed run takes it as it is.
+A stage works in its own folder of the partial one: `out/` becomes its result, `work/` is for its checkpoints. A
+finished stage is in the journal with a checksum of every file, so that a resumed run takes it as it is.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""How model/ comes to be: a walk over the original's blocks, training in between, perhaps a second walk over the result.
+"""How model/ comes to be: a walk over the original's blocks, then training, perhaps a second walk over the result.
 
-    no training              one walk, whose parts become model/
-    prune, heal              a walk that prunes, then training, whose result is model/
-    prune, heal, quantize    the same, then a second walk over what was healed
-    ternary, qat             training first, unless there is something to prune
+no training              one walk, whose parts become model/
+prune, heal              a walk that prunes, then training, whose result is model/
+prune, heal, quantize    the same, then a second walk over what was healed
+ternary, qat             training first, unless there is something to prune
 """
 
 import shutil

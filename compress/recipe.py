@@ -89,6 +89,11 @@ class Recipe(Strict):
         """Whether any stage trains."""
         return any(stage.trained is not None for stage in self.stages)
 
+    @property
+    def changes(self) -> bool:
+        """Whether stages change weights that are not packed."""
+        return bool(self.prunes) or self.trains
+
     def only(self, *kinds: str) -> "Recipe":
         """The recipe with its stages of these kinds only."""
         return self.model_copy(update={"stages": tuple(stage for stage in self.stages if stage.kind in kinds)})
