@@ -1,4 +1,4 @@
-"""The stage heal: the original teaches the pruned model to answer like it again (Minitron, Muralidharan et al. 2024)."""
+"""The stage heal: the original teaches the pruned model to answer like it again (Minitron, 2407.14679)."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,13 +1,15 @@
 """What the stages ternary and qat of a recipe may say."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from compress.distill.objective import Objective
 from compress.recipe_stages import Quantize
-from compress.ternary.train import Manner
 from compress.training.recipe import Trained, Training
+
+if TYPE_CHECKING:
+    from compress.distill.objective import Objective
+    from compress.ternary.train import Manner
 
 Weight = Annotated[float, Field(ge=0, strict=False)]
 
@@ -47,11 +49,14 @@ class _Rounded(Trained):
 
     @model_validator(mode="after")
     def _some(self) -> "_Rounded":
-        self.objective()
+        if not (self.kl or self.cross_entropy or self.hidden):
+            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
         return self
 
-    def objective(self) -> Objective:
-        """What the model learns from. Raises ValueError where no loss counts."""
+    def objective(self) -> "Objective":
+        """What the model learns from."""
+        from compress.distill.objective import Objective  # torch, which reading a recipe does not need
+
         return Objective(self.kl, self.cross_entropy, self.hidden, self.temperature)
 
 
@@ -69,8 +74,10 @@ class Ternary(_Rounded):
         """The quantise stage that rounds the same layers without training: what the plan is made from."""
         return Quantize(scheme="ternary", targets=self.targets, ignore=self.ignore)
 
-    def manner(self) -> Manner:
+    def manner(self) -> "Manner":
         """How the weights are trained."""
+        from compress.ternary.train import Manner
+
         return Manner(self.ramp, self.optimizer, self.rest, self.checkpointing)
 
 
@@ -98,6 +105,8 @@ class Qat(_Rounded):
         keys: dict[str, Any] = {"scheme": self.scheme, "group_size": self.group_size, "symmetric": self.symmetric}
         return Quantize.model_validate({**keys, "targets": self.targets, "ignore": self.ignore})
 
-    def manner(self) -> Manner:
+    def manner(self) -> "Manner":
         """How the weights are trained."""
+        from compress.ternary.train import Manner
+
         return Manner(0.0, self.optimizer, self.rest, self.checkpointing)
