@@ -146,6 +146,9 @@ def _pace(ratio: float) -> str:
 
 def _ternary_findings(report: dict[str, Any]) -> list[str]:
     """Rounding to ternary is a way to measure, never one to compress: whoever reads on must have read this."""
+    trained = [stage["warning"] for stage in report["calibration"]["training"].values() if "warning" in stage]
+    if trained:
+        return trained
     stages = report["asked"]["recipe"].get("stages", [])
     if not any(stage.get("quantize", {}).get("scheme") == "ternary" for stage in stages):
         return []

@@ -22,8 +22,9 @@ def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
     """Trains the model at `given.model` with its layers rounded and writes the packed directory `out`.
 
     Returns, for the report: what the loop says of the run; `perplexity` of the held-out windows for the original, for
-    the same layers rounded without training, and trained (computed in float32, of the model as it is written); `warning`, a
-    sentence on these; the packed `layers`, what was `left_alone`, and `frozen`, parameters that were not trained.
+    the same layers rounded without training, and trained (computed in float32, of the model as it is written);
+    `warning`, two sentences on these; the packed `layers`, what was `left_alone`, and `frozen`, parameters that were
+    not trained.
     Raises UserError for layers that cannot be trained so, and for whatever stops the loop.
     """
     kind = "ternary" if isinstance(stage, Ternary) else "qat"
