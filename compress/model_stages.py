@@ -72,6 +72,8 @@ class Kind:
 # Modules are imported when a recipe asks for them.
 KINDS: dict[str, Kind] = {
     "heal": Kind("compress.distill.heal", "model"),
+    "ternary": Kind("compress.ternary.stage", "model"),
+    "qat": Kind("compress.ternary.stage", "model"),
 }
 Run = Callable[[Any, Given, Path], dict[str, Any]]
 

@@ -37,7 +37,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
     assert {recipe.name for recipe in recipes} >= {
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
-        *("kv-int8", "kv-int4"),
+        *("kv-int8", "kv-int4", "ternary-rtn"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
@@ -89,7 +89,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int4, int3, int2 or nf4, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int4, int3, int2, nf4 or ternary, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -116,7 +116,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("draft: {layers: 2}\n" + MINIMAL, "draft: a draft is named with --draft"),
         ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
         ("stages:\n  - medusa: {heads: 3}\n", "stages.0.medusa: this stage is not built yet"),
-        ("stages:\n  - quantize: {scheme: ternary}\n", "ternary is not built yet"),
+        ("stages:\n  - quantize: {scheme: nested}\n", "nested is not built yet"),
+        ("stages:\n  - quantize: {scheme: ternary, method: gptq}\n", "method: expected rtn with scheme ternary"),
         # Keys that belong together, or do not.
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
         ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
