@@ -36,7 +36,7 @@ class Given:
                draft and medusa.
     draft      the draft's directory, where the run has one.
     tokens     (n,) text to train on, one stream; none of it is calibrated or evaluated on.
-    held_out   (E, length) int64: windows that choose the best weights. The report evaluates on others.
+    held_out   (E, length) int64: windows that choose the best weights; nothing else reads them.
     work       the stage's own folder for checkpoints.
     """
 
@@ -72,6 +72,8 @@ class Kind:
 # Modules are imported when a recipe asks for them.
 KINDS: dict[str, Kind] = {
     "heal": Kind("compress.distill.heal", "model"),
+    "ternary": Kind("compress.ternary.stage", "model"),
+    "qat": Kind("compress.ternary.stage", "model"),
 }
 Run = Callable[[Any, Given, Path], dict[str, Any]]
 

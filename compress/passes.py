@@ -120,7 +120,6 @@ def make_model(planned: Pass | None, around: Surroundings, journal: Journal, map
         if not _is_done(around.recipe, trained[-1], journal):
             _clear(plain)
             _assemble(planned, walked, journal, plain, around)
-            del walked
             release()
         source = Source(around.target.name, open_checkpoint(plain)) if plain.exists() else source
     out = source.path
@@ -182,7 +181,7 @@ def _train(index: int, model: Path, around: Surroundings, journal: Journal) -> m
         model=model,
         draft=draft if draft.is_dir() else around.draft.path if around.draft is not None else None,
         tokens=text.tokens(journal.folder / model_stages.FOLDER, around.progress),
-        held_out=around.windows.calibration,
+        held_out=text.held_out,
         tokenizer=around.target.tokenizer,
         work=home / "work",
         settings=trained.training.settings(around.seed),

@@ -184,7 +184,13 @@ def run(
             passes.make_companions(around, journal, made)
             write_atomic(place.folder / "recipe.yaml", recipe.to_yaml().encode())
             names = {"model": target.name, "draft": _draft_name(target, draft, place.folder)}
-            about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
+            about: dict[str, Any] = {
+                "recipe": recipe.name,
+                **names,
+                "seed": options.seed,
+                "versions": versions,
+                "calibration": samples,
+            }
             if made.told:
                 about["training"] = {kind: model_stages.for_manifest(told) for kind, told in made.told.items()}
             manifest.write(place.folder, about)
@@ -311,10 +317,10 @@ def _preflight(
 
 
 def _looks_at_text(recipe: Recipe, planned: passes.Pass | None) -> bool:
-    """Whether anything of the artifact depends on the calibration text; training chooses its best weights by it."""
+    """Whether anything of the artifact depends on the calibration text; what trains reads a text of its own."""
     measured = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
     walks = planned is not None and planned.work is not None and planned.work.looks_at_text
-    return measured or recipe.kv is not None or recipe.trains or walks
+    return measured or recipe.kv is not None or walks
 
 
 def _draft_name(target: Source, draft: Source | None, folder: Path) -> str | None:
@@ -342,11 +348,12 @@ def _samples(settings: ReportOptions, windows: "Windows", used_at_all: bool) -> 
 
 def _calibration(samples: dict[str, int], corpus: "Corpus", windows: "Windows", made: passes.Made) -> dict[str, Any]:
     """The report's section; empty where no text was looked at."""
+    trained = {"training": made.told} if made.told else {}
     if not samples["samples_used"]:
-        return {}
+        return trained
     experts = [asdict(expert) for expert in made.experts]
     found = {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
-    return found | ({"training": made.told} if made.told else {})
+    return found | trained
 
 
 def _digest(windows: "Windows") -> str:

@@ -12,8 +12,8 @@ NOT_BUILT = {
     "draft": "a draft is named with --draft: remove the key",
     "export": "exports besides the Hugging Face directory are not built yet: remove the key",
 }
-_STAGES_NOT_BUILT = ("ternary", "qat", "draft", "medusa")
-_SCHEMES_NOT_BUILT = ("fp8", "ternary", "nested")
+_STAGES_NOT_BUILT = ("draft", "medusa")
+_SCHEMES_NOT_BUILT = ("fp8", "nested")
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
     r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share|"

@@ -4,9 +4,10 @@ from pydantic import model_validator
 
 from compress.distill.heal_recipe import Heal
 from compress.recipe_stages import Prune, Quantize, Smooth, Strict
+from compress.ternary.recipe import Qat, Ternary
 from compress.training.recipe import Trained
 
-ORDER = ("prune", "heal", "smooth", "quantize")
+ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -19,6 +20,8 @@ class Stage(Strict):
     heal: Heal | None = None
     smooth: Smooth | None = None
     quantize: Quantize | None = None
+    ternary: Ternary | None = None
+    qat: Qat | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "Stage":

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from compress.recipe import Recipe
 from compress.training.task import Progress
 
@@ -13,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageText:
-    """One stage's text, not yet tokenised."""
+    """One stage's text, not yet tokenised, and (E, length) int64 windows that choose its best weights."""
 
     text: "TrainingText"
     measured: "Measured"
     length: int
+    held_out: Tensor
 
     def tokens(self, folder: Path, progress: Progress) -> "Stream":
         """The stream, from a file in `folder`, where it is kept for a resumed run."""
@@ -36,6 +39,7 @@ class StageText:
     def told(self) -> dict[str, Any]:
         """What the report says of it."""
         about: dict[str, Any] = {"source": self.text.name, "sha256": self.text.sha256}
+        about["held_out_tokens"] = self.held_out.numel()
         return about | {"documents": len(self.text.documents), "left_out": dict(self.text.left_out)}
 
 
@@ -45,13 +49,15 @@ def gather(recipe: Recipe, measured: "Measured") -> dict[int, StageText]:
     Raises UserError for a source that is not there, and for one that leaves nothing to train on.
     """
     from calib.training_text import gather as read
+    from compress.stage_held_out import set_aside
 
-    found: dict[str | None, TrainingText] = {}
+    found: dict[str | None, tuple[TrainingText, Tensor]] = {}
     out = {}
     for index, stage in enumerate(recipe.stages):
         if (trained := stage.trained) is not None:
             source = trained.training.source
             if source not in found:
-                found[source] = read(source, measured)
-            out[index] = StageText(found[source], measured, trained.training.length)
+                found[source] = set_aside(read(source, measured), measured)
+            text, held_out = found[source]
+            out[index] = StageText(text, measured, trained.training.length, held_out)
     return out

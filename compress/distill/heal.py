@@ -30,14 +30,13 @@ def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
     frozen = plain_model.freeze_fused(student, given.model)
     matrices = plain_model.block_matrices(student, given.model)
     original = plain_model.held_out_loss(teacher, given.held_out)
-    pruned = plain_model.held_out_loss(student, given.held_out)
     task = HealTask(student, teacher, given.held_out, stage, {name for name, _ in matrices}, given.settings.autocast)
     batches = PackedBatches(given.tokens, given.settings)
     result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage="heal")
     plain_model.write(student, given.model, out, given.shard_bytes)
     del teacher, student, task
     healed = plain_model.held_out_loss(plain_model.load(out, given.device), given.held_out)
-    found = plain_model.perplexities(original=original, pruned=pruned, healed=healed)
+    found = plain_model.perplexities(original=original, pruned=result.before, healed=healed)
     return {**result.to_dict(), "perplexity": found, "frozen": frozen}
 
 

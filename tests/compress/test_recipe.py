@@ -37,7 +37,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
     assert {recipe.name for recipe in recipes} >= {
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
-        *("kv-int8", "kv-int4"),
+        *("kv-int8", "kv-int4", "ternary-rtn"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
@@ -89,7 +89,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int4, int3, int2 or nf4, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int4, int3, int2, nf4 or ternary, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -104,30 +104,31 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - quantize: {scheme: nf4, targets: ['(']}\n", "quantize.targets: expected regular expressions"),
         ("stages:\n  - quantize: {scheme: nf4, targets: [7]}\n", "quantize.targets.0: expected a string, found 7"),
         ("stages:\n  - quantize: {scheme: int4, head: int8}\n", "quantize.head: expected keep with scheme int4"),
-        ("stages: []\n", "stages: expected at least one of prune, smooth, quantize (or the key kv), found none"),
+        ("stages: []\n", "stages: expected at least one of prune, heal, smooth, quantize"),
         ("stages:\n  - quantize: {scheme: nf4}\n  - quantize: {scheme: nf4}\n", "at most one quantize stage, found 2"),
         ("stages: nf4\n", "stages"),
         ("stages: [nf4]\n", "stages.0: expected a mapping, found 'nf4'"),
-        ("about: nothing\n", "stages: expected at least one of prune, smooth, quantize"),
+        ("about: nothing\n", "stages: expected at least one of prune, heal"),
         ("name: ../up\n" + MINIMAL, "name: expected up to 64 letters"),
         ("calibration: {samples: 0}\n" + MINIMAL, "calibration.samples: expected greater than or equal to 1, found 0"),
         ("calibration: {windows: 3}\n" + MINIMAL, "expected one of source, samples, seq_len"),
         # Reserved for later: refused, never accepted and ignored.
-        ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are not made by recipes yet"),
+        ("draft: {layers: 2}\n" + MINIMAL, "draft: a draft is named with --draft"),
         ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
         ("stages:\n  - medusa: {heads: 3}\n", "stages.0.medusa: this stage is not built yet"),
-        ("stages:\n  - quantize: {scheme: ternary}\n", "ternary is not built yet"),
+        ("stages:\n  - quantize: {scheme: nested}\n", "nested is not built yet"),
+        ("stages:\n  - quantize: {scheme: ternary, method: gptq}\n", "method: expected rtn with scheme ternary"),
         # Keys that belong together, or do not.
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
         ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
         (
             "stages:\n  - prun: {}\n",
-            "stages.0.prun: unknown key, expected one of prune, smooth, quantize: did you mean",
+            "stages.0.prun: unknown key, expected one of prune, heal, smooth, quantize",
         ),
-        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, smooth, quantize, found none"),
+        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, smooth, quantize, found none"),
         (
             "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
-            "expected a mapping with one of prune, smooth, quantize, found quantize and smooth",
+            "expected a mapping with one of prune, heal, smooth, quantize, found quantize and smooth",
         ),
         ("stages:\n  - prune: {sparsity: 0.5}\n", "stages.0.prune.method: expected this key, found none"),
         ("stages:\n  - prune: {method: wandb, sparsity: 0.5}\n", "found 'wandb': did you mean wanda"),
@@ -141,7 +142,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - smooth: {alpha: 0.5}\n", "expected a quantize stage after smooth"),
         (
             "stages:\n  - quantize: {scheme: int4}\n  - prune: {method: wanda, sparsity: 0.5}\n",
-            "stages: expected the order prune, smooth, quantize, found quantize, prune",
+            "stages: expected the order prune, heal, smooth, quantize",
         ),
         ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),
         ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
