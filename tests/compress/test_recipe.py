@@ -8,6 +8,7 @@ import yaml
 from compress import Recipe
 from compress.errors import UserError
 from compress.recipe import Quantize, built_in
+from compress.training.settings import Budget
 
 MINIMAL = "stages:\n  - quantize: {scheme: nf4}\n"
 
@@ -113,7 +114,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("calibration: {samples: 0}\n" + MINIMAL, "calibration.samples: expected greater than or equal to 1, found 0"),
         ("calibration: {windows: 3}\n" + MINIMAL, "expected one of source, samples, seq_len"),
         # Reserved for later: refused, never accepted and ignored.
-        ("draft: {layers: 2}\n" + MINIMAL, "draft: a draft is named with --draft"),
+        ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are made by a stage"),
         ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
         ("stages:\n  - medusa: {heads: 3}\n", "stages.0.medusa: this stage is not built yet"),
         ("stages:\n  - quantize: {scheme: nested}\n", "nested is not built yet"),
@@ -125,10 +126,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "stages:\n  - prun: {}\n",
             "stages.0.prun: unknown key, expected one of prune, heal, smooth, quantize",
         ),
-        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, smooth, quantize, found none"),
+        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, smooth, quantize"),
         (
             "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
-            "expected a mapping with one of prune, heal, smooth, quantize, found quantize and smooth",
+            "found quantize and smooth: correct it",
         ),
         ("stages:\n  - prune: {sparsity: 0.5}\n", "stages.0.prune.method: expected this key, found none"),
         ("stages:\n  - prune: {method: wandb, sparsity: 0.5}\n", "found 'wandb': did you mean wanda"),
@@ -144,6 +145,18 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "stages:\n  - quantize: {scheme: int4}\n  - prune: {method: wanda, sparsity: 0.5}\n",
             "stages: expected the order prune, heal, smooth, quantize",
         ),
+        ("stages:\n  - heal: {}\n", "stages: expected a prune stage before heal, which wins back"),
+        ("stages:\n  - heal: {}\n  - prune: {method: depth, share: 0.5}\n", "stages: expected the order prune, heal"),
+        ("stages:\n  - ternary: {}\n  - quantize: {scheme: int4}\n", "expected one of quantize, ternary, qat"),
+        ("stages:\n  - smooth: {}\n  - ternary: {}\n", "expected a quantize stage after smooth"),
+        (
+            "stages:\n  - heal: {training: {minuts: 3}}\n",
+            "training.minuts: unknown key, expected one of minutes, tokens",
+        ),
+        ("stages:\n  - heal: {training: {minutes: 3, tokens: 5}}\n", "training.minutes: expected a budget of either"),
+        ("stages:\n  - heal: {training: {minutes: -3}}\n", "training.minutes: expected greater than 0, found -3"),
+        ("stages:\n  - heal: {training: {schedule: wds}}\n", "found 'wds': did you mean wsd"),
+        ("stages:\n  - heal: {kl: 0}\n", "heal.kl: expected a weight above 0 for one of"),
         ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),
         ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
         ("stages:\n  - quantize: {scheme: int4, method: awq, order: true}\n", "order: expected with method gptq and"),
@@ -183,6 +196,28 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
     replaced = write(tmp_path / "deep", "other.yaml", "extends: ../base.yaml\nstages: [{quantize: {scheme: int4}}]\n")
     assert quantize(replaced).ignore == ()
     assert "extends" not in recipe.to_dict()
+
+
+def test_a_stage_that_trains_says_everything(tmp_path: Path) -> None:
+    """What is kept names the budget and every setting; a stage without the key has its kind's defaults."""
+    text = "stages:\n  - prune: {method: depth, share: 0.5}\n  - heal: {}\n"
+    heal = Recipe.load(write(tmp_path, "r.yaml", text)).to_dict()["stages"][1]["heal"]
+    assert heal["training"]["minutes"] == 20 and "tokens" not in heal["training"]
+    assert {"rate", "schedule", "batch", "length", "weight_decay"} <= set(heal["training"])
+    for name in ("width-25-healed", "depth-25-healed"):
+        recipe = Recipe.load(name)
+        assert Recipe.load(write(tmp_path, "copy.yaml", recipe.to_yaml())) == recipe
+        assert [stage.kind for stage in recipe.stages] == ["prune", "heal"]
+        assert recipe.stages[0] == Recipe.load(name.removesuffix("-healed")).stages[0]
+
+
+def test_a_budget_on_the_command_line_replaces_the_recipe_s() -> None:
+    recipe = Recipe.load("width-25-healed").with_budget(Budget(tokens=5000))
+    trained = recipe.stages[1].trained
+    assert trained is not None and (trained.training.tokens, trained.training.minutes) == (5000, None)
+    assert recipe.stages[0] == Recipe.load("width-25").stages[0]
+    with pytest.raises(UserError, match="recipe width-25 has no stage that trains"):
+        Recipe.load("width-25").with_budget(Budget(minutes=1))
 
 
 def test_extends_takes_built_in_names(tmp_path: Path) -> None:
