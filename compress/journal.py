@@ -84,7 +84,7 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
     where a file that it lists is missing or is not what was written.
     """
     body = _opened(folder / NAME)
-    changed = _differences(body["fingerprint"], fingerprint)
+    changed = differences(body["fingerprint"], fingerprint)
     if changed:
         raise UserError(
             f"{folder}: --resume needs what the run was started with, but {changed}: undo the change, or start again "
@@ -136,7 +136,7 @@ def _check_file(folder: Path, name: str, record: dict[str, Any]) -> None:
         )
 
 
-def _differences(before: Any, now: Any, path: str = "") -> str:
+def differences(before: Any, now: Any, path: str = "") -> str:
     """The first few differences as a phrase; empty where there are none."""
     changes = _compare(before, now, path)
     more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
