@@ -149,7 +149,7 @@ MEDUSA_TREE = ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (3,))
 
 
 def write_medusa(model: Path, folder: Path, scale: float = 0.0, shared: bool = True, seed: int = 0, **about: Any) -> Path:
-    """Saves Medusa heads for a model: random blocks of that scale (0: every head repeats the target's own one).
+    """Saves Medusa heads for a model: random matrices of that scale (0: every head repeats the target's own one).
 
     about  further fields of the description, over 3 heads of 1 layer and `MEDUSA_TREE`.
     """
@@ -164,6 +164,8 @@ def write_medusa(model: Path, folder: Path, scale: float = 0.0, shared: bool = T
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in description.shapes().items()}
     tensors = {name: (0.1 if "projection" in name else scale) * tensor for name, tensor in tensors.items()}
+    unit = torch.eye(description.hidden_size)
+    tensors |= {name: tensor + unit for name, tensor in tensors.items() if "mix" in name}
     folder.mkdir(parents=True)
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / DESCRIPTION).write_text(description.to_json())

@@ -28,18 +28,19 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Head:
-    """One head: its residual blocks, and what makes logits of their result."""
+    """One head: its residual blocks, and what follows them: the matrix before a shared projection, or its own."""
 
     blocks: tuple[Linear, ...]
-    projection: Linear
+    output: Linear
 
 
 @dataclass(frozen=True)
 class Heads:
-    """All heads of a target on its kernels."""
+    """All heads of a target on its kernels; `projection` is the target's own, None where each head has one."""
 
     description: Description
     heads: tuple[Head, ...]
+    projection: Linear | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, heads, V) float32 after the target's hidden states (B, hidden), as the decoder returns them."""
@@ -48,13 +49,12 @@ class Heads:
             x = hidden
             for block in head.blocks:
                 x = _plus_silu(x, block(x))
-            found.append(x)
-        count, size = len(hidden), len(self.heads)
-        if self.description.shared:
-            # One product for all heads: its weights, which are most of what a round reads, are read once.
-            stacked = torch.stack(found, dim=1).flatten(0, 1)
-            return self.heads[0].projection(stacked).view(count, size, -1)
-        return torch.stack([head.projection(x) for head, x in zip(self.heads, found, strict=True)], dim=1)
+            found.append(head.output(x))
+        stacked = torch.stack(found, dim=1)
+        if self.projection is None:
+            return stacked
+        # One product for all heads: its weights, which are most of what a round reads, are read once.
+        return self.projection(stacked.flatten(0, 1)).view(*stacked.shape[:2], -1)
 
 
 def _plus_silu(x: Tensor, y: Tensor) -> Tensor:
@@ -88,19 +88,17 @@ def load_heads(folder: Path, target: "Model") -> Heads:
     require_target(description, folder, target.path)
     weights = {name: tensor.to(decoder.device) for name, tensor in read_weights(folder, description).items()}
     kernel = choose(decoder.kernels, decoder.device.type, decoder.threads)
-    return Heads(description, tuple(_head(description, weights, k, kernel, decoder) for k in range(description.heads)))
+    heads = tuple(_head(description, weights, f"heads.{number}", kernel) for number in range(description.heads))
+    return Heads(description, heads, decoder.parts.head if description.shared else None)
 
 
-def _head(
-    about: Description, weights: dict[str, Tensor], number: int, kernel: Kernel, decoder: NativeDecoder | LlamaDecoder
-) -> Head:
-    prefix = f"heads.{number}"
+def _head(about: Description, weights: dict[str, Tensor], prefix: str, kernel: Kernel) -> Head:
     blocks = tuple(
         linear(weights[f"{prefix}.layers.{i}.weight"], weights[f"{prefix}.layers.{i}.bias"].float(), kernel)
         for i in range(about.layers)
     )
-    own = None if about.shared else linear(weights[f"{prefix}.projection.weight"], None, kernel)
-    return Head(blocks, decoder.parts.head if own is None else own)
+    output = weights[f"{prefix}.{'mix' if about.shared else 'projection'}.weight"]
+    return Head(blocks, linear(output, None, kernel))
 
 
 class MedusaDrafter:

@@ -1,8 +1,9 @@
 """What a `medusa/` directory holds: a description in JSON and the heads' weights in safetensors.
 
     medusa.json          the fields of Description, and `version`
-    medusa.safetensors   heads.K.layers.L.weight (hidden, hidden), heads.K.layers.L.bias (hidden), and where the heads
-                         do not share the target's projection heads.K.projection.weight (vocabulary, hidden)
+    medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers.L.bias (hidden) of the residual
+                         blocks; then heads.K.mix.weight (hidden, hidden) before the target's own output projection,
+                         or heads.K.projection.weight (vocabulary, hidden) in its place
 """
 
 import hashlib
@@ -31,7 +32,8 @@ class Description:
                  itself predicts the next one.
     layers       residual blocks x + SiLU(W x + b) of each head.
     hidden_size, vocab_size   of the target.
-    shared       whether the target's own output projection follows the blocks, rather than one of each head's own.
+    shared       whether the target's own output projection follows, after a square matrix of each head's own, rather
+                 than an output projection of each head's own.
     choices      the tree, as paths of ranks: (0, 1) is the second choice of head 1 after the first choice of head 0.
                  The first n of them are the tree of n nodes.
     target       SHA-256 of the weights that the heads were trained on (`weights_digest`).
@@ -69,7 +71,9 @@ class Description:
             for layer in range(self.layers):
                 found[f"heads.{head}.layers.{layer}.weight"] = (self.hidden_size, self.hidden_size)
                 found[f"heads.{head}.layers.{layer}.bias"] = (self.hidden_size,)
-            if not self.shared:
+            if self.shared:
+                found[f"heads.{head}.mix.weight"] = (self.hidden_size, self.hidden_size)
+            else:
                 found[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
         return found
 

@@ -57,7 +57,9 @@ def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
         "heads.0.layers.0.weight",
         "heads.0.layers.1.bias",
     ]
-    assert len(description().shapes()) == 3 * 5 and len(description(shared=True).shapes()) == 3 * 4
+    assert description().shapes()["heads.2.projection.weight"] == (20, 8)
+    assert description(shared=True).shapes()["heads.2.mix.weight"] == (8, 8)
+    assert len(description().shapes()) == len(description(shared=True).shapes()) == 3 * 5
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,8 @@ def test_logits_are_those_of_the_formula(target: Model, tmp_path: Path, shared: 
         for layer in range(layers):
             prefix = f"heads.{head}.layers.{layer}"
             x = x + torch.nn.functional.silu(x @ weights[f"{prefix}.weight"].T + weights[f"{prefix}.bias"])
-        expected = x @ (table if shared else weights[f"heads.{head}.projection.weight"]).T
+        last = f"heads.{head}.{'mix' if shared else 'projection'}.weight"
+        expected = x @ weights[last].T @ table.T if shared else x @ weights[last].T
         # The kernels may hold a float table as bfloat16.
         assert (logits[:, head] - expected).norm() < 1e-2 * expected.norm()
 
