@@ -48,7 +48,9 @@ class RuleName(StrEnum):
 def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    draft: Annotated[str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")
+    ] = None,
     drafter: Annotated[
         DrafterName | None,
         typer.Option(help="By default model where there is a draft, else medusa, else lookup; nested: int8 targets."),

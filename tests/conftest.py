@@ -148,7 +148,9 @@ def write_ternary(source: Path, out: Path) -> Path:
 MEDUSA_TREE = ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (3,))
 
 
-def write_medusa(model: Path, folder: Path, scale: float = 0.0, shared: bool = True, seed: int = 0, **about: Any) -> Path:
+def write_medusa(
+    model: Path, folder: Path, scale: float = 0.0, shared: bool = True, seed: int = 0, **about: Any
+) -> Path:
     """Saves Medusa heads for a model: random matrices of that scale (0: every head repeats the target's own one).
 
     about  further fields of the description, over 3 heads of 1 layer and `MEDUSA_TREE`.

@@ -54,7 +54,9 @@ class MedusaHeads(nn.Module):
     def groups(self, optimizer: str) -> list[Group]:
         """All parameters for the loop; `optimizer` of the matrices inside the heads."""
         named = dict(self.named_parameters())
-        square = [parameter for name, parameter in named.items() if "weights" in name or self.shared and "output" in name]
+        square = [
+            parameter for name, parameter in named.items() if "weights" in name or (self.shared and "output" in name)
+        ]
         biases = [parameter for name, parameter in named.items() if "biases" in name]
         groups = [
             Group("matrices", square, optimizer="muon" if optimizer == "muon" else "adamw"),

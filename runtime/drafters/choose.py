@@ -44,7 +44,8 @@ def choose(
     nested needs a target that was loaded with planes=True.
 
     name     None: model where there is a draft, medusa where there are heads, otherwise lookup.
-    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has it.
+    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
+             one.
     corpus   a text file for suffix.
     verify   the rule that will judge.
     options  of `load`, for the draft model.

@@ -1,9 +1,9 @@
 """What a `medusa/` directory holds: a description in JSON and the heads' weights in safetensors.
 
-    medusa.json          the fields of Description, and `version`
-    medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers.L.bias (hidden) of the residual
-                         blocks; then heads.K.mix.weight (hidden, hidden) before the target's own output projection,
-                         or heads.K.projection.weight (vocabulary, hidden) in its place
+medusa.json          the fields of Description, and `version`
+medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers.L.bias (hidden) of the residual
+                     blocks; then heads.K.mix.weight (hidden, hidden) before the target's own output projection,
+                     or heads.K.projection.weight (vocabulary, hidden) in its place
 """
 
 import hashlib
