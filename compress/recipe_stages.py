@@ -1,4 +1,4 @@
-"""The stages of a recipe: what each may say, and what goes with what."""
+"""The stages of a recipe that work block by block: what each may say."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -186,42 +186,3 @@ class Smooth(Strict):
         if value == "search" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1):
             return value
         raise ValueError("expected a number from 0 to 1 or search")
-
-
-class Stage(Strict):
-    """One step: a mapping with one key, the step's kind."""
-
-    prune: Prune | None = None
-    smooth: Smooth | None = None
-    quantize: Quantize | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> "Stage":
-        found = sorted(self.model_fields_set)
-        if len(found) != 1 or getattr(self, found[0]) is None:
-            raise ValueError(
-                f"expected a mapping with one of prune, smooth, quantize, found {' and '.join(found) or 'none'}"
-            )
-        return self
-
-    @property
-    def kind(self) -> str:
-        """prune, smooth or quantize."""
-        return next(iter(self.model_fields_set))
-
-
-def check_order(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError for stages that do not follow each other as prune, smooth, quantize."""
-    order = ("prune", "smooth", "quantize")
-    kinds = [stage.kind for stage in stages]
-    for kind in ("quantize", "smooth"):
-        if kinds.count(kind) > 1:
-            raise ValueError(f"expected at most one {kind} stage, found {kinds.count(kind)}")
-    if kinds != sorted(kinds, key=order.index):
-        raise ValueError(f"expected the order prune, smooth, quantize, found {', '.join(kinds)}")
-    if "smooth" in kinds and "quantize" not in kinds:
-        raise ValueError("expected a quantize stage after smooth, which alone changes nothing, found none")
-    methods = [stage.prune.method for stage in stages if stage.prune is not None]
-    twice = next((method for method in methods if methods.count(method) > 1), None)
-    if twice:
-        raise ValueError(f"expected prune with method {twice} at most once, found {methods.count(twice)}")

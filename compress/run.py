@@ -47,6 +47,12 @@ def main(
         str | None,
         typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free"),
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for each stage that trains.", show_default="the recipe's")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens for each stage that trains.", show_default="the recipe's")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
@@ -72,6 +78,8 @@ def main(
                 "threads": threads,
                 "seed": seed,
                 "memory_budget": memory_budget,
+                "minutes": minutes,
+                "tokens": tokens,
                 "resume": resume,
                 "force": force,
                 "speed": not no_speed,

@@ -22,7 +22,8 @@ from compress.training.settings import Budget, Settings
 from compress.training.task import Batches, Group, Note, Progress, Task
 
 _POINTS = 200  # of the loss curve, besides those with a held-out loss
-_TRIALS = 3  # timed steps; one before them warms up
+_TRIALS = 3  # timed steps, one before them warms up; fewer
+_TRIAL_SHARE = 0.1  # where they would take more of the budget in minutes
 
 
 @dataclass(frozen=True)
@@ -156,32 +157,37 @@ class _Loop:
                 )
             return steps
         assert self.budget.minutes is not None
-        each = self.world.agree(self._time_of_step())
+        trials, each = map(self.world.agree, self._time_of_step(self.budget.minutes * 60))
         begun = time.monotonic()
         if self.world.leads:
             self.checkpoints.keep_best(0, self.task.state())
         saving = time.monotonic() - begun
         every = evaluation / settings.evaluate_every + 3 * saving / settings.save_every
-        left = self.budget.minutes * 60 - evaluation - (_TRIALS + 1) * each - 4 * saving
+        left = self.budget.minutes * 60 - evaluation - trials - 4 * saving
         steps = int(self.world.agree(left / (each + every)))
         if steps < 1:
             raise UserError(
                 f"training.minutes: expected time for one step at least, which takes {each + every:.1f} s here after "
-                f"{evaluation + (_TRIALS + 1) * each:.1f} s of measuring, found {self.budget.minutes:g} minutes: raise "
+                f"{evaluation + trials:.1f} s of measuring, found {self.budget.minutes:g} minutes: raise "
                 "it, or make training.batch smaller"
             )
         return steps
 
-    def _time_of_step(self) -> float:
-        """Seconds of a step. The trials change nothing: their rate is 0, and the moments are forgotten after them."""
+    def _time_of_step(self, most: float) -> tuple[float, float]:
+        """Seconds of all trials, few where they are long beside `most`, and of a step.
+
+        The trials change nothing: their rate is 0, and the moments are forgotten after them.
+        """
         seconds = []
         for number in range(_TRIALS + 1):
             begun = time.monotonic()
             self._gradients(number, 0.0)
             self._update(0.0)
             seconds.append(time.monotonic() - begun)
+            if number and self.world.agree(math.fsum(seconds)) > _TRIAL_SHARE * most:
+                break
         self.optimizers = make_optimizers(self.groups, self.settings)
-        return sorted(seconds[1:])[_TRIALS // 2]
+        return math.fsum(seconds), sorted(seconds[1:])[(len(seconds) - 1) // 2]
 
     def _step(self, standing: Standing) -> None:
         settings, step = self.settings, standing.step

@@ -1,10 +1,11 @@
 """A task small enough to train in a moment, and a program that trains it: for kills and for several processes.
 
 python training_driver.py FOLDER JOB: one import serves many forks. JOB is JSON: steps; points [n …]: kills just before
-a run's n-th step of making files last (compress.files), each gone on with; processes: how many train together; as_it_is:
-this process trains, as torchrun has started it. What was found goes to FOLDER/found.json.
+a run's n-th step of making files last (compress.files), each gone on with; processes: how many train together;
+as_it_is: this process trains, as torchrun has started it. What was found goes to FOLDER/found.json.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -62,7 +63,7 @@ class Toy:
 
     def evaluate(self) -> float:
         self.model.eval()
-        return float(self._entropy(self.held_out[None]))
+        return float(self._entropy(self.held_out[None]).detach())
 
     def state(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
@@ -175,6 +176,8 @@ def kill_at(number: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # Optimisers import it when they are made, which takes longer than a whole run: here once for all forks.
+    importlib.import_module("torch._dynamo")
     place, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     if wanted.get("as_it_is"):
         one(place, "result", wanted)
