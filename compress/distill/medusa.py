@@ -5,6 +5,7 @@ disk; training is then as quick as the heads are small. Medusa-2 is in medusa_jo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ from compress.distill.medusa_heads import MedusaHeads
 from compress.distill.medusa_recipe import Medusa
 from compress.errors import UserError
 from compress.training.loop import Trained, train
+from compress.training.parallel import current
 from compress.training.settings import Budget
-from compress.training.task import Group, Loss
+from compress.training.task import Group, Loss, Task
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoint import open_checkpoint
 from runtime.drafters.medusa import MedusaDrafter, load_heads
@@ -54,8 +56,8 @@ def run(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     text = make_text(stage, given, target)
     heads = new_heads(stage, given.model)
     before = assess(stage, heads, target, text, given.work / "before")
-    task = HeadsTask(heads, stage, text)
-    trained = train_heads(task, given, budget_left(given), given.work / "heads")
+    task = HeadsTask(heads, stage, text, given.settings.autocast)
+    trained = train_on(task, text, given, budget_left(given), given.work / "heads")
     after = assess(stage, heads, target, text, out)
     return summary(stage, text, before, after, trained)
 
@@ -159,17 +161,17 @@ def budget_left(given: "Given") -> Budget:
     return Budget(minutes=given.budget.minutes * (1 - _COLLECTING))
 
 
-def train_heads(task: "HeadsTask", given: "Given", budget: Budget, folder: Path) -> Trained:
-    """Trains until the budget ends; the task then holds the best heads."""
-    batches = StateBatches(len(task.text.train), given.settings)
+def train_on(task: Task, text: Text, given: "Given", budget: Budget, folder: Path) -> Trained:
+    """Trains on the text's windows until the budget ends; the task then holds the best weights."""
+    batches = StateBatches(len(text.train), given.settings, current())
     return train(task, batches, budget, given.settings, folder, given.progress, given.note, stage="medusa")
 
 
 class HeadsTask:
-    """Medusa-1: heads over hidden states that were kept."""
+    """Medusa-1: heads over hidden states that were kept. `autocast`: evaluation computes in bfloat16, too."""
 
-    def __init__(self, heads: MedusaHeads, stage: Medusa, text: Text) -> None:
-        self.heads, self.text = heads, text
+    def __init__(self, heads: MedusaHeads, stage: Medusa, text: Text, autocast: bool = False) -> None:
+        self.heads, self.text, self.autocast = heads, text, autocast
         self.decay, self._optimizer = stage.decay, stage.optimizer
 
     def groups(self) -> list[Group]:
@@ -185,10 +187,15 @@ class HeadsTask:
         """Mean loss over held-out windows, nats."""
         values = []
         for tokens, states in self.text.watched.blocks(AT_ONCE):
-            values.append(float(self._loss(tokens, states)[0]) * len(tokens))
+            with self.precision():
+                values.append(float(self._loss(tokens, states)[0]) * len(tokens))
             if len(values) * AT_ONCE >= WATCHED:
                 break
         return sum(values) / min(len(self.text.watched), len(values) * AT_ONCE)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What evaluation computes in."""
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
     def state(self) -> dict[str, Tensor]:
         """The heads."""

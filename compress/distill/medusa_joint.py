@@ -14,82 +14,57 @@ from torch.nn import functional
 from compress.distill import medusa
 from compress.distill.medusa_heads import MedusaHeads
 from compress.distill.medusa_recipe import Joint, Medusa
-from compress.errors import UserError
-from compress.export import huggingface
-from compress.recipe import Recipe
 from compress.report.quality import log_probabilities, token_nll
-from compress.training.loop import train
+from compress.training import plain_model
 from compress.training.settings import Budget
 from compress.training.task import Group, Loss
 from runtime import load
 from runtime.rows import Decoder, Rows, integers
-from runtime.shards import read_json
 
 if TYPE_CHECKING:
     from compress.model_stages import Given
 
-# What may have made the packed model: it has to be made again from the trained weights.
-_REPEATABLE = ("smooth", "quantize")
 _ROWS = 512
 
 
 def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
-    """Trains heads alone, then heads and model; replaces `given.model` and writes heads to `out`.
+    """Trains heads alone, then heads and model; writes the heads to `out`, and the model, packed again, to its model/.
 
     The model learns to stay what it was (KL to the original, on the text that the heads learn from) while its hidden
-    states get easier to continue from. It is compressed again by the run's own recipe, which has to be one that starts
-    from the original's weights. The report's part says what held-out perplexity became of it.
+    states get easier to continue from. The report's part says what held-out perplexity became of it.
 
-    Raises UserError for another recipe, and as medusa.run.
+    Raises UserError as medusa.run; ValueError where nothing can pack.
     """
-    from transformers import AutoModelForCausalLM
-
-    recipe = repeatable(Recipe.load(given.model.parent / "recipe.yaml"))
+    if given.pack is None:
+        raise ValueError("medusa-2 comes after packing, and needs to pack again")
     joint = stage.joint or Joint()
-    before_model = given.work / "model-before"
-    if not before_model.exists():
-        # Kept until the run ends: what is trained on, and compared with, must not be the new one after a restart.
-        shutil.copytree(given.model, given.work / "model-copy", dirs_exist_ok=True)
-        (given.work / "model-copy").rename(before_model)
-    target = load(before_model, threads=torch.get_num_threads())
+    target = load(given.model, threads=torch.get_num_threads())
     text = medusa.make_text(stage, given, target)
-    heads = medusa.new_heads(stage, before_model)
+    heads = medusa.new_heads(stage, given.model)
     before = medusa.assess(stage, heads, target, text, given.work / "before")
-    task = medusa.HeadsTask(heads, stage, text)
-    medusa.train_heads(task, given, share(medusa.budget_left(given), joint.warmup), given.work / "heads")
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(given.original, **options)
-    teacher = AutoModelForCausalLM.from_pretrained(given.original, **options)
-    both = JointTask(task, model, teacher, joint)
+    alone = medusa.HeadsTask(heads, stage, text, given.settings.autocast)
+    medusa.train_on(alone, text, given, share(medusa.budget_left(given), joint.warmup), given.work / "heads")
+    model, teacher = plain_model.load(given.original), plain_model.load(given.original)
+    both = JointTask(alone, model, teacher, joint)
     rest = share(medusa.budget_left(given), 1 - joint.warmup)
-    batches = medusa.StateBatches(len(text.train), given.settings)
-    trained = train(
-        both, batches, rest, given.settings, given.work / "joint", given.progress, given.note, stage="medusa"
-    )
-    write_plain(model, given.original, given.work / "plain")
-    compress_again(given, recipe)
-    packed = load(given.model, threads=torch.get_num_threads())
-    perplexity = {"before": perplexity_of(target.decoder, given.held_out)}
-    perplexity["after"] = perplexity_of(packed.decoder, given.held_out)
+    trained = medusa.train_on(both, text, given, rest, given.work / "joint")
+    plain = given.work / "plain"
+    for stale in (plain, out / "model"):
+        shutil.rmtree(stale, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    plain_model.write(model, given.original, plain, given.shard_bytes)
+    given.pack(plain, out / "model")
+    packed = load(out / "model", threads=torch.get_num_threads())
+    perplexity = {
+        "before": perplexity_of(target.decoder, given.held_out),
+        "after": perplexity_of(packed.decoder, given.held_out),
+    }
     lost = perplexity["after"] / perplexity["before"] - 1
     given.note(f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after")
     # The new model's own words and hidden states choose the tree.
     watched, _ = medusa.held_out(stage, given, packed, given.work / "after")
     after = medusa.assess(stage, heads, packed, replace(text, watched=watched), out)
     return medusa.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}
-
-
-def repeatable(recipe: Recipe) -> Recipe:
-    """The recipe without model stages. Raises UserError where it does more than quantise."""
-    kinds = [stage.kind for stage in recipe.stages]
-    wrong = next((kind for kind in kinds if kind not in (*_REPEATABLE, "draft", "medusa")), None)
-    if wrong is not None:
-        raise UserError(
-            f"medusa: kind medusa-2 compresses the trained model again, which goes with smooth and quantize only, "
-            f"found a stage {wrong}: take medusa-1"
-        )
-    kept = tuple(stage for stage in recipe.stages if stage.kind in _REPEATABLE)
-    return recipe.model_copy(update={"stages": kept})
 
 
 def share(budget: Budget, part: float) -> Budget:
@@ -130,7 +105,8 @@ class JointTask:
         """Mean loss over held-out windows, nats."""
         values, counts = [], []
         for tokens in self._task.text.watched.tokens()[: medusa.WATCHED].split(medusa.AT_ONCE):
-            values.append(float(self._loss(tokens).value))
+            with self._task.precision():
+                values.append(float(self._loss(tokens).value))
             counts.append(len(tokens))
         return sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
 
@@ -170,29 +146,6 @@ def _embedding(model: Any) -> list[nn.Parameter]:
 
 def _output(model: Any) -> list[nn.Parameter]:
     return list(model.get_output_embeddings().parameters())
-
-
-def write_plain(model: Any, original: Path, out: Path) -> None:
-    """The trained model as an ordinary directory, in the dtype of the original."""
-    shutil.rmtree(out, ignore_errors=True)
-    config = read_json(original / "config.json")
-    model.to(getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")).save_pretrained(out)
-    huggingface.write_config(original, out, None)
-    huggingface.copy_companions(original, out)
-
-
-def compress_again(given: "Given", recipe: Recipe) -> None:
-    """Puts the trained model, compressed by the recipe, in the place of `given.model`."""
-    from compress.pipeline import Options, run
-
-    folder = given.work / "again"
-    for left in (folder, folder.with_name("again.partial")):
-        shutil.rmtree(left, ignore_errors=True)
-    options = Options(draft="none", seed=given.seed, speed=False)
-    artifact = run(str(given.work / "plain"), recipe, folder, options, report=lambda *_: {})
-    shutil.rmtree(given.model)
-    artifact.model.rename(given.model)
-    shutil.rmtree(folder)
 
 
 @torch.inference_mode()

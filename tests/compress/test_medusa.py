@@ -21,18 +21,22 @@ from compress.distill import hidden_states, medusa, medusa_joint, medusa_tree
 from compress.distill.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
 from compress.distill.medusa_recipe import Joint, Medusa
 from compress.errors import USER_ERRORS, UserError
+from compress.pair import default_pair
 from compress.pipeline import Options
 from compress.pipeline import run as run_recipe
 from compress.recipe import Recipe
 from compress.training.parallel import World
 from compress.training.settings import Budget, Settings
 from runtime import Model, Speculator, load
+from runtime.drafters.choose import choose
 from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.metrics import total
 from runtime.rows import Rows
 
 Tiny = Callable[..., Path]
 UNTIED = {"tie_word_embeddings": False}
+PACKING: dict[str, Any] = {"options": Options(seq_len=64, draft="none")}
 
 # The tree.
 
@@ -141,7 +145,7 @@ def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder: a tiny llama at int8, whose text is no repetition of one token (its head is its own)."""
     out = tmp_path_factory.mktemp("medusa") / "run"
     recipe = Recipe.load("int8-dynamic")
-    return run_recipe(str(tiny("llama", **UNTIED)), recipe, out, Options(seq_len=64), report=lambda *_: {}).model.parent
+    return run_recipe(str(tiny("llama", **UNTIED)), recipe, out, report=lambda *_: {}, **PACKING).model.parent
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +275,8 @@ class Given:
     seed: int = 0
     draft: Path | None = None
     tokenizer: Any = None
+    shard_bytes: int = 1 << 30
+    pack: Any = None
     notes: list[str] = field(default_factory=list)
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -288,9 +294,8 @@ def given(packed: Path, tiny: Tiny, tmp_path: Path) -> Given:
     run_folder = shutil.copytree(packed, tmp_path / "run")
     stream = windows(1, 24 * 700).flatten().numpy()
     budget = Budget(tokens=24 * 16 * 120)
-    return Given(
-        tiny("llama", **UNTIED), run_folder / "model", tmp_path / "work", stream, windows(12, 50, 1), SETTINGS, budget
-    )
+    model, work, held_out = run_folder / "model", tmp_path / "work", windows(12, 50, 1)
+    return Given(tiny("llama", **UNTIED), model, work, stream, held_out, SETTINGS, budget)
 
 
 STAGE = Medusa(heads=3, nodes=8, samples=600)
@@ -298,12 +303,18 @@ STAGE = Medusa(heads=3, nodes=8, samples=600)
 
 def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
     out = tmp_path / "medusa"
-    found = medusa.run(STAGE, given, out)  # type: ignore[arg-type]
+    # A text in which every token is a function of the one before: what comes k tokens later can be learned.
+    rule = [1]
+    while len(rule) < 24 * 700:
+        rule.append((rule[-1] + 7) % 97)
+    given = replace(given, tokens=np.array(rule), held_out=torch.tensor(rule[7:607]).view(12, 50))
+    stage = STAGE.model_copy(update={"continuations": "none"})
+    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
     assert found["kind"] == "medusa-1" and found["windows"] == 600 and found["steps"] == 120
-    assert found["best"] < found["before"]
-    assert found["top_k"]["after"]["1"][0] > found["top_k"]["before"]["1"][0] + 0.1
-    assert found["tokens_per_round"]["after"] > found["tokens_per_round"]["before"] + 0.1
+    assert found["best"] < 0.3 * found["before"]
+    assert max(found["top_k"]["before"]["1"]) < 0.2 and min(found["top_k"]["after"]["1"]) > 0.8
+    assert found["tokens_per_round"].keys() == found["accepted_by_position"].keys() == {"before", "after"}
     about = read_description(out)
     assert [list(choice) for choice in about.choices] == found["tree"] and len(about.choices) == 8
     assert about.target == weights_digest(given.model) and about.shared
@@ -342,23 +353,28 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
 
 
 def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
-    before = load_file(given.model / "model.safetensors")
     stage = STAGE.model_copy(update={"kind": "medusa-2", "joint": Joint(weight=0.5, rate_factor=0.05)})
-    given = replace(given, budget=Budget(tokens=24 * 16 * 80))
-    found = medusa.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
+
+    def pack(plain: Path, out: Path) -> None:
+        again = run_recipe(str(plain), Recipe.load("int8-dynamic"), tmp_path / "again", report=lambda *_: {}, **PACKING)
+        shutil.copytree(again.model, out)
+
+    given = replace(given, budget=Budget(tokens=24 * 16 * 80), pack=pack)
+    out = tmp_path / "medusa"
+    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
-    after = load_file(given.model / "model.safetensors")
+    before, after = (load_file(folder / "model.safetensors") for folder in (given.model, out / "model"))
     assert before.keys() == after.keys()
-    embedding = "model.embed_tokens.weight"
-    assert torch.equal(before[embedding], after[embedding])
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert any("q_proj" in name for name in changed)
+    kept = ("model.embed_tokens.weight", "lm_head.weight")
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert any("q_proj" in name for name in before if not torch.equal(before[name], after[name]))
     # Heads of the new weights, which loads them; and the model is what it was, nearly.
-    assert read_description(tmp_path / "medusa").target == weights_digest(given.model)
-    load_heads(tmp_path / "medusa", load(given.model))
+    assert read_description(out).target == weights_digest(out / "model") != weights_digest(given.model)
+    load_heads(out, load(out / "model"))
     assert abs(found["perplexity_lost"]) < 0.05 and found["perplexity"]["before"] > 1
     assert found["tokens_per_round"]["after"] > found["tokens_per_round"]["before"]
-    assert not (given.work / "again").exists() and (given.model / "tokenizer.json").is_file()
+    with pytest.raises(ValueError, match="needs to pack again"):
+        medusa.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
 
 
 def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny, tmp_path: Path) -> None:
@@ -367,9 +383,8 @@ def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny
     target = load(given.model)
     text = medusa.make_text(STAGE, given, target)  # type: ignore[arg-type]
     heads = medusa.HeadsTask(medusa.new_heads(STAGE, given.model), STAGE, text)
-    model, teacher = (
-        AutoModelForCausalLM.from_pretrained(tiny("llama", **UNTIED), dtype=torch.float32) for _ in range(2)
-    )
+    plain = tiny("llama", **UNTIED)
+    model, teacher = (AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32) for _ in range(2))
     task = medusa_joint.JointTask(heads, model, teacher, Joint(weight=0.2, rate_factor=0.1))
     batch = torch.arange(4).unsqueeze(1)
     loss = task.loss(batch, 0.0)
@@ -408,9 +423,6 @@ def test_what_goes_wrong_is_said(given: Given, tmp_path: Path) -> None:
     assert "the held-out text is too short" in refused(held_out=given.held_out[:1, :30])
     assert "at least 5 tokens beside the prompt's 1" in refused(settings=replace(SETTINGS, length=5))
     assert "expected at least the 384 tokens of one step" in refused(budget=Budget(tokens=100))
-    recipe = Recipe.load("wanda-50")
-    (given.model.parent / "recipe.yaml").write_text(recipe.to_yaml())
-    assert "found a stage prune: take medusa-1" in refused(Medusa(kind="medusa-2"))
 
 
 @pytest.mark.parametrize(
@@ -427,3 +439,85 @@ def test_wrong_keys_are_refused(keys: dict[str, Any], said: str) -> None:
     Medusa.model_validate({"kind": "medusa-2", "joint": {"warmup": 0.3}, "decay": 1})
     with pytest.raises(ValidationError, match=said):
         Medusa.model_validate(keys)
+
+
+def test_medusa_2_goes_with_quantising_alone() -> None:
+    stages: list[dict[str, Any]] = [{"quantize": {"scheme": "int8-dynamic"}}, {"medusa": {"kind": "medusa-2"}}]
+    assert Recipe.model_validate({"name": "a", "stages": stages}).trains
+    wrong = [{"prune": {"method": "width", "share": 0.25}}, *stages]
+    with pytest.raises(ValidationError, match="before medusa of kind medusa-2"):
+        Recipe.model_validate({"name": "a", "stages": wrong})
+    stages[1]["medusa"]["kind"] = "medusa-1"
+    assert Recipe.model_validate({"name": "a", "stages": wrong}).stages[2].kind == "medusa"
+    with pytest.raises(ValidationError, match="expected the order"):
+        Recipe.model_validate({"name": "a", "stages": stages[::-1]})
+
+
+@pytest.mark.slow
+def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """A tenth of the training that the recipe has: enough for the issue's 1.8 tokens a round on held-out Python."""
+    from calib import corpora
+    from calib.library import is_held_out, standard_library
+    from calib.prompts import prompts
+
+    model = pair_target("int8-dynamic")
+    target = load(model)
+    learned = [text for path, text in standard_library() if not is_held_out(path)][::5]
+    stream, unseen = (
+        np.concatenate([[0, *target.tokenizer(text, verbose=False)["input_ids"]] for text in texts])
+        for texts in (learned, corpora.load().documents[:8])
+    )
+    settings = Settings(rate=3e-3, batch=4, length=192, evaluate_every=100, save_every=1000, autocast=True)
+    held_out = torch.from_numpy(unseen[: 192 * 64]).view(64, 192)
+    folder, budget = tmp_path / "medusa", Budget(tokens=192 * 4 * 600)
+    given = Given(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
+    found = medusa.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
+    assert found["tokens_per_round"]["after"] > 1.8 > 1.4 > found["tokens_per_round"]["before"]
+    texts = prompts(corpora.load(), 50, seed=0)
+    expected = Speculator(target).generate(texts, 64)
+    drafted = Speculator(target, MedusaDrafter(load_heads(folder, target)), 24).generate(texts, 64)
+    assert [one.tokens for one in drafted] == [one.tokens for one in expected]
+    assert (total([one.metrics for one in drafted]).tokens_per_round or 0) > 1.8
+
+
+# The pipeline.
+
+
+def recipe_of(kind: str) -> Recipe:
+    training = {"tokens": 24 * 16 * 30, "batch": 16, "length": 24, "rate": 1e-2, "evaluate_every": 10, "save_every": 10}
+    stage = {"kind": kind, "heads": 2, "nodes": 6, "samples": 100, "training": training}
+    stages = [{"quantize": {"scheme": "int8-dynamic"}}, {"medusa": stage}]
+    return Recipe.model_validate({"name": "tiny-medusa", "stages": stages})
+
+
+@pytest.mark.parametrize("kind", ["medusa-1", "medusa-2"])
+def test_a_run_with_heads(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """Heads beside the model that they belong to, in the manifest and in what the report is made of."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000)))
+    told: list[Any] = []
+    options = Options(seq_len=64, samples=4, eval_tokens=512, draft="none", calib=str(text))
+
+    def run_to(out: Path) -> Path:
+        return run_recipe(
+            str(tiny("llama", **UNTIED)),
+            recipe_of(kind),
+            out,
+            options,
+            report=lambda facts, *_: told.append(facts) or {},
+        ).model.parent
+
+    folder = run_to(tmp_path / "out")
+    model = load(folder)
+    assert model.medusa_path == folder / "medusa"
+    chosen = choose(model)
+    assert isinstance(chosen.drafter, MedusaDrafter)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert f"medusa/{WEIGHTS}" in json.dumps(manifest) and "medusa" in manifest["training"]
+    about = told[0].calibration["training"]["medusa"]
+    assert about["kind"] == kind and about["steps"] > 0 and len(about["tree"]) == 6
+    assert not (folder / "medusa" / "model").exists()
+    assert ("perplexity" in about) == (kind == "medusa-2")
+    again = run_to(tmp_path / "again")
+    for name in ("model/model.safetensors", f"medusa/{WEIGHTS}", f"medusa/{DESCRIPTION}", "manifest.json"):
+        assert (folder / name).read_bytes() == (again / name).read_bytes()
