@@ -76,6 +76,9 @@ class Kind:
 # Modules are imported when a recipe asks for them.
 KINDS: dict[str, Kind] = {
     "heal": Kind("compress.distill.heal", "model"),
+    "ternary": Kind("compress.ternary.stage", "model"),
+    "qat": Kind("compress.ternary.stage", "model"),
+    "draft": Kind("compress.distill.draft", "draft", after_packing=True),
     "medusa": Kind("compress.distill.medusa", "medusa", after_packing=True),
 }
 Run = Callable[[Any, Given, Path], dict[str, Any]]
@@ -152,5 +155,5 @@ def _check(folder: Path, expected: dict[str, dict[str, Any]]) -> None:
 
 def for_manifest(told: dict[str, Any]) -> dict[str, Any]:
     """What the manifest says of a stage: no times, so that equal runs give equal bytes."""
-    kept = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity")
+    kept = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
     return {key: told[key] for key in kept if key in told}

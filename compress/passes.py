@@ -99,6 +99,12 @@ def plan_pass(source: Source, recipe: Recipe, structure: Survey, windows: "Windo
     return Pass(source, recipe, plan, _work(source, recipe, plan, structure, windows))
 
 
+def read_texts(around: Surroundings, folder: Path) -> None:
+    """Tokenises what stages train on, before any work: a text that is too short is told at once."""
+    for text in around.texts.values():
+        text.tokens(folder / model_stages.FOLDER, around.progress)
+
+
 def make_model(planned: Pass | None, around: Surroundings, journal: Journal, mapped: bool) -> Made:
     """Makes `journal.folder`/model.
 

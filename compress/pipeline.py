@@ -177,6 +177,7 @@ def run(
     )
     with workspace.opened(place, fingerprint) as journal:
         if not journal.finished:
+            passes.read_texts(around, place.folder)
             made = passes.make_model(planned, around, journal, mapped)
             progress("write", 0, 1)
             if recipe.kv is not None:

@@ -4,10 +4,12 @@ from pydantic import model_validator
 
 from compress.distill.heal_recipe import Heal
 from compress.distill.medusa_recipe import Medusa
+from compress.distill.recipe import Draft
 from compress.recipe_stages import Prune, Quantize, Smooth, Strict
+from compress.ternary.recipe import Qat, Ternary
 from compress.training.recipe import Trained
 
-ORDER = ("prune", "heal", "smooth", "quantize", "medusa")
+ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -20,6 +22,9 @@ class Stage(Strict):
     heal: Heal | None = None
     smooth: Smooth | None = None
     quantize: Quantize | None = None
+    ternary: Ternary | None = None
+    qat: Qat | None = None
+    draft: Draft | None = None
     medusa: Medusa | None = None
 
     @model_validator(mode="after")

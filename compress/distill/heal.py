@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.distill.heal_recipe import Heal
-from compress.distill.losses import cross_entropy, forward_kl
+from compress.distill.objective import objective_loss
 from compress.errors import UserError
 from compress.training import plain_model
 from compress.training.batches import PackedBatches
@@ -54,7 +54,7 @@ class HealTask:
         self, student: Any, teacher: Any, held_out: Tensor, stage: Heal, blocks: set[str], autocast: bool = False
     ):
         self.student, self.teacher, self.held_out, self.stage = student, teacher, held_out, stage
-        self.blocks, self.autocast = blocks, autocast
+        self.blocks, self.autocast, self.objective = blocks, autocast, stage.objective()
         teacher.eval().requires_grad_(False)
         sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
         if sparse and stage.optimizer == "muon":
@@ -76,22 +76,7 @@ class HealTask:
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`."""
         self.student.train()
-        stage, inputs, labels = self.stage, batch[:, :-1], batch[:, 1:].flatten()
-        watched = stage.hidden > 0
-        given = self.student(input_ids=inputs, use_cache=False, output_hidden_states=watched)
-        rows = given.logits.flatten(0, 1)
-        parts: dict[str, Tensor] = {}
-        if stage.kl or watched:
-            with torch.no_grad():
-                wanted = self.teacher(input_ids=inputs, use_cache=False, output_hidden_states=watched)
-            if stage.kl:
-                parts["kl"] = forward_kl(rows, wanted.logits.flatten(0, 1), stage.temperature)
-            if watched:
-                parts["hidden"] = _hidden(given.hidden_states, wanted.hidden_states)
-        if stage.cross_entropy:
-            parts["cross_entropy"] = cross_entropy(rows, labels)
-        total = torch.stack([getattr(stage, name) * value for name, value in parts.items()]).sum()
-        return Loss(total, {name: float(value.detach()) for name, value in parts.items()})
+        return objective_loss(self.objective, self.student, self.teacher, batch)
 
     def evaluate(self) -> float:
         """Mean cross entropy of the held-out windows."""
@@ -120,16 +105,3 @@ def _keep_zeros(parameter: nn.Parameter) -> bool:
 
     parameter.register_post_accumulate_grad_hook(mask)
     return True
-
-
-def _hidden(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
-    """Mean over blocks of the squared distance over the teacher's mean square; the embedding's output is not compared.
-
-    Where the two have different numbers of blocks only their last outputs stand for the same thing.
-    """
-    pairs = list(zip(student[1:], teacher[1:], strict=True)) if len(student) == len(teacher) else []
-    found = [
-        (mine.float() - theirs.float()).pow(2).mean() / theirs.float().pow(2).mean().clamp_min(1e-12)
-        for mine, theirs in pairs or [(student[-1], teacher[-1])]
-    ]
-    return torch.stack(found).mean()

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from compress.distill.objective import Objective
 from compress.training.recipe import Trained, Training
 
 Weight = Annotated[float, Field(ge=0, strict=False)]
@@ -34,6 +35,9 @@ class Heal(Trained):
 
     @model_validator(mode="after")
     def _some(self) -> "Heal":
-        if not (self.kl or self.cross_entropy or self.hidden):
-            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
+        self.objective()
         return self
+
+    def objective(self) -> Objective:
+        """The same for the task."""
+        return Objective(self.kl, self.cross_entropy, self.hidden, self.temperature)

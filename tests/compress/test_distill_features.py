@@ -34,6 +34,7 @@ def test_hidden_states_through_a_projection() -> None:
     assert projection.weight.grad is not None and projection.weight.grad.abs().sum() > 0
 
 
+@torch.no_grad()
 def test_projections_of_equal_widths_begin_as_the_identity() -> None:
     states = _random(6, 5, seed=3)
     assert float(features.hidden_mse(states, states, Projection(5, 5).double())) == 0

@@ -125,6 +125,19 @@ def test_slowdowns_are_said(report: dict[str, Any]) -> None:
     assert "do not speculate with this draft" in page.markdown(report)
 
 
+def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) -> None:
+    assert "RUINED" not in page.markdown(report)
+    report["asked"]["recipe"]["stages"] = [{"quantize": {"scheme": "ternary", "method": "rtn"}}]
+    report["quality"]["perplexity"] |= {"original": 10.0, "compressed": 47.0}
+    text = page.markdown(report)
+    assert "WARNING: this model is RUINED" in text and "4.70×" in text and "RUINED" in page.html(report)
+    assert wording.findings(report)[0].startswith("WARNING")
+    report["asked"]["recipe"]["stages"] = [{"ternary": {"weights": "ternary"}}]
+    assert "RUINED" not in page.markdown(report)
+    report["calibration"]["training"] = {"ternary": {"warning": "Rounding without training RUINS this model."}}
+    assert wording.findings(report)[0] == "Rounding without training RUINS this model."
+
+
 def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) -> None:
     report["draft"], report["speed"]["drafter"] = None, "lookup"
     text = page.markdown(report)
