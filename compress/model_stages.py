@@ -38,6 +38,8 @@ class Given:
     tokens     (n,) text to train on, one stream; none of it is calibrated or evaluated on.
     held_out   (E, length) int64: windows that choose the best weights; nothing else reads them.
     work       the stage's own folder for checkpoints.
+    pack       packs a plain directory as the run has packed the original: pack(plain, out) writes `out`, which is not
+               there yet. None for stages before packing.
     """
 
     original: Path
@@ -55,13 +57,15 @@ class Given:
     device: str = "cpu"
     threads: int | None = None
     shard_bytes: int = SHARD_BYTES
+    pack: Callable[[Path, Path], None] | None = None
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of stage: the module whose function `run(stage, given, out)` does it, and what `out` is in the artifact.
 
-    after_packing  whether it works on the finished model/, beside which its result is put.
+    after_packing  whether it works on the finished model/, beside which its result is put. Where that holds a folder
+                   model/, it takes the place of the artifact's.
     """
 
     module: str
@@ -75,6 +79,7 @@ KINDS: dict[str, Kind] = {
     "ternary": Kind("compress.ternary.stage", "model"),
     "qat": Kind("compress.ternary.stage", "model"),
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),
+    "medusa": Kind("compress.distill.medusa", "medusa", after_packing=True),
 }
 Run = Callable[[Any, Given, Path], dict[str, Any]]
 

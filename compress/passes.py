@@ -9,6 +9,7 @@ ternary, qat             training first, unless there is something to prune
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,9 @@ def make_companions(around: Surroundings, journal: Journal, made: Made) -> None:
     for kind, index in stages.items():
         finished = _train(index, folder / "model", around, journal)
         copy_folder(finished.out, folder / KINDS[kind].result)
+        if (again := folder / KINDS[kind].result / "model").is_dir():
+            _clear(folder / "model")
+            again.rename(folder / "model")
         _remember(made, kind, finished.told)
 
 
@@ -198,8 +202,31 @@ def _train(index: int, model: Path, around: Surroundings, journal: Journal) -> m
         device=_device(around.device),
         threads=around.threads,
         shard_bytes=around.shard_bytes,
+        pack=partial(_pack, around, journal) if _after(stage.kind) else None,
     )
     return model_stages.run_stage(stage, home, journal, given, text.told())
+
+
+def _pack(around: Surroundings, journal: Journal, plain: Path, out: Path) -> None:
+    """Packs a plain directory with the original's architecture by the recipe's stages, as the original was packed."""
+    recipe = around.recipe.only("smooth", "quantize")
+    if not recipe.stages:
+        copy_folder(plain, out)
+    else:
+        source = Source(around.target.name, open_checkpoint(plain))
+        planned = plan_pass(source, recipe, survey(plain), around.windows, around.progress)
+        folder = out.with_name(out.name + "-walk")
+        _clear(folder)
+        folder.mkdir()
+        inner = journals.begin(folder, journal.fingerprint)
+        _assemble(planned, _walk(planned, around, inner, mapped=False), inner, out, around)
+        _clear(folder)
+    if around.recipe.kv is not None:
+        from compress import kv_cache
+
+        scheme, windows = around.recipe.kv.scheme, around.windows.calibration
+        found = kv_cache.calibrate(out, scheme, windows, around.threads, partial(around.progress, "cache"))
+        kv_cache.attach(out, found, around.shard_bytes)
 
 
 def _device(asked: str) -> str:
