@@ -79,7 +79,7 @@ def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) ->
 
 
 def freeze_experts(model: nn.Module, structure: Survey) -> list[str]:
-    """Keeps fused experts from training: `RoundedModel` takes their tensors from the checkpoint. Returns their names."""
+    """Keeps fused experts, whose tensors `RoundedModel` takes from the checkpoint, from training; their names."""
     frozen = [name for name, found in structure.parameters.items() if found.kind == "experts"]
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
