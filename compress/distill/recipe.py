@@ -30,7 +30,8 @@ class Draft(Trained):
     cross_entropy  weight of the text itself, beside the divergence.
     student        share of the batches that the draft writes itself at temperature 1 (GKD's λ).
     teacher        share of the batches that the target has written, half of it greedily, half at temperature 1.
-    samples        texts that the target writes for that, once, of the training's length.
+    samples        texts that the target writes for that, once, of the training's length; fewer where they would take
+                   more than a fifth of the minutes.
     prompt         tokens of training text that such texts begin with.
     teacher_mix    minillm: share of the target in the distribution that its texts are drawn from.
     optimizer      of the blocks' matrices.
