@@ -3,12 +3,13 @@
 from pydantic import model_validator
 
 from compress.distill.heal_recipe import Heal
+from compress.distill.medusa_recipe import Medusa
 from compress.distill.recipe import Draft
 from compress.recipe_stages import Prune, Quantize, Smooth, Strict
 from compress.ternary.recipe import Qat, Ternary
 from compress.training.recipe import Trained
 
-ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft")
+ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa")
 # Stages that make the weights of which the artifact consists: one of them at most.
 _PACKING = ("quantize", "ternary", "qat")
 _ONCE = tuple(kind for kind in ORDER if kind != "prune")
@@ -24,6 +25,7 @@ class Stage(Strict):
     ternary: Ternary | None = None
     qat: Qat | None = None
     draft: Draft | None = None
+    medusa: Medusa | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "Stage":
@@ -60,6 +62,13 @@ def check_order(stages: tuple[Stage, ...]) -> None:
         raise ValueError("expected a quantize stage after smooth, which alone changes nothing, found none")
     if "heal" in kinds and "prune" not in kinds:
         raise ValueError("expected a prune stage before heal, which wins back what pruning costs, found none")
+    joint = any(stage.medusa is not None and stage.medusa.kind == "medusa-2" for stage in stages)
+    other = next((kind for kind in kinds if kind in ("prune", "heal", "ternary", "qat")), None)
+    if joint and other:
+        raise ValueError(
+            f"expected quantize alone before medusa of kind medusa-2, which trains the original and packs it again, "
+            f"found {other}"
+        )
     methods = [stage.prune.method for stage in stages if stage.prune is not None]
     twice = next((method for method in methods if methods.count(method) > 1), None)
     if twice:

@@ -1,1 +1,1 @@
-"""Distillation: losses, and the stages that train a student to answer like its teacher."""
+"""Distillation: what a student learns from a teacher, from whose text, and how that is measured."""
