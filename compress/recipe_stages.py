@@ -31,6 +31,16 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns. Raises ValueError for one that is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
+    return patterns
+
+
 class Experts(Strict):
     """What happens to experts that saw fewer than `least` tokens.
 
@@ -91,12 +101,7 @@ class Quantize(Strict):
     @field_validator("targets", "ignore")
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
-        return patterns
+        return check_patterns(patterns)
 
     @model_validator(mode="after")
     def _fit(self) -> "Quantize":

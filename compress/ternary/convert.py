@@ -78,6 +78,14 @@ def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) ->
         model.set_submodule(layer.module, made)
 
 
+def freeze_experts(model: nn.Module, structure: Survey) -> list[str]:
+    """Keeps fused experts, whose tensors `RoundedModel` takes from the checkpoint, from training; their names."""
+    frozen = [name for name, found in structure.parameters.items() if found.kind == "experts"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
 def rounded_layers(model: nn.Module) -> Iterator[RoundedLinear]:
     """The layers that `convert` has put in."""
     for module in model.modules():
@@ -114,8 +122,7 @@ class RoundedModel:
         """What takes the place of the checkpoint's tensors `names`, and a record of every packed layer.
 
         The model's other weights become what the checkpoint's dtype makes of them. A record's error is that of rounding
-        the trained weight. Raises UserError for a weight that the checkpoint's
-        dtype cannot hold.
+        the trained weight. Raises UserError for a weight that the checkpoint's dtype cannot hold.
         """
         stored: dict[str, Tensor] = {}
         records = []

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from compress.recipe_stages import Quantize
+from compress.recipe_stages import Quantize, check_patterns
 from compress.training.recipe import Trained, Training
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Rounded(Trained):
     @field_validator("targets", "ignore")
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        return Quantize(scheme="ternary", ignore=patterns).ignore
+        return check_patterns(patterns)
 
     @model_validator(mode="after")
     def _some(self) -> "_Rounded":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.plan import make_plan
 from compress.survey import survey
-from compress.ternary.convert import RoundedModel, bit_linear, convert, quantized_linear
+from compress.ternary.convert import RoundedModel, bit_linear, convert, freeze_experts, quantized_linear
 from compress.ternary.recipe import Qat, Ternary
 from compress.ternary.train import RoundedTask
 from compress.training import plain_model
@@ -34,7 +34,7 @@ def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
     before = plain_model.held_out_loss(original, given.held_out)
     make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
     convert(model, plan, checkpoint, make)
-    frozen = plain_model.freeze_fused(model, given.model)
+    frozen = freeze_experts(model, structure)
     rounded = plain_model.held_out_loss(model, given.held_out)
     objective = stage.objective()
     teacher = original if objective.needs_teacher else None

@@ -21,11 +21,19 @@ from compress.recipe import Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.survey import survey
 from compress.ternary.bitlinear import BitLinear
-from compress.ternary.convert import RoundedModel, bit_linear, convert, quantized_linear, rounded_layers, set_share
+from compress.ternary.convert import (
+    RoundedModel,
+    bit_linear,
+    convert,
+    freeze_experts,
+    quantized_linear,
+    rounded_layers,
+    set_share,
+)
 from compress.ternary.recipe import Qat, Ternary
 from compress.ternary.stage import run
 from compress.ternary.train import Manner, RoundedTask
-from compress.training.plain_model import freeze_fused, held_out_loss
+from compress.training.plain_model import held_out_loss
 from compress.training.plain_model import load as load_plain
 from compress.training.settings import Budget, Settings
 from runtime import load
@@ -150,7 +158,7 @@ def test_fused_experts_are_left_alone_and_named(tiny: Tiny, tmp_path: Path, eage
     trained = converted(tiny("mixtral"), Ternary())
     left = {entry.layer: entry.why for entry in trained.plan.left_alone}
     assert any("experts" in layer and "bitnet leaves fused experts alone" in why for layer, why in left.items())
-    frozen = freeze_fused(trained.model, tiny("mixtral"))
+    frozen = freeze_experts(trained.model, trained.survey)
     assert frozen and all("experts" in name for name in frozen)
     assert len(list(rounded_layers(trained.model))) == 8
     trained.write(tmp_path / "model", tmp_path / "parts")
