@@ -66,18 +66,20 @@ class Kind:
 
     after_packing  whether it works on the finished model/, beside which its result is put. Where that holds a folder
                    model/, it takes the place of the artifact's.
+    parallel       whether several processes can do it together.
     """
 
     module: str
     result: str
     after_packing: bool = False
+    parallel: bool = False
 
 
 # Modules are imported when a recipe asks for them.
 KINDS: dict[str, Kind] = {
-    "heal": Kind("compress.distill.heal", "model"),
-    "ternary": Kind("compress.ternary.stage", "model"),
-    "qat": Kind("compress.ternary.stage", "model"),
+    "heal": Kind("compress.distill.heal", "model", parallel=True),
+    "ternary": Kind("compress.ternary.stage", "model", parallel=True),
+    "qat": Kind("compress.ternary.stage", "model", parallel=True),
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),
     "medusa": Kind("compress.distill.medusa", "medusa", after_packing=True),
 }
@@ -103,9 +105,7 @@ def run_stage(stage: "Stage", home: Path, journal: Journal, given: Given, text: 
     for stale in (out, making):
         if stale.exists():
             shutil.rmtree(stale)
-    run: Run = importlib.import_module(KINDS[stage.kind].module).run
-    given.work.mkdir(parents=True, exist_ok=True)
-    told = run(getattr(stage, stage.kind), given, making)
+    told = work(stage, given, making)
     told = _without_nulls({"budget": asdict(given.budget), "text": text, **told})
     _sync(making)
     files.rename(making, out)
@@ -114,6 +114,13 @@ def run_stage(stage: "Stage", home: Path, journal: Journal, given: Given, text: 
     # Its checkpoints are of no more use.
     shutil.rmtree(given.work)
     return Finished(out, told)
+
+
+def work(stage: "Stage", given: Given, out: Path) -> dict[str, Any]:
+    """Does a stage: writes `out`, and returns what the report says of it."""
+    run: Run = importlib.import_module(KINDS[stage.kind].module).run
+    given.work.mkdir(parents=True, exist_ok=True)
+    return run(getattr(stage, stage.kind), given, out)
 
 
 def finished(home: Path, journal: Journal) -> Finished:

@@ -7,6 +7,7 @@ ternary, qat             training first, unless there is something to prune
 """
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 from compress import journal as journals
 from compress import model_stages, shards
+from compress.errors import UserError
 from compress.experts import FewTokens
 from compress.export import huggingface
 from compress.files import copy_synced, sync_folder
@@ -30,6 +32,7 @@ from compress.skeleton import Skeleton
 from compress.sources import Source
 from compress.stages import is_plain, make_stages
 from compress.survey import Survey, survey
+from compress.training.parallel import World, current
 from compress.walk import Note, Progress, Walked, Work, make_work, release, walk
 from runtime.checkpoint import open_checkpoint
 
@@ -150,6 +153,26 @@ def make_model(planned: Pass | None, around: Surroundings, journal: Journal, map
     return made
 
 
+def check_processes(recipe: Recipe, world: World) -> None:
+    """Raises UserError where several processes were started for a recipe that they cannot share."""
+    if world.size == 1:
+        return
+    alone = [stage.kind for stage in recipe.stages if stage.trained is not None and not KINDS[stage.kind].parallel]
+    if alone or not recipe.trains:
+        what = f"stage {alone[0]} works in one" if alone else f"recipe {recipe.name} has no stage that trains"
+        raise UserError(f"torchrun: expected one process, found {world.size}: {what}; start it with python -m")
+
+
+def follow(around: Surroundings, world: World) -> None:
+    """What processes besides the first do: train with it whenever it comes to a stage that trains."""
+    call: tuple[int, Path, Path | None, Path] | None
+    while (call := world.share(None)) is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            index, model, draft, texts = call
+            given = _given(index, model, draft, texts, Path(folder) / "work", around)
+            model_stages.work(around.recipe.stages[index], given, Path(folder) / "out")
+
+
 def make_companions(around: Surroundings, journal: Journal, made: Made) -> None:
     """Makes draft/ and medusa/ beside the finished model/: by the stages that train them, or as the draft is."""
     folder = journal.folder
@@ -180,20 +203,30 @@ def copy_folder(source: Path, target: Path) -> None:
 
 def _train(index: int, model: Path, around: Surroundings, journal: Journal) -> model_stages.Finished:
     stage, text = around.recipe.stages[index], around.texts[index]
-    trained = stage.trained
-    assert trained is not None
     home = model_stages.place(journal.folder, index, stage.kind)
     if home.name in journal.stages:
         return model_stages.finished(home, journal)
-    draft = journal.folder / "draft"
-    given = Given(
+    drafting = journal.folder / "draft"
+    draft = drafting if drafting.is_dir() else around.draft.path if around.draft is not None else None
+    texts = journal.folder / model_stages.FOLDER
+    given = _given(index, model, draft, texts, home / "work", around)
+    if _after(stage.kind):
+        given = replace(given, pack=partial(_pack, around, journal))
+    current().share((index, model, draft, texts))
+    return model_stages.run_stage(stage, home, journal, given, text.told())
+
+
+def _given(index: int, model: Path, draft: Path | None, texts: Path, work: Path, around: Surroundings) -> Given:
+    trained = around.recipe.stages[index].trained
+    assert trained is not None
+    return Given(
         original=around.target.path,
         model=model,
-        draft=draft if draft.is_dir() else around.draft.path if around.draft is not None else None,
-        tokens=text.tokens(journal.folder / model_stages.FOLDER, around.progress),
-        held_out=text.held_out,
+        draft=draft,
+        tokens=around.texts[index].tokens(texts, around.progress),
+        held_out=around.texts[index].held_out,
         tokenizer=around.target.tokenizer,
-        work=home / "work",
+        work=work,
         settings=trained.training.settings(around.seed),
         budget=trained.training.budget(),
         seed=around.seed,
@@ -202,9 +235,7 @@ def _train(index: int, model: Path, around: Surroundings, journal: Journal) -> m
         device=_device(around.device),
         threads=around.threads,
         shard_bytes=around.shard_bytes,
-        pack=partial(_pack, around, journal) if _after(stage.kind) else None,
     )
-    return model_stages.run_stage(stage, home, journal, given, text.told())
 
 
 def _pack(around: Surroundings, journal: Journal, plain: Path, out: Path) -> None:

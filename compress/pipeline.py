@@ -21,6 +21,7 @@ from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.sources import Source, open_sources
 from compress.survey import survey
+from compress.training.parallel import World, current, joined
 from compress.training.settings import MOST_MINUTES, Budget
 from compress.walk import Note, Progress
 
@@ -129,8 +130,27 @@ def run(
     report   makes the report (default: report.assemble); command: what it shows to reproduce.
     note     is given lines for people: the forecast, and what each block came to.
     """
+    with joined() as world:
+        if not world.leads:
+            progress, note = silent, unsaid
+        return _run(model, recipe, out, options, progress, report, command, note, world)
+
+
+def _run(
+    model: str | None,
+    recipe: Recipe,
+    out: str | Path | None,
+    options: Options,
+    progress: Progress,
+    report: Report | None,
+    command: str | None,
+    note: Note,
+    world: World,
+) -> Artifact:
     check_ranges(options)
-    place = workspace.check(Path(out if out is not None else f"runs/{recipe.name}"), options.resume, options.force)
+    wanted = Path(out if out is not None else f"runs/{recipe.name}")
+    # Only the first of several processes works in the folder.
+    place = workspace.check(wanted, options.resume, options.force) if world.leads else None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if report is None:
@@ -152,16 +172,7 @@ def run(
         kv_cache.check(target.checkpoint.config)
     settings = _settings(recipe, options)
     corpus, windows = _text(target, settings, options.seed)
-    planned = None if first is None else passes.plan_pass(target, first, structure, windows, progress)
     texts = _texts(recipe, target, settings, corpus, windows, options.seed)
-    versions = manifest.versions()
-    progress("check", 1, 1)
-    mapped = _preflight(target, draft, recipe, plan, planned, place.folder, options.memory_budget, note)
-    samples = _samples(settings, windows, _looks_at_text(recipe, planned))
-    fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
-        "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)},
-        "training": {str(index): text.text.sha256 for index, text in texts.items()},
-    }
     around = passes.Surroundings(
         target,
         draft,
@@ -175,6 +186,19 @@ def run(
         progress,
         note,
     )
+    passes.check_processes(recipe, world)
+    if place is None:
+        passes.follow(around, world)
+        return Artifact(wanted)
+    planned = None if first is None else passes.plan_pass(target, first, structure, windows, progress)
+    versions = manifest.versions()
+    progress("check", 1, 1)
+    mapped = _preflight(target, draft, recipe, plan, planned, place.folder, options.memory_budget, note)
+    samples = _samples(settings, windows, _looks_at_text(recipe, planned))
+    fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
+        "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)},
+        "training": {str(index): text.text.sha256 for index, text in texts.items()},
+    }
     with workspace.opened(place, fingerprint) as journal:
         if not journal.finished:
             passes.read_texts(around, place.folder)
@@ -214,6 +238,8 @@ def run(
                 pruned=made.pruned,
             )
             report(facts, settings, progress)
+        # Nothing more to train: the other processes leave.
+        world.share(None)
         place.finish(journal)
     return Artifact(place.out)
 
@@ -375,4 +401,4 @@ def _fingerprint(
         "shard_bytes": options.shard_bytes,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-    } | ({"device": options.device} if recipe.trains else {})
+    } | ({"device": options.device, "processes": current().size} if recipe.trains else {})

@@ -105,6 +105,7 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
         chosen = Recipe.load(recipe)
         from compress.pipeline import Options, check_ranges, run
         from compress.preflight import parse_size
+        from compress.training.parallel import follows
 
         if given["memory_budget"] is not None:
             given["memory_budget"] = parse_size(given["memory_budget"])
@@ -116,7 +117,8 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
         with show() as progress:
             command = command_line(recipe, model, out, options)
             artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
-        _summary(artifact.report, artifact.path)
+        if not follows():
+            _summary(artifact.report, artifact.path)
     except USER_ERRORS as error:
         _fail(_with_notes(" ".join(str(error).split()), error), 2)
     except OSError as error:

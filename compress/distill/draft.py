@@ -5,6 +5,7 @@ the original still answers like the original; what rounding has changed it canno
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
     from runtime import load
     from runtime.vocabulary import require_same_vocabulary
 
+    given.work.mkdir(parents=True, exist_ok=True)
     source, made_of = given.draft, None
     if source is None:
         source = given.work / "made"
@@ -202,6 +204,7 @@ def _make(stage: Draft, given: "Given", out: Path) -> tuple[int, ...]:
     original = plain_model.load(given.original, given.device)
     count = new_draft.count_of(stage.keep, int(original.config.num_hidden_layers))
     kept = new_draft.choose_blocks(original, given.held_out, count, stage.blocks)
+    shutil.rmtree(out, ignore_errors=True)  # a run before this one may have left half of it
     new_draft.write_draft(given.original, kept, out, given.shard_bytes)
     given.note(f"draft: made of {count} of the original's blocks, numbers {', '.join(map(str, kept))}")
     return kept

@@ -8,6 +8,7 @@ them from degenerating; importance weights then put the expectation right.
 The paper's clipping of old policies is left out: each text is used once, with the weights that wrote it.
 """
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -125,7 +126,7 @@ def _weights(
     """
     if teacher_mix == 0:
         return torch.ones_like(log_q), torch.ones_like(log_q)
-    drawn = torch.logaddexp(log_p + torch.tensor(teacher_mix).log(), log_q + torch.tensor(1 - teacher_mix).log())
+    drawn = torch.logaddexp(log_p + math.log(teacher_mix), log_q + math.log(1 - teacher_mix))
     ratio = (log_q - drawn) * inside
     if importance == "token":
         return ratio.exp(), ratio.exp()

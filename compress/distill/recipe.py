@@ -15,7 +15,7 @@ class DraftTraining(Training):
 
     default_minutes: ClassVar[float] = 15.0
 
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 2e-3
     batch: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 8
     autocast: bool = True
 
@@ -48,7 +48,7 @@ class Draft(Trained):
     samples: Annotated[StrictInt, Field(ge=1, le=10_000_000)] = 1024
     prompt: Annotated[StrictInt, Field(ge=1, le=65_536)] = 64
     teacher_mix: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.2
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "muon"
     keep: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.25
     blocks: Literal["influence", "even"] = "influence"
 

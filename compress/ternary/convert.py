@@ -145,7 +145,10 @@ class RoundedModel:
         return made, LayerRecord(layer.prefix, layer.scheme, layer.group_size, packed.codes.numel(), size, error)
 
     def write(self, folder: Path, parts: Path, shard_bytes: int = shards.SHARD_BYTES) -> tuple[LayerRecord, ...]:
-        """Writes the packed model's directory, `folder`, by way of one file for each part of the plan in `parts`."""
+        """Writes the packed model's directory, `folder`, by way of one file for each part of the plan in `parts`.
+
+        `parts` is a folder of its own, which is gone in the end.
+        """
         folder.mkdir(parents=True)
         parts.mkdir(parents=True, exist_ok=True)
         files, records = [], []
@@ -157,6 +160,7 @@ class RoundedModel:
         shards.join(files, folder, shard_bytes)
         for file in files:
             file.unlink()
+        parts.rmdir()
         quantization = huggingface.quantization_config(self.plan, self.checkpoint.config)
         huggingface.write_config(self.checkpoint.path, folder, quantization)
         huggingface.copy_companions(self.checkpoint.path, folder)

@@ -57,7 +57,7 @@ def train(
 ) -> Trained:
     """Trains until the budget is used up; the task then holds the weights with the lowest held-out loss.
 
-    folder  for checkpoints; where it holds one, training goes on from there. All processes must see it.
+    folder  for checkpoints; where it holds one, training goes on from there. Only process 0 uses it.
     stage   what `progress` calls it.
 
     Raises UserError for a budget that is not enough for one step, a batch that the processes cannot share equally, a
@@ -69,7 +69,8 @@ def train(
         raise UserError(
             f"training.batch: expected a multiple of the {world.size} processes, found {settings.batch}: change it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    if world.leads:
+        folder.mkdir(parents=True, exist_ok=True)
     devices = [parameter.device for group in task.groups() for parameter in group.parameters if parameter.is_cuda]
     with torch.random.fork_rng(sorted({device.index for device in devices})):
         return _Loop(task, batches, budget, settings, folder, progress, note, world, stage).run()
@@ -102,8 +103,8 @@ class _Loop:
 
     def run(self) -> Trained:
         world = self.world
-        if self.world.agree(float(self.checkpoints.exists())):
-            standing, weights, moments = self.checkpoints.load()
+        if world.share(self.checkpoints.exists()):
+            standing, weights, moments = world.share(self.checkpoints.load() if world.leads else None)
             self.task.load(weights)
             checkpoint.load_moments(self.optimizers, moments)
             self._say(f"training goes on after step {standing.step} of {standing.steps}")
@@ -115,9 +116,7 @@ class _Loop:
             self.progress(self.stage, standing.step, standing.steps)
             self._step(standing)
         self.progress(self.stage, standing.steps, standing.steps)
-        world.wait()
-        self.task.load(self.checkpoints.best() if world.leads else self._best_of_another())
-        world.wait()
+        self.task.load(world.share(self.checkpoints.best() if world.leads else None))
         return Trained(
             standing.steps,
             standing.steps * self.settings.tokens_per_step,
@@ -261,11 +260,6 @@ class _Loop:
 
     def _save(self, standing: Standing) -> None:
         self.checkpoints.save(standing, self.task.state(), checkpoint.moments(self.optimizers))
-
-    def _best_of_another(self) -> dict[str, Tensor]:
-        """Process 0's best weights, from the files that it has written."""
-        self.checkpoints.load()
-        return self.checkpoints.best()
 
     def _not_finite(self, what: str, step: int) -> UserError:
         where = "the last checkpoint is kept" if self.checkpoints.exists() else "nothing was kept"

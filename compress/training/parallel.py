@@ -3,13 +3,20 @@
 `torchrun --nproc-per-node 2 -m …` starts the processes; gloo carries the sums. Process 0 writes files and speaks.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+
+T = TypeVar("T")
+# Process 0 prunes and measures while the others wait.
+_PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,12 @@ class World:
         distributed.broadcast(shared, src=0)
         return float(shared)
 
-    def wait(self) -> None:
-        """Until all are here."""
+    def share(self, value: T | None = None) -> T:
+        """Process 0's value, for all: anything that can be sent between processes of one program."""
+        box = [value]
         if self.size > 1:
-            distributed.barrier()
+            distributed.broadcast_object_list(box, src=0)
+        return cast("T", box[0])
 
 
 def alone() -> World:
@@ -71,13 +80,18 @@ def current() -> World:
     return alone()
 
 
+def follows() -> bool:
+    """Whether torchrun has started this process as one that neither writes nor speaks."""
+    return distributed.is_available() and distributed.is_torchelastic_launched() and os.environ.get("RANK", "0") != "0"
+
+
 @contextmanager
 def joined() -> Iterator[World]:
     """Joins the processes of `torchrun` for the block's duration; without torchrun it is one process alone."""
     if not distributed.is_available() or not distributed.is_torchelastic_launched():
         yield alone()
         return
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo", timeout=_PATIENCE)
     try:
         yield current()
     finally:

@@ -14,6 +14,11 @@ ROOT = Path(__file__).parents[2]
 RECIPES = {
     "rounded": [{"quantize": {"scheme": "int4", "group_size": 32}}],
     "calibrated": [{"prune": {"method": "wanda", "sparsity": 0.5}}, {"quantize": {"scheme": "int4", "group_size": 32}}],
+    "healed": [
+        {"prune": {"method": "depth", "share": 0.3}},
+        {"heal": {"training": {"tokens": 384, "batch": 4, "length": 16, "save_every": 2, "evaluate_every": 2}}},
+        {"quantize": {"scheme": "int4", "group_size": 32}},
+    ],
     "shortened": [{"prune": {"method": "depth", "share": 0.3}}, {"quantize": {"scheme": "int4", "group_size": 32}}],
 }
 
@@ -60,6 +65,12 @@ def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], 
     assert any("part-00001.safetensors" in names for names in left if names)
     assert any("manifest.json" in names for names in left if names)
     assert any(names and "inputs-00001.bin" in names for names in left) == (name == "calibrated")
+
+
+def test_killed_while_training(killed: Callable[..., dict[str, Any]]) -> None:
+    found = killed("healed", [70, 110, 150, 190])
+    check(found)
+    assert all(kill["killed"] for kill in found["kills"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Stages that train, through the pipeline: healing, a second walk, resuming inside training, what is told of it."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,28 @@ def test_other_architectures_heal(tiny: Tiny, go: Go, kind: str) -> None:
     frozen = told(facts)["frozen"]
     assert all(".experts." in name for name in frozen) and bool(frozen) == (kind == "mixtral")
     AutoModelForCausalLM.from_pretrained(artifact.model)
+
+
+@pytest.mark.slow
+def test_torchrun_heals_like_one_process(tiny: Tiny, go: Go, tmp_path: Path) -> None:
+    """The whole command in two processes: one artifact, the same losses within rounding."""
+    _, straight = go(tiny("llama"), [DEPTH, HEAL])
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(json.dumps({"stages": [DEPTH, HEAL]}))
+
+    def launch(name: str, recipe: Path) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        words += ["-m", "compress.run", "--recipe", str(recipe), "--model", str(tiny("llama")), "--threads", "1"]
+        words += ["--out", str(tmp_path / name), "--calib", str(tmp_path / "code.txt"), "--seq-len", "32"]
+        words += ["--eval-tokens", "64", "--samples", "2", "--no-speed"]
+        return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+
+    done = launch("two", recipe)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Report:") == 1
+    found = Artifact(tmp_path / "two").report["calibration"]["training"]["heal"]
+    losses = [[point.get("held_out") for point in one["curve"]] for one in (found, told(straight))]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    recipe.write_text(json.dumps({"stages": [INT4]}))
+    refused = launch("three", recipe)
+    assert refused.returncode != 0 and "has no stage that trains; start it with python -m" in refused.stderr

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,12 @@ from torch import Tensor, nn
 
 from compress.distill.objective import Objective
 from compress.errors import UserError
+from compress.model_stages import Given
+from compress.pipeline import Options
+from compress.pipeline import run as run_recipe
 from compress.plan import make_plan
+from compress.recipe import Recipe
+from compress.report.facts import ReportOptions, RunFacts
 from compress.survey import survey
 from compress.ternary.bitlinear import BitLinear
 from compress.ternary.convert import RoundedModel, bit_linear, convert, quantized_linear, rounded_layers, set_share
@@ -31,30 +35,6 @@ from runtime.rows import Rows
 Tiny = Callable[..., Path]
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the pipeline gives a model stage."""
-
-    original: Path
-    model: Path
-    tokens: Tensor
-    held_out: Tensor
-    work: Path
-    budget: Budget = field(default_factory=lambda: Budget(tokens=2048))
-    settings: Settings = field(
-        default_factory=lambda: Settings(rate=2e-3, batch=4, length=32, evaluate_every=4, save_every=8)
-    )
-    device: str = "cpu"
-    shard_bytes: int = 1 << 30
-    notes: list[str] = field(default_factory=list)
-
-    def progress(self, stage: str, done: int, total: int) -> None:
-        assert 0 <= done <= total and stage in ("ternary", "qat")
-
-    def note(self, line: str) -> None:
-        self.notes.append(line)
-
-
 def text(count: int, seed: int) -> Tensor:
     """Tokens with something to learn in them: each follows from the last one, mostly."""
     generator = torch.Generator().manual_seed(seed)
@@ -65,9 +45,24 @@ def text(count: int, seed: int) -> Tensor:
     return torch.tensor(tokens[1:])
 
 
-def given(folder: Path, work: Path, **changes: Any) -> Given:
-    held_out = text(8 * 33, 1).view(8, 33)
-    return replace(Given(folder, folder, text(20_000, 0), held_out, work), **changes)
+def given(folder: Path, work: Path, tokens: int) -> Given:
+    def progress(stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total and stage in ("ternary", "qat")
+
+    return Given(
+        original=folder,
+        model=folder,
+        draft=None,
+        tokens=text(20_000, 0).numpy(),
+        held_out=text(8 * 33, 1).view(8, 33),
+        tokenizer=None,
+        work=work,
+        settings=Settings(rate=2e-3, batch=4, length=32, evaluate_every=4, save_every=8),
+        budget=Budget(tokens=tokens),
+        seed=0,
+        progress=progress,
+        note=lambda line: None,
+    )
 
 
 def logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -94,7 +89,7 @@ def converted(folder: Path, stage: Ternary | Qat) -> RoundedModel:
     return RoundedModel(model, checkpoint, structure, plan)
 
 
-STAGES = {
+STAGES: dict[str, Ternary | Qat] = {
     "ternary": Ternary(),
     "binary": Ternary(weights="binary"),
     "int8": Qat(scheme="int8-dynamic"),
@@ -118,7 +113,7 @@ def test_the_packed_directory_computes_what_the_converted_model_does(
     error = float((found - expected).norm() / expected.norm())
     # What stays is float32's: another order of sums, and here and there an input's code that falls to the other side.
     assert error < 0.02 < float((plain - expected).norm() / expected.norm())
-    assert len(records) == 14 and not list((tmp_path / "parts").iterdir())
+    assert len(records) == 14 and not (tmp_path / "parts").exists()
     assert all(0 < record.error < 1.1 for record in records)
     if name in ("ternary", "binary"):
         assert all(8 * record.stored_bytes / record.weights < 2.01 for record in records)
@@ -190,7 +185,7 @@ def test_layers_that_are_no_linear_layers_are_refused(tiny: Tiny) -> None:
 
 
 def test_training_brings_a_ruined_model_back(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = given(tiny("llama"), tmp_path / "work", budget=Budget(tokens=12_800))
+    wanted = given(tiny("llama"), tmp_path / "work", 12_800)
     report = run(Ternary(hidden=0.5, ramp=0.2), wanted, tmp_path / "model")
     perplexity = report["perplexity"]
     assert report["steps"] == 100 and not report["frozen"]
@@ -209,8 +204,33 @@ def test_training_brings_a_ruined_model_back(tiny: Tiny, tmp_path: Path) -> None
     assert math.exp(total / (rows.shape[0] * 32)) == pytest.approx(perplexity["trained"], rel=2e-3)
 
 
+@pytest.mark.parametrize("stage", [{"ternary": {}}, {"qat": {"scheme": "int8-dynamic"}}], ids=["ternary", "qat"])
+def test_recipes_run_the_stages(tiny: Tiny, tmp_path: Path, stage: dict[str, Any]) -> None:
+    source = tmp_path / "code.txt"
+    source.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
+    kept: list[RunFacts] = []
+
+    def report(facts: RunFacts, options: ReportOptions, progress: Any) -> dict[str, Any]:
+        kept.append(facts)
+        return {}
+
+    [(kind, keys)] = stage.items()
+    training = {"tokens": 512, "batch": 4, "length": 16, "save_every": 4, "evaluate_every": 4}
+    recipe = Recipe.model_validate({"name": "own", "stages": [{kind: {**keys, "training": training}}]})
+    options = Options(calib=str(source), seq_len=32, eval_tokens=64, samples=2, threads=1)
+    artifact = run_recipe(str(tiny("llama")), recipe, tmp_path / "out", options, report=report)
+    artifact.verify()
+    [facts] = kept
+    assert len(facts.layers) == 14 and facts.left_alone
+    assert {layer.scheme for layer in facts.layers} == {"ternary" if kind == "ternary" else "int8-dynamic"}
+    assert "without training" in facts.calibration["training"][kind]["warning"]
+    manifest = json.loads((artifact.path / "manifest.json").read_text())
+    assert manifest["training"][kind]["perplexity"].keys() == {"original", "rounded_without_training", "trained"}
+    assert torch.isfinite(logits(artifact.model, text(20, 3))).all()
+
+
 def test_training_by_the_text_alone_needs_no_original(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = given(tiny("llama"), tmp_path / "work", budget=Budget(tokens=6400))
+    wanted = given(tiny("llama"), tmp_path / "work", 6400)
     report = run(Qat(scheme="int2", group_size=32, kl=0, cross_entropy=1), wanted, tmp_path / "model")
     assert report["perplexity"]["trained"] < report["perplexity"]["rounded_without_training"]
     assert "int2" in report["warning"]
@@ -219,7 +239,7 @@ def test_training_by_the_text_alone_needs_no_original(tiny: Tiny, tmp_path: Path
 @pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"rest": 0.0}, {"checkpointing": True}])
 def test_the_manner_of_training_is_free(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
     stage = Ternary.model_validate(changes)
-    wanted = given(tiny("llama"), tmp_path / "work", budget=Budget(tokens=2560))
+    wanted = given(tiny("llama"), tmp_path / "work", 2560)
     report = run(stage, wanted, tmp_path / "model")
     assert report["best"] < report["before"]
     kept = open_checkpoint(tmp_path / "model").tensor("model.norm.weight")
