@@ -5,6 +5,7 @@ the original still answers like the original; what rounding has changed it canno
 """
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 # Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
 _PROMPTS, _NEW_TOKENS = 24, 64
-# Of a budget in minutes the teacher's samples leave this much to training.
-_LEAST_LEFT = 0.5
+# The share of a budget in minutes that the target's samples may take.
+_SAMPLING = 0.2
 # Windows that are evaluated at once.
 _ROWS = 8
 
@@ -215,14 +216,18 @@ def _samples(stage: Draft, given: "Given", target: "Model") -> Samples | None:
     if not stage.teacher:
         return None
     writers = [policy.decoder_writer(target.decoder, temperature) for temperature in (0.0, 1.0)]
+    minutes, tokens = given.budget.minutes, given.budget.tokens
+    # No more than training will read.
+    enough = stage.samples if tokens is None else math.ceil(stage.teacher * tokens / given.settings.length)
     return policy.write_samples(
         given.work / "samples.bin",
         writers,
         _prompts(given.tokens, stage.prompt),
-        stage.samples,
+        min(stage.samples, enough),
         given.settings.length + 1,
         given.seed,
         given.progress,
+        seconds=None if minutes is None else 60 * minutes * _SAMPLING,
     )
 
 
@@ -258,10 +263,10 @@ def _left(budget: Budget, samples: Samples | None) -> Budget:
     if budget.minutes is None or samples is None:
         return budget
     left = budget.minutes - samples.seconds / 60
-    if left < _LEAST_LEFT * budget.minutes:
+    if left <= 0:
         raise UserError(
-            f"draft.samples: expected the target's samples to take less than half of the {budget.minutes:g} minutes, "
-            f"found {samples.seconds / 60:.1f}: ask for fewer, or for more minutes"
+            f"draft.training.minutes: expected time to train, found {budget.minutes:g} minutes, of which the target's "
+            f"first texts took {samples.seconds / 60:.1f}: ask for more, or set draft.teacher to 0"
         )
     return dataclasses.replace(budget, minutes=left)
 

@@ -4,6 +4,7 @@ Every chunk is two NumPy files: states-N.npy, (windows, length, hidden) float16,
 tokens-N.npy, (windows, length) int32, which is written last: a chunk counts when it is there.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.files import render_json, whole, write_atomic
+from compress.files import render_json, whole, write_atomic, write_json
 from compress.training.parallel import World, alone
 from compress.training.settings import Settings
 from runtime.rows import Decoder, Rows, integers
@@ -31,7 +32,7 @@ Continuations = Literal["greedy", "sampled", "none"]
 CHUNK = 64
 # Rows of one forward.
 _ROWS = 512
-_ABOUT = "states.json"
+_ABOUT, _DONE = "states.json", "done.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ class HiddenStates:
 
     def __len__(self) -> int:
         return sum(map(len, self._tokens))
+
+    @property
+    def seconds(self) -> float:
+        """What the last chunks took, since the run began or went on; 0 while there are more to come."""
+        done = self.folder / _DONE
+        return float(json.loads(done.read_text())["seconds"]) if done.is_file() else 0.0
 
     @property
     def chunks(self) -> int:
@@ -122,7 +129,7 @@ def collect(
 
     about    what the result depends on beside the source; a folder that was made of something else is refused.
     seconds  stop after the first chunk that ends later than this (None: never). How many chunks there are then is
-             kept, so that a resumed run trains on the same ones.
+             kept, so that a resumed run trains on the same ones; and so is the time that they took.
 
     Raises UserError for such a folder, and for hidden states that are NaN, infinite or beyond float16.
     """
@@ -130,12 +137,13 @@ def collect(
     _require_same(folder, about)
     found, total = HiddenStates(folder), -(-len(source.windows) // CHUNK)
     begun = time.monotonic()
-    while not (folder / "done").exists() and found.chunks < total:
+    while not (folder / _DONE).exists():
         progress(found.chunks, total)
         texts = source.texts(model, found.chunks * CHUNK, CHUNK)
         found.add(texts, _states(model.decoder, texts))
-        if seconds is not None and time.monotonic() - begun > seconds:
-            write_atomic(folder / "done", b"")
+        spent = time.monotonic() - begun
+        if found.chunks == total or (seconds is not None and spent > seconds):
+            write_json(folder / _DONE, {"chunks": found.chunks, "seconds": spent})
     progress(total, total)
     return found
 

@@ -35,10 +35,10 @@ from runtime.metrics import total as summed
 if TYPE_CHECKING:
     from compress.model_stages import Given
 
-# Held-out windows: every second one chooses the tree, the others measure what it is worth.
-_HELD_OUT = 128
-# Of those, as many for the held-out loss while training goes on; and windows of hidden states at a time.
-WATCHED, AT_ONCE = 32, 8
+# Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
+_ASIDE, WATCHED = 64, 32
+# Held-out windows that measure what heads and tree are worth; and windows of hidden states at a time.
+_MEASURED, AT_ONCE = 64, 8
 # Share of a budget in minutes that making the text may take.
 _COLLECTING = 0.25
 
@@ -57,21 +57,23 @@ def run(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     heads = new_heads(stage, given.model)
     before = assess(stage, heads, target, text, given.work / "before")
     task = HeadsTask(heads, stage, text, given.settings.autocast)
-    trained = train_on(task, text, given, budget_left(given), given.work / "heads")
+    trained = train_on(task, text, given, budget_left(given, text), given.work / "heads")
     after = assess(stage, heads, target, text, out)
     return summary(stage, text, before, after, trained)
 
 
 @dataclass(frozen=True)
 class Text:
-    """What heads are trained on (`train`), and two held-out parts: for the loss and the tree, and for measuring.
+    """What heads are trained on, and what not: `watched` is for the best weights and the tree, `measured` for figures.
 
+    aside   the windows of `watched` before the target went on from their prompts.
     first   the first position whose hidden state is learned from: where the model's own text begins.
     prompt  tokens of each window that are the text's own.
     """
 
     train: HiddenStates
     watched: HiddenStates
+    aside: Tensor
     measured: Tensor
     first: int
     prompt: int
@@ -80,33 +82,26 @@ class Text:
 def make_text(stage: Medusa, given: "Given", target: Model) -> Text:
     """The windows of the training text and of the held-out one, continued by the target as the stage says."""
     length, prompt = given.settings.length, prompt_of(stage, given)
-    windows = cut(given.tokens, length, stage.samples, given.seed, "the training text")
-    watched, measured = held_out(stage, given, target, given.work / "watched")
+    windows = cut(given.tokens, length, stage.samples + _ASIDE, given.seed, "the training text")
+    if len(windows) < 2:
+        raise UserError(f"the training text is too short: expected two windows of {length} tokens, found one")
+    measured = cut(given.held_out, length, _MEASURED, given.seed, "the held-out text")
+    aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
     seconds = None if given.budget.minutes is None else 60 * given.budget.minutes * _COLLECTING
-    train_on = _collected(stage, given, target, windows, given.work / "states", seconds)
+    watched = continued(stage, given, target, aside, given.work / "watched")
+    train_on = continued(stage, given, target, rest[: stage.samples], given.work / "states", seconds)
     given.note(
         f"medusa: {len(train_on)} windows of {length} tokens to train on, continuations: {stage.continuations}; "
         f"hidden states take {len(train_on) * length * target.decoder.hidden_size * 2 / 1e6:.0f} MB"
     )
     # Where windows are prompts with what the model wrote, only its own part is what it will be asked about.
-    return Text(train_on, watched, measured, 0 if stage.continuations == "none" else prompt - 1, prompt)
+    return Text(train_on, watched, aside, measured, 0 if stage.continuations == "none" else prompt - 1, prompt)
 
 
-def held_out(stage: Medusa, given: "Given", target: Model, folder: Path) -> tuple[HiddenStates, Tensor]:
-    """`Text.watched`, in that folder, and `Text.measured`. Raises UserError for less than two windows."""
-    length = given.settings.length
-    found = cut(given.held_out, length, _HELD_OUT, given.seed, "the held-out text")
-    if len(found) < 2:
-        raise UserError(
-            f"the held-out text is too short: expected two windows of training.length = {length} tokens, found one: "
-            "measure on more of it (--eval-tokens) or shorten training.length"
-        )
-    return _collected(stage, given, target, found[0::2], folder, None), found[1::2]
-
-
-def _collected(
-    stage: Medusa, given: "Given", target: Model, windows: Tensor, folder: Path, seconds: float | None
+def continued(
+    stage: Medusa, given: "Given", target: Model, windows: Tensor, folder: Path, seconds: float | None = None
 ) -> HiddenStates:
+    """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
     source = Source(windows, stage.continuations, prompt_of(stage, given), given.seed)
     about = {"target": weights_digest(target.path), "continuations": stage.continuations, "prompt": source.prompt}
 
@@ -154,11 +149,12 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
 
 
-def budget_left(given: "Given") -> Budget:
-    """The budget without the share that making the text may take: fixed, so that a resumed run trains as long."""
+def budget_left(given: "Given", text: Text) -> Budget:
+    """The budget without what making the text took, which is kept with it: a resumed run trains as long."""
     if given.budget.minutes is None:
         return given.budget
-    return Budget(minutes=given.budget.minutes * (1 - _COLLECTING))
+    spent = min(_COLLECTING, text.train.seconds / 60 / given.budget.minutes)
+    return Budget(minutes=given.budget.minutes * (1 - spent))
 
 
 def train_on(task: Task, text: Text, given: "Given", budget: Budget, folder: Path) -> Trained:

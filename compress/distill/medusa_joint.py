@@ -43,10 +43,10 @@ def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     heads = medusa.new_heads(stage, given.model)
     before = medusa.assess(stage, heads, target, text, given.work / "before")
     alone = medusa.HeadsTask(heads, stage, text, given.settings.autocast)
-    medusa.train_on(alone, text, given, share(medusa.budget_left(given), joint.warmup), given.work / "heads")
+    medusa.train_on(alone, text, given, share(medusa.budget_left(given, text), joint.warmup), given.work / "heads")
     model, teacher = plain_model.load(given.original), plain_model.load(given.original)
     both = JointTask(alone, model, teacher, joint)
-    rest = share(medusa.budget_left(given), 1 - joint.warmup)
+    rest = share(medusa.budget_left(given, text), 1 - joint.warmup)
     trained = medusa.train_on(both, text, given, rest, given.work / "joint")
     plain = given.work / "plain"
     for stale in (plain, out / "model"):
@@ -62,7 +62,7 @@ def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     lost = perplexity["after"] / perplexity["before"] - 1
     given.note(f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after")
     # The new model's own words and hidden states choose the tree.
-    watched, _ = medusa.held_out(stage, given, packed, given.work / "after")
+    watched = medusa.continued(stage, given, packed, text.aside, given.work / "after")
     after = medusa.assess(stage, heads, packed, replace(text, watched=watched), out)
     return medusa.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}
 

@@ -63,7 +63,7 @@ class Medusa(Trained):
     nodes: Annotated[StrictInt, Field(ge=1, le=64)] = 24
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: Share = 0.25
-    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 8192
+    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.8
     optimizer: Literal["adamw", "muon"] = "adamw"
     joint: Joint | None = None

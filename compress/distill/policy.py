@@ -145,31 +145,40 @@ def write_samples(
     length: int,
     seed: int,
     progress: Progress,
+    seconds: float | None = None,
     rows: int = 32,
 ) -> Samples:
     """`count` texts of `length` tokens that the writers continue in turn, `rows` at a time: written once to `path`.
 
     prompts  (rows, random numbers) → prompts (rows, P) int64 with P < length.
-    A whole file that is there already, of the same count, length and seed, is taken as it is.
+    seconds  fewer texts where these have passed, but one batch of each writer at least.
+    A whole file that is there already, asked for with the same arguments, is taken as it is.
     """
     about = path.with_name(path.name + ".json")
-    key = {"count": count, "length": length, "seed": seed}
+    key = {"asked": count, "length": length, "seed": seed}
     found = _whole(path, about, key)
     if found is None:
         began, generator, digest = time.monotonic(), torch.Generator().manual_seed(seed), hashlib.sha256()
+        written = 0
         files.remove(about)
         with files.whole(path) as file:
             for number, first in enumerate(range(0, count, rows)):
+                spent = time.monotonic() - began
+                if seconds is not None and spent > seconds and number >= len(writers):
+                    break
                 progress("samples", first, count)
                 starts = prompts(min(rows, count - first), generator)
                 text = writers[number % len(writers)](starts, length - starts.shape[1], generator)
                 raw = text.numpy().astype("<i4").tobytes()
                 digest.update(raw)
                 file.write(raw)
+                written += len(starts)
         progress("samples", count, count)
-        found = {**key, "sha256": digest.hexdigest(), "seconds": time.monotonic() - began}
+        took = {"texts": written, "seconds": time.monotonic() - began}
+        found = {**key, **took, "sha256": digest.hexdigest()}
         files.write_json(about, found)
-    return Samples(np.memmap(path, dtype="<i4", mode="r", shape=(count, length)), float(found["seconds"]))
+    shape = (int(found["texts"]), length)
+    return Samples(np.memmap(path, dtype="<i4", mode="r", shape=shape), float(found["seconds"]))
 
 
 def _whole(path: Path, about: Path, key: dict[str, int]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.decoder import LlamaDecoder
 from runtime.drafters import Draft, Outcome, Request
-from runtime.drafters.candidates import ranked, softmax
+from runtime.drafters.candidates import ranked
 from runtime.drafters.medusa_files import Description, read_description, read_weights, require_target
 from runtime.errors import UserError
 from runtime.kernels import reference
@@ -28,7 +28,8 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Head:
-    """One head: its residual blocks, and what follows them: the matrix before a shared projection, or its own."""
+    """One head: its residual blocks after the first, and what follows: the matrix before a shared projection, or its
+    own projection."""
 
     blocks: tuple[Linear, ...]
     output: Linear
@@ -36,17 +37,23 @@ class Head:
 
 @dataclass(frozen=True)
 class Heads:
-    """All heads of a target on its kernels; `projection` is the target's own, None where each head has one."""
+    """All heads of a target on its kernels.
+
+    first       (hidden) to (heads · hidden): the first block of every head in one product, as they read the same.
+    projection  the target's own; None where each head has one.
+    """
 
     description: Description
+    first: Linear
     heads: tuple[Head, ...]
     projection: Linear | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, heads, V) float32 after the target's hidden states (B, hidden), as the decoder returns them."""
         found = []
-        for head in self.heads:
-            x = hidden
+        begun = _plus_silu(hidden.unsqueeze(1), self.first(hidden).view(len(hidden), len(self.heads), -1))
+        for number, head in enumerate(self.heads):
+            x = begun[:, number].contiguous()
             for block in head.blocks:
                 x = _plus_silu(x, block(x))
             found.append(head.output(x))
@@ -88,14 +95,20 @@ def load_heads(folder: Path, target: "Model") -> Heads:
     require_target(description, folder, target.path)
     weights = {name: tensor.to(decoder.device) for name, tensor in read_weights(folder, description).items()}
     kernel = choose(decoder.kernels, decoder.device.type, decoder.threads)
-    heads = tuple(_head(description, weights, f"heads.{number}", kernel) for number in range(description.heads))
-    return Heads(description, heads, decoder.parts.head if description.shared else None)
+    names = [f"heads.{number}" for number in range(description.heads)]
+    matrix, bias = (torch.cat([weights[f"{name}.layers.0.{part}"] for name in names]) for part in ("weight", "bias"))
+    return Heads(
+        description,
+        linear(matrix, bias.float(), kernel),
+        tuple(_head(description, weights, name, kernel) for name in names),
+        decoder.parts.head if description.shared else None,
+    )
 
 
 def _head(about: Description, weights: dict[str, Tensor], prefix: str, kernel: Kernel) -> Head:
     blocks = tuple(
         linear(weights[f"{prefix}.layers.{i}.weight"], weights[f"{prefix}.layers.{i}.bias"].float(), kernel)
-        for i in range(about.layers)
+        for i in range(1, about.layers)
     )
     output = weights[f"{prefix}.{'mix' if about.shared else 'projection'}.weight"]
     return Head(blocks, linear(output, None, kernel))
@@ -179,7 +192,9 @@ class MedusaDrafter:
         found = []
         for depth, branch in enumerate(branches):
             if sampling.greedy:
-                weights = softmax(rows.scores(depth))
+                # The order alone counts, which float32 keeps.
+                scores = logits[depth] if sampling.plain else rows.scores(depth)
+                weights = np.exp(scores - scores.max())
             else:
                 weights = rows.array(depth)
                 if self._rule == "coupled":

@@ -28,9 +28,11 @@ from runtime.errors import UserError as RuntimeUserError
 HELD_OUT = torch.randint(0, 320, (6, 32), generator=torch.Generator().manual_seed(9))
 
 
+TRAINING = {"tokens": 4096, "batch": 8, "length": 32, "rate": 3e-3, "evaluate_every": 8, "autocast": False}
+
+
 def stage(**keys: Any) -> Draft:
-    training = {"tokens": 4096, "batch": 8, "length": 32, "rate": 3e-3, "evaluate_every": 8, "autocast": False}
-    return Draft.model_validate({"samples": 16, "prompt": 8, "training": training} | keys)
+    return Draft.model_validate({"samples": 16, "prompt": 8, "training": TRAINING} | keys)
 
 
 def given(model: Path, small: Path | None, work: Path, chosen: Draft, original: Path | None = None) -> Given:
@@ -90,6 +92,26 @@ def test_equal_runs_are_equal_bytes(models: tuple[Path, Path], tmp_path: Path) -
     chosen = stage(student=0.4, teacher=0.4)
     for name in "ab":
         draft.run(chosen, given(target, small, tmp_path / name, chosen), tmp_path / f"out-{name}")
+    first, second = ((tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(models: tuple[Path, Path], tmp_path: Path) -> None:
+    target, small = models
+    chosen = stage(student=0.4, teacher=0.4, training=TRAINING | {"save_every": 4})
+    draft.run(chosen, given(target, small, tmp_path / "a", chosen), tmp_path / "out-a")
+
+    def stop(kind: str, done: int, total: int) -> None:
+        if kind == "draft" and done == 10:
+            raise KeyboardInterrupt
+
+    whole = given(target, small, tmp_path / "b", chosen)
+    with pytest.raises(KeyboardInterrupt):
+        draft.run(chosen, dataclasses.replace(whole, progress=stop), tmp_path / "out-b")
+    assert not (tmp_path / "out-b").exists()
+    said: list[str] = []
+    draft.run(chosen, dataclasses.replace(whole, note=said.append), tmp_path / "out-b")
+    assert any("goes on after step 8 of 16" in line for line in said)
     first, second = ((tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in "ab")
     assert first == second
 
@@ -186,8 +208,8 @@ def test_samples_come_out_of_the_minutes() -> None:
     assert draft._left(Budget(minutes=5), samples) == Budget(minutes=4)
     assert draft._left(Budget(minutes=5), None) == Budget(minutes=5)
     assert draft._left(Budget(tokens=500), samples) == Budget(tokens=500)
-    with pytest.raises(UserError, match=r"draft\.samples"):
-        draft._left(Budget(minutes=1.5), samples)
+    with pytest.raises(UserError, match=r"draft\.training\.minutes"):
+        draft._left(Budget(minutes=1), samples)
 
 
 @pytest.mark.parametrize(

@@ -191,4 +191,9 @@ def test_samples_are_written_once(tiny: Callable[..., Path], tmp_path: Path) -> 
     write(1)
     assert len(calls) == 9
     assert json.loads((tmp_path / "s.bin.json").read_bytes())["seconds"] > 0
+    # One batch of each writer, however little time there is.
+    short = write_samples(
+        tmp_path / "t.bin", [decoder_writer(decoder)] * 2, prompts, 30, 12, 0, silent, seconds=0.0, rows=3
+    )
+    assert short.tokens.shape == (6, 12)
     assert policy.Samples(first, 0.0).take(torch.tensor([6, 0])).tolist() == first[[6, 0]].tolist()

@@ -68,8 +68,9 @@ def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], 
 
 
 def test_killed_while_training(killed: Callable[..., dict[str, Any]]) -> None:
-    found = killed("healed", [70, 110, 150, 190])
+    found = killed("healed", [130])
     check(found)
+    assert found["steps"] > 180
     assert all(kill["killed"] for kill in found["kills"])
 
 

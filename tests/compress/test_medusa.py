@@ -218,8 +218,10 @@ def test_collecting_goes_on_where_it_was_stopped(
 
 def test_time_stops_collecting_once_and_for_all(target: Model, tmp_path: Path) -> None:
     source = Source(windows(3 * CHUNK, 12), "none", 4)
-    assert collect(target, source, tmp_path, {}, 0.0, silent).chunks == 1
-    assert collect(target, source, tmp_path, {}, 1000.0, silent).chunks == 1
+    first = collect(target, source, tmp_path / "a", {}, 0.0, silent)
+    again = collect(target, source, tmp_path / "a", {}, 1000.0, silent)
+    assert first.chunks == again.chunks == 1 and first.seconds == again.seconds > 0
+    assert collect(target, source, tmp_path / "b", {}, 1000.0, silent).chunks == 3
 
 
 def test_batches_are_every_window_once_an_epoch() -> None:
@@ -420,7 +422,8 @@ def test_what_goes_wrong_is_said(given: Given, tmp_path: Path) -> None:
         return str(error.value)
 
     assert "the training text is too short" in refused(tokens=given.tokens[:20])
-    assert "the held-out text is too short" in refused(held_out=given.held_out[:1, :30])
+    assert "expected two windows of 24 tokens, found one" in refused(tokens=given.tokens[:30])
+    assert "the held-out text is too short" in refused(held_out=given.held_out[:1, :20])
     assert "at least 5 tokens beside the prompt's 1" in refused(settings=replace(SETTINGS, length=5))
     assert "expected at least the 384 tokens of one step" in refused(budget=Budget(tokens=100))
 

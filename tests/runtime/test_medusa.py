@@ -162,7 +162,12 @@ def fixed(rows: np.ndarray, choices: tuple[tuple[int, ...], ...]) -> Heads:
     """Heads whose logits are always rows (heads, V)."""
     about = Description(len(rows), 1, 4, rows.shape[1], False, choices, "")
     made = [Head((), lambda x, row=row: torch.from_numpy(np.tile(row, (len(x), 1)))) for row in rows]  # type: ignore[misc]
-    return Heads(about, tuple(made))
+    return Heads(about, same(len(rows)), tuple(made))
+
+
+def same(heads: int) -> Any:
+    """The first blocks of heads of a hidden size of 4."""
+    return lambda x: torch.zeros(len(x), 4 * heads)
 
 
 def request(tokens: list[int], id_: int = 0, **options: Any) -> Request:
@@ -213,7 +218,7 @@ def test_the_state_is_that_of_the_last_accepted_token_and_a_copy() -> None:
         return torch.zeros(len(x), 20)
 
     about = Description(1, 1, 4, 20, False, ((0,),), "")
-    drafter = MedusaDrafter(Heads(about, (Head((), projection),)))
+    drafter = MedusaDrafter(Heads(about, same(1), (Head((), projection),)))
     hidden, one = torch.arange(12.0).view(3, 4), request([1, 2])
     drafter.observe([Outcome(one, [0, 3], 2, hidden)])
     hidden.zero_()
