@@ -115,14 +115,7 @@ def make_windows(
         )
     packer = _Packer(tokenizer, length, separator)
     wanted = evaluation_tokens // length
-    order = list(range(len(corpus.documents)))
-    random.Random(seed).shuffle(order)
-    texts = [corpus.documents[i] for i in order]
-    before, after = _split_by_document(texts, packer, calibration, wanted)
-    # Whether calibration is asked for now does not count: another recipe, evaluated on the same windows, may ask.
-    shared = not before.windows or (wanted > 0 and not after.windows)
-    if shared:
-        before, after = _split_by_position(corpus.documents, packer, calibration, wanted)
+    before, after, shared, _ = _split(corpus, packer, calibration, wanted, seed)
     for part, asked, what in ((before, calibration, "calibration"), (after, wanted, "evaluation")):
         if asked and not part.windows:
             total = len(before.tokens) + len(after.tokens)
@@ -183,7 +176,17 @@ class _Packer:
         return _Packed(tokens, sizes, document, len(tokens) // self.body)
 
     def draw(self, part: _Packed, count: int, chooser: random.Random) -> tuple[Tensor, Tensor]:
-        """At most `count` windows, one document after the other in turn, and the bytes of their predicted tokens.
+        """At most `count` windows, one document after the other in turn, and the bytes of their predicted tokens."""
+        starts = self.starts(part, count, chooser)
+        head = [] if self.start is None else [self.start]
+        first_predicted = 1 if self.start is None else 0
+        rows = [[*head, *part.tokens[s : s + self.body].tolist()] for s in starts]
+        sizes = [int(part.bytes[s + first_predicted : s + self.body].sum()) for s in starts]
+        windows = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.length)
+        return windows, torch.tensor(sizes, dtype=torch.int64)
+
+    def starts(self, part: _Packed, count: int, chooser: random.Random) -> list[int]:
+        """Where the windows that are drawn begin in the part's stream.
 
         A window belongs to the document of its middle token. The stream is cut from a random offset on.
         """
@@ -197,18 +200,54 @@ class _Packer:
         for queue in queues:
             chooser.shuffle(queue)
         turns = max(map(len, queues), default=0)
-        starts = [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)][:count]
-        head = [] if self.start is None else [self.start]
-        first_predicted = 1 if self.start is None else 0
-        rows = [[*head, *part.tokens[s : s + self.body].tolist()] for s in starts]
-        sizes = [int(part.bytes[s + first_predicted : s + self.body].sum()) for s in starts]
-        windows = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.length)
-        return windows, torch.tensor(sizes, dtype=torch.int64)
+        return [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)][:count]
+
+
+def remainder(
+    corpus: Corpus,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    length: int,
+    calibration: int,
+    evaluation_tokens: int,
+    seed: int,
+    separator: int | None = None,
+) -> tuple[list[str], list[Ints]]:
+    """What `make_windows` with the same arguments leaves of a text, for training.
+
+    Returns the texts that neither part read, and the runs of tokens (separators included) of calibration's part that
+    lie outside of its windows. Documents that evaluation takes windows from are left out whole.
+    """
+    packer = _Packer(tokenizer, length, separator)
+    before, _, _, unread = _split(corpus, packer, calibration, evaluation_tokens // length, seed)
+    starts = packer.starts(before, calibration, random.Random(f"{seed} calibration"))
+    taken = np.zeros(len(before.tokens), dtype=bool)
+    for start in starts:
+        taken[start : start + packer.body] = True
+    edges = np.flatnonzero(np.diff(taken)) + 1
+    runs = np.split(before.tokens, edges)
+    flags = [bool(taken[at]) for at in (0, *edges.tolist())] if len(taken) else []
+    return unread, [run for run, used in zip(runs, flags, strict=False) if not used]
+
+
+def _split(
+    corpus: Corpus, packer: _Packer, calibration: int, evaluation: int, seed: int
+) -> tuple[_Packed, _Packed, bool, list[str]]:
+    """Calibration's part, evaluation's, whether both come from the same text, and the texts that neither reads."""
+    order = list(range(len(corpus.documents)))
+    random.Random(seed).shuffle(order)
+    texts = [corpus.documents[i] for i in order]
+    before, after, unread = _split_by_document(texts, packer, calibration, evaluation)
+    # Whether calibration is asked for now does not count: another recipe, evaluated on the same windows, may ask.
+    if before.windows and (evaluation == 0 or after.windows):
+        return before, after, False, unread
+    before, after, unread = _split_by_position(corpus.documents, packer, calibration, evaluation)
+    return before, after, True, unread
 
 
 def _split_by_document(
     texts: Sequence[str], packer: _Packer, calibration: int, evaluation: int
-) -> tuple[_Packed, _Packed]:
+) -> tuple[_Packed, _Packed, list[str]]:
     """Evaluation takes what it needs of the shuffled texts, calibration what it needs of the others."""
     total = sum(map(len, texts))
     # Stable: the shuffled order stays within the ordinary and within the large documents.
@@ -217,7 +256,10 @@ def _split_by_document(
     others = [i for i in range(len(texts)) if i not in set(chosen)]
     rest = _gather(texts, others, packer, max(calibration, 1), total)
     before, after = _clipper(packer, max(calibration, 1)), _clipper(packer, evaluation)
-    return packer.pack([before(texts[i]) for i in rest]), packer.pack([after(texts[i]) for i in chosen])
+    read = {*chosen, *rest}
+    unread = [text for i, text in enumerate(texts) if i not in read]
+    unread += [tail for i in rest if (tail := texts[i][len(before(texts[i])) :])]
+    return packer.pack([before(texts[i]) for i in rest]), packer.pack([after(texts[i]) for i in chosen]), unread
 
 
 def _gather(
@@ -244,21 +286,23 @@ def _gather(
 
 def _split_by_position(
     texts: Sequence[str], packer: _Packer, calibration: int, evaluation: int
-) -> tuple[_Packed, _Packed]:
+) -> tuple[_Packed, _Packed, list[str]]:
     """The text in its order, cut in two at a line's end: calibration's part, then evaluation's (half at most)."""
     total = sum(map(len, texts))
     usable = _CHARACTERS_PER_TOKEN * (evaluation + 1) * packer.body if evaluation else 0
     left = total - int(min(total * _EVALUATION_SHARE, usable))
     clip = _clipper(packer, calibration)
-    before, after = list[str](), list[str]()
+    before, after, unread = list[str](), list[str](), list[str]()
     for text in texts:
         cut = min(left, len(text))
         if 0 < cut < len(text):
             cut = text.rfind("\n", 0, cut) + 1 or cut
         left = left - cut if cut == len(text) else 0
-        before += [clip(text[:cut])] if cut else []
+        kept = clip(text[:cut])
+        before += [kept] if cut else []
+        unread += [text[len(kept) : cut]] if len(kept) < cut else []
         after += [text[cut:]] if cut < len(text) else []
-    return packer.pack(before), packer.pack(after)
+    return packer.pack(before), packer.pack(after), unread
 
 
 def _clipper(packer: _Packer, windows: int) -> Callable[[str], str]:

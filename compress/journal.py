@@ -16,7 +16,7 @@ from compress.files import render_json, sha256, write_atomic
 
 NAME = "journal.json"
 COPY = "journal.json.copy"
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Journal:
     parts     each part that is done, with its record: plain JSON data with `file`, `bytes` and `sha256`.
     inputs    the activations that go into the next block: `block`, `file`, `bytes`, `sha256` and `shape`.
     scan      of depth pruning: each block's influence so far, and once all are known the blocks that go.
+    stages    each finished stage on the whole model: checksums of its files, and what the report says of it.
     finished  whether only moving the folder to its place is left.
     """
 
@@ -34,6 +35,7 @@ class Journal:
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, Any] | None = None
     scan: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     finished: bool = False
 
     def commit(self, part: str, record: dict[str, Any], inputs: dict[str, Any] | None = None) -> None:
@@ -52,6 +54,11 @@ class Journal:
         self.scan, self.inputs = scan, inputs
         self._write()
 
+    def commit_stage(self, stage: str, record: dict[str, Any]) -> None:
+        """Notes that a stage on the whole model is done. Its files must have been written before."""
+        self.stages[stage] = record
+        self._write()
+
     def finish(self) -> None:
         """Notes that the folder is complete."""
         self.finished = True
@@ -63,6 +70,7 @@ class Journal:
             "parts": self.parts,
             "inputs": self.inputs,
             "scan": self.scan,
+            "stages": self.stages,
             "finished": self.finished,
         }
         content = _sealed(body)
@@ -84,13 +92,15 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
     where a file that it lists is missing or is not what was written.
     """
     body = _opened(folder / NAME)
-    changed = _differences(body["fingerprint"], fingerprint)
+    changed = differences(body["fingerprint"], fingerprint)
     if changed:
         raise UserError(
             f"{folder}: --resume needs what the run was started with, but {changed}: undo the change, or start again "
             "with --force"
         )
-    journal = Journal(folder, fingerprint, body["parts"], body["inputs"], body["scan"], body["finished"])
+    journal = Journal(
+        folder, fingerprint, body["parts"], body["inputs"], body["scan"], body["stages"], body["finished"]
+    )
     if not journal.finished:
         for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
             _check_file(folder, str(record["file"]), record)
@@ -110,7 +120,7 @@ def _opened(path: Path) -> dict[str, Any]:
         data = json.loads(content)
         schema = data["schema"]
         body: dict[str, Any] = data["body"]
-        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "scan", "finished")]
+        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "scan", "stages", "finished")]
         whole = _sealed(body) == content and isinstance(fields[1], dict)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
@@ -136,7 +146,7 @@ def _check_file(folder: Path, name: str, record: dict[str, Any]) -> None:
         )
 
 
-def _differences(before: Any, now: Any, path: str = "") -> str:
+def differences(before: Any, now: Any, path: str = "") -> str:
     """The first few differences as a phrase; empty where there are none."""
     changes = _compare(before, now, path)
     more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""

@@ -14,7 +14,7 @@ NAME = "manifest.json"
 SCHEMA = 1
 # What the bytes of an artifact or its figures depend on.
 _PACKAGES = ("specpress", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-_COVERED = ("model", "draft")
+_COVERED = ("model", "draft", "medusa")
 
 
 def versions() -> dict[str, str]:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes manifest.json: `about`, and size and SHA-256 of recipe.yaml and all files of model/ and draft/."""
+    """Writes manifest.json: `about`, and size and SHA-256 of recipe.yaml and all files of the models' folders."""
     content = {"schema": SCHEMA, **about, "files": _files(folder)}
     write_json(folder / NAME, content)
     return content

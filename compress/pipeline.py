@@ -5,34 +5,30 @@ block's statistics.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress import manifest, preflight, shards, workspace
+from compress import manifest, model_stages, passes, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
-from compress.experts import FewTokens
-from compress.export import huggingface
 from compress.files import write_atomic
-from compress.journal import Journal
-from compress.mixed import choose_schemes
-from compress.plan import Plan, check_shared, make_plan
+from compress.plan import Plan, make_plan
 from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
-from compress.skeleton import Skeleton
 from compress.sources import Source, open_sources
-from compress.stages import is_plain, make_stages
-from compress.survey import Survey, survey
-from compress.walk import Note, Progress, Walked, Work, make_work, walk
+from compress.survey import survey
+from compress.training.parallel import World, current, joined
+from compress.training.settings import MOST_MINUTES, Budget
+from compress.walk import Note, Progress
 
 if TYPE_CHECKING:
     from calib.corpora import Corpus
     from calib.windows import Windows
+    from compress.stage_text import StageText
 
 Report = Callable[[RunFacts, ReportOptions, Progress], dict[str, Any]]
 
@@ -46,6 +42,7 @@ class Options:
     shard_bytes    most bytes in one file of weights.
     memory_budget  bytes of memory that the work on the weights may take; None: what is free. Where activations do not
                    fit into it they stay in a file; the result is the same.
+    minutes, tokens  the budget of each stage that trains, in place of the recipe's; at most one of the two.
     """
 
     draft: str | None = None
@@ -63,6 +60,8 @@ class Options:
     speed: bool = True
     shard_bytes: int = shards.SHARD_BYTES
     memory_budget: int | None = None
+    minutes: float | None = None
+    tokens: int | None = None
 
 
 # option: (least, most)
@@ -76,6 +75,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "shard_bytes": (1, 2**62),
     "memory_budget": (1, 2**62),
+    "tokens": (1, 10**15),
 }
 
 
@@ -130,8 +130,27 @@ def run(
     report   makes the report (default: report.assemble); command: what it shows to reproduce.
     note     is given lines for people: the forecast, and what each block came to.
     """
+    with joined() as world:
+        if not world.leads:
+            progress, note = silent, unsaid
+        return _run(model, recipe, out, options, progress, report, command, note, world)
+
+
+def _run(
+    model: str | None,
+    recipe: Recipe,
+    out: str | Path | None,
+    options: Options,
+    progress: Progress,
+    report: Report | None,
+    command: str | None,
+    note: Note,
+    world: World,
+) -> Artifact:
     check_ranges(options)
-    place = workspace.check(Path(out if out is not None else f"runs/{recipe.name}"), options.resume, options.force)
+    wanted = Path(out if out is not None else f"runs/{recipe.name}")
+    # Only the first of several processes works in the folder.
+    place = workspace.check(wanted, options.resume, options.force) if world.leads else None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if report is None:
@@ -139,38 +158,69 @@ def run(
 
         report = make_report
     progress("check", 0, 1)
+    if options.minutes is not None or options.tokens is not None:
+        recipe = recipe.with_budget(Budget(options.tokens, options.minutes))
     target, draft = open_sources(model, options.draft)
     structure = survey(target.path)
-    plan = make_plan(target.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
+    # A walk over the original is planned, and so checked, before any work.
+    first = passes.first_stages(recipe)
+    packing = recipe if first is None else first
+    plan = make_plan(target.shapes(), structure, packing.quantize, changed=recipe.changes)
     if recipe.kv is not None:
         from compress import kv_cache
 
         kv_cache.check(target.checkpoint.config)
     settings = _settings(recipe, options)
     corpus, windows = _text(target, settings, options.seed)
-    if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
-        plan = choose_schemes(target.path, plan, structure, recipe.quantize, windows.calibration, progress)
-    work = _work(target, recipe, plan, structure, windows)
+    texts = _texts(recipe, target, settings, corpus, windows, options.seed)
+    around = passes.Surroundings(
+        target,
+        draft,
+        recipe,
+        windows,
+        texts,
+        options.device,
+        options.threads,
+        options.seed,
+        options.shard_bytes,
+        progress,
+        note,
+    )
+    passes.check_processes(recipe, world)
+    if place is None:
+        passes.follow(around, world)
+        return Artifact(wanted)
+    planned = None if first is None else passes.plan_pass(target, first, structure, windows, progress)
     versions = manifest.versions()
     progress("check", 1, 1)
-    mapped = _preflight(target, draft, plan, work, place.folder, options.memory_budget, note)
-    samples = _samples(settings, windows, _looks_at_text(recipe, work))
+    mapped = _preflight(target, draft, recipe, plan, planned, place.folder, options.memory_budget, note)
+    samples = _samples(settings, windows, _looks_at_text(recipe, planned))
     fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
-        "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)}
+        "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)},
+        "training": {str(index): text.text.sha256 for index, text in texts.items()},
     }
     with workspace.opened(place, fingerprint) as journal:
         if not journal.finished:
-            if work is not None:
-                work = replace(work, mapped=mapped)
-            walked = walk(target.checkpoint, plan, work, journal, progress, note)
+            passes.read_texts(around, place.folder)
+            made = passes.make_model(planned, around, journal, mapped)
             progress("write", 0, 1)
-            _assemble(place.folder, target, draft, recipe, journal, walked, options.shard_bytes)
             if recipe.kv is not None:
                 _calibrate_cache(place.folder / "model", recipe.kv, windows, options, progress)
-            names = {"model": target.name, "draft": None if draft is None else draft.name}
-            about = {"recipe": recipe.name, **names, "seed": options.seed, "versions": versions, "calibration": samples}
+            passes.make_companions(around, journal, made)
+            write_atomic(place.folder / "recipe.yaml", recipe.to_yaml().encode())
+            names = {"model": target.name, "draft": _draft_name(target, draft, place.folder)}
+            about: dict[str, Any] = {
+                "recipe": recipe.name,
+                **names,
+                "seed": options.seed,
+                "versions": versions,
+                "calibration": samples,
+            }
+            if made.told:
+                about["training"] = {kind: model_stages.for_manifest(told) for kind, told in made.told.items()}
             manifest.write(place.folder, about)
             progress("write", 1, 1)
+            drafting = place.folder / "draft"
             facts = RunFacts(
                 recipe=recipe.to_dict(),
                 model_name=target.name,
@@ -178,16 +228,18 @@ def run(
                 original=target.path,
                 folder=place.folder,
                 model=place.folder / "model",
-                draft=None if draft is None else place.folder / "draft",
-                layers=walked.layers,
-                left_alone=walked.plan.left_alone,
-                calibration=_calibration(samples, corpus, windows, walked),
+                draft=drafting if drafting.is_dir() else None,
+                layers=made.layers,
+                left_alone=made.left_alone,
+                calibration=_calibration(samples, corpus, windows, made),
                 command=command or f"python -m compress.run --recipe {recipe.name}",
                 seed=options.seed,
                 versions=versions,
-                pruned=_pruned(recipe, walked),
+                pruned=made.pruned,
             )
             report(facts, settings, progress)
+        # Nothing more to train: the other processes leave.
+        world.share(None)
         place.finish(journal)
     return Artifact(place.out)
 
@@ -199,6 +251,11 @@ def check_ranges(options: Options) -> None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
+    if options.minutes is not None:
+        if options.tokens is not None:
+            raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")
+        if not 0 < options.minutes <= MOST_MINUTES:
+            raise UserError(f"--minutes: expected a number above 0, found {options.minutes}: correct it")
     if options.device.split(":")[0] not in ("cpu", "cuda", "auto"):
         raise UserError(f"--device: expected cpu, cuda or auto, found {options.device!r}: correct it")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -239,27 +296,34 @@ def _text(target: Source, settings: ReportOptions, seed: int) -> "tuple[Corpus, 
     return corpus, windows
 
 
-def _work(target: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "Windows") -> Work | None:
-    """What the recipe does to blocks; None where it only rounds to nearest, tensor by tensor.
+def _texts(
+    recipe: Recipe, target: Source, settings: ReportOptions, corpus: "Corpus", windows: "Windows", seed: int
+) -> "dict[int, StageText]":
+    """What the recipe's stages train on, by their index; nothing is read where none trains."""
+    if not recipe.trains:
+        return {}
+    from calib.training_text import Measured
+    from compress import stage_text
 
-    Raises UserError for what no stage can do with this model.
-    """
-    if is_plain(recipe):
-        return None
-    check_shared(model)
-    skeleton = Skeleton(target.checkpoint, model)
-    stages = make_stages(recipe, plan, skeleton)
-    wished = recipe.quantize.experts if recipe.quantize is not None else None
-    few = FewTokens() if wished is None else FewTokens(wished.few, wished.least)
-    depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
-    return make_work(skeleton, plan, stages, windows.calibration, few, depth)
+    measured = Measured(
+        source=settings.text,
+        corpus=corpus,
+        tokenizer=target.tokenizer,
+        length=windows.length,
+        calibration=settings.samples,
+        evaluation_tokens=settings.eval_tokens,
+        seed=seed,
+        separator=target.tokenizer.eos_token_id,
+    )
+    return stage_text.gather(recipe, measured)
 
 
 def _preflight(
     target: Source,
     draft: Source | None,
+    recipe: Recipe,
     plan: Plan,
-    work: Work | None,
+    planned: passes.Pass | None,
     folder: Path,
     budget: int | None,
     note: Note,
@@ -269,16 +333,27 @@ def _preflight(
     Raises UserError where it cannot fit.
     """
     copied = 0 if draft is None else sum(file.stat().st_size for file in draft.weight_files)
-    need = preflight.forecast(target.shapes(), target.item_sizes(), plan, work, copied)
+    need = preflight.forecast(
+        target.shapes(), target.item_sizes(), plan, None if planned is None else planned.work, copied
+    )
+    if recipe.trains:
+        need = preflight.with_training(need, target.shapes(), recipe)
     mapped = preflight.check(need, folder, budget)
     note(need.line(mapped))
     return mapped
 
 
-def _looks_at_text(recipe: Recipe, work: Work | None) -> bool:
-    """Whether anything of the artifact depends on the calibration text."""
+def _looks_at_text(recipe: Recipe, planned: passes.Pass | None) -> bool:
+    """Whether anything of the artifact depends on the calibration text; what trains reads a text of its own."""
     measured = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
-    return measured or recipe.kv is not None or (work is not None and work.looks_at_text)
+    walks = planned is not None and planned.work is not None and planned.work.looks_at_text
+    return measured or recipe.kv is not None or walks
+
+
+def _draft_name(target: Source, draft: Source | None, folder: Path) -> str | None:
+    if not (folder / "draft").is_dir():
+        return None
+    return draft.name if draft is not None else f"{target.name}-draft"
 
 
 def _calibrate_cache(model: Path, wished: KeyValue, windows: "Windows", options: Options, progress: Progress) -> None:
@@ -298,17 +373,14 @@ def _samples(settings: ReportOptions, windows: "Windows", used_at_all: bool) -> 
     return {"samples_requested": settings.samples, "samples_used": used}
 
 
-def _calibration(samples: dict[str, int], corpus: "Corpus", windows: "Windows", walked: Walked) -> dict[str, Any]:
+def _calibration(samples: dict[str, int], corpus: "Corpus", windows: "Windows", made: passes.Made) -> dict[str, Any]:
     """The report's section; empty where no text was looked at."""
+    trained = {"training": made.told} if made.told else {}
     if not samples["samples_used"]:
-        return {}
-    experts = [asdict(expert) for expert in walked.experts]
-    return {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
-
-
-def _pruned(recipe: Recipe, walked: Walked) -> tuple[str, ...]:
-    """The linear layers of which single weights became zeros, as the artifact calls them."""
-    return walked.linears if any(stage.share is None for stage in recipe.prunes) else ()
+        return trained
+    experts = [asdict(expert) for expert in made.experts]
+    found = {"source": corpus.name, **samples, "tokens": windows.calibration_tokens, "experts": experts}
+    return found | trained
 
 
 def _digest(windows: "Windows") -> str:
@@ -329,30 +401,4 @@ def _fingerprint(
         "shard_bytes": options.shard_bytes,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _assemble(
-    folder: Path,
-    target: Source,
-    draft: Source | None,
-    recipe: Recipe,
-    journal: Journal,
-    walked: Walked,
-    shard_bytes: int,
-) -> None:
-    """Puts model/, draft/ and recipe.yaml together in the partial folder."""
-    for name in ("model", "draft"):
-        # What a run that was killed in here has left is made again, as a whole.
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-    model = folder / "model"
-    model.mkdir()
-    plan = walked.plan
-    shards.join([folder / journal.parts[part]["file"] for part, _ in plan.parts], model, shard_bytes)
-    quantization = huggingface.quantization_config(plan, target.checkpoint.config)
-    huggingface.write_config(target.path, model, quantization, walked.config)
-    huggingface.copy_companions(target.path, model)
-    if draft is not None:
-        huggingface.copy_model(draft.path, folder / "draft", draft.weight_files)
-    write_atomic(folder / "recipe.yaml", recipe.to_yaml().encode())
+    } | ({"device": options.device, "processes": current().size} if recipe.trains else {})

@@ -9,6 +9,8 @@ from compress.recipe_stages import GROUP_SIZES, NF4_BLOCK, Quantize
 from compress.report.facts import LeftAlone
 from compress.survey import Parameter, Survey
 
+# Outputs of a ternary layer come in fours: that many share a byte.
+TERNARY_ROWS = 4
 _EXPERT = re.compile(r"\.experts\.\d+\.[A-Za-z0-9_]+\.weight$")
 _CHANGED = "changed by another stage"
 _BLOCK_NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -170,7 +172,7 @@ class _Planner:
 
     def _check_experts(self, stage: Quantize) -> None:
         """compressed-tensors' loader cannot fuse plain experts: such a model would be written and never load."""
-        if stage.scheme == "nf4":
+        if stage.scheme in ("nf4", "ternary"):
             return
         for name, why in self.left:
             if self.model.find(name) is None and _EXPERT.search(name):
@@ -211,7 +213,10 @@ class _Planner:
             return refused
         transposed = parameter.kind == "conv1d"
         if transposed and self.stage.scheme != "nf4":
-            return "a Conv1D, which compressed-tensors cannot hold: nf4 can"
+            library = "bitnet" if self.stage.scheme == "ternary" else "compressed-tensors"
+            return f"a Conv1D, which {library} cannot hold: nf4 can"
+        if self.stage.scheme == "ternary" and shape[0] % TERNARY_ROWS:
+            return f"{shape[0]} outputs are no multiple of {TERNARY_ROWS}, which bitnet stores in a byte"
         group = _group(shape[0] if transposed else shape[1], self.stage)
         if isinstance(group, str):
             return group
@@ -256,7 +261,7 @@ def _scheme(stage: Quantize) -> str:
 
 def _group(inputs: int, stage: Quantize) -> int | str:
     """The group size for rows of `inputs` weights, or why there is none."""
-    if stage.scheme in ("int8-dynamic", "int8-static"):
+    if stage.scheme in ("int8-dynamic", "int8-static", "ternary"):
         return 0
     if stage.scheme == "nf4":
         return NF4_BLOCK if inputs % NF4_BLOCK == 0 else f"rows of {inputs} weights are no multiple of {NF4_BLOCK}"
@@ -274,6 +279,8 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
     """
     if stage.scheme == "nf4":
         return "an expert: bitsandbytes leaves fused experts alone"
+    if stage.scheme == "ternary":
+        return "an expert: bitnet leaves fused experts alone"
     if stage.symmetric is False or stage.scheme == "int8-static":
         return "an expert: transformers reads fused experts only with symmetric ranges and without static inputs"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}

@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch
 from compress.errors import UserError
 from compress.plan import Plan
 from compress.quantize import rtn
+from compress.recipe import Recipe
 from compress.walk import Work
 
 if TYPE_CHECKING:
@@ -26,13 +27,18 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 # Stored bits of a weight by scheme, without scales.
-_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0, "nf4": 4.0}
+_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0, "nf4": 4.0, "ternary": 2.0}
 _FLOAT = 4
 # Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 # Of the speed of one large product: attention, norms and elementwise work are slower.
 _EFFICIENCY = 0.5
 _DISK_RATE = 300e6
+# Of a model's weights in training: teacher, student, gradient, two moments; and on disk: two checkpoints of weights and
+# moments, the best weights twice.
+_TRAINING_COPIES, _CHECKPOINT_COPIES = 5, 8
+# Forward passes that a token costs: the student's forward, its backward twice, the teacher's forward.
+_TRAINING_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,14 @@ class Forecast:
     memory   bytes at the most, with activations in their file; `held`: what they take besides when kept in memory.
     disk     bytes that the partial folder grows to.
     seconds  of the walk; quality and speed are measured after it.
+    training  seconds of all stages that train.
     """
 
     memory: int
     held: int
     disk: int
     seconds: float
+    training: float = 0.0
 
     def line(self, mapped: bool) -> str:
         """The forecast for people."""
@@ -56,6 +64,7 @@ class Forecast:
         return (
             f"forecast: {_shown(memory)} of memory{where}, {_shown(self.disk)} of disk while it works, "
             f"about {_time(self.seconds)} for the weights"
+            + (f" and {_time(self.training)} of training" if self.training else "")
         )
 
 
@@ -108,6 +117,30 @@ def forecast(
     seconds = flops / (_flops_rate() * _EFFICIENCY) if flops else 0.0
     seconds += sum(numbers[name] for name in plan.layers) * _seconds_per_weight(plan) + moved / _DISK_RATE
     return Forecast(memory + resident(), held, disk, seconds)
+
+
+def with_training(need: Forecast, shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> Forecast:
+    """The forecast with the recipe's stages that train: the teacher beside the student, its gradients and moments.
+
+    A budget in minutes says itself how long it takes; one in tokens takes as many floating-point operations as the
+    student's forward and backward pass and the teacher's forward.
+    """
+    weights = sum(_count(shape) for shape in shapes.values())
+    widest = max((shape[0] for shape in shapes.values() if len(shape) == 2), default=0)
+    seconds, rows = 0.0, 0
+    for stage in recipe.stages:
+        if (trained := stage.trained) is None:
+            continue
+        training = trained.training
+        rows = max(rows, training.batch * training.length)
+        if training.minutes is not None:
+            seconds += training.minutes * 60
+        elif training.tokens is not None:
+            seconds += _TRAINING_PASSES * 2.0 * weights * training.tokens / (_flops_rate() * _EFFICIENCY)
+    # Activations: the logits of both with their gradient, and as much again for the blocks.
+    memory = weights * _FLOAT * _TRAINING_COPIES + rows * widest * _FLOAT * 6 + resident()
+    disk = need.disk + weights * _FLOAT * _CHECKPOINT_COPIES
+    return replace(need, memory=max(need.memory, memory), disk=disk, training=seconds)
 
 
 def check(need: Forecast, folder: Path, budget: int | None) -> bool:

@@ -5,7 +5,7 @@ A recipe is a mapping with the keys
     name         what the run is called (default: the file's name)
     about        one line on when to choose it
     extends      a recipe to start from: a built-in name, or a path relative to this file
-    stages       what to do with the weights, in order: prune, smooth, quantize (recipe_stages.py)
+    stages       what to do, in order (recipe_order.py): to blocks (recipe_stages.py) and by training (training/)
     kv           how the runtime is to keep keys and values: scheme
     calibration  source, samples, seq_len: defaults for --calib, --samples and --seq-len
 
@@ -16,14 +16,16 @@ A recipe is a mapping with the keys
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from compress.errors import UserError
 from compress.recipe_errors import NOT_BUILT, sentence
-from compress.recipe_stages import Experts, Prune, Quantize, Smooth, Stage, Strict, check_order
+from compress.recipe_order import ORDER, Stage, check_order
+from compress.recipe_stages import Prune, Quantize, Smooth, Strict
+from compress.training.settings import Budget
 
 _BUILT_IN = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
@@ -69,7 +71,7 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _does_something(self) -> "Recipe":
         if not self.stages and self.kv is None:
-            raise ValueError("stages: expected at least one of prune, smooth, quantize (or the key kv), found none")
+            raise ValueError(f"stages: expected at least one of {', '.join(ORDER)} (or the key kv), found none")
         return self
 
     @property
@@ -81,6 +83,32 @@ class Recipe(Strict):
     def prunes(self) -> tuple[Prune, ...]:
         """The pruning stages."""
         return tuple(stage.prune for stage in self.stages if stage.prune is not None)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any stage trains."""
+        return any(stage.trained is not None for stage in self.stages)
+
+    @property
+    def changes(self) -> bool:
+        """Whether stages change weights that are not packed."""
+        return bool(self.prunes) or self.trains
+
+    def only(self, *kinds: str) -> "Recipe":
+        """The recipe with its stages of these kinds only."""
+        return self.model_copy(update={"stages": tuple(stage for stage in self.stages if stage.kind in kinds)})
+
+    def with_budget(self, budget: Budget) -> "Recipe":
+        """The recipe with another budget for every stage that trains. Raises UserError where none does."""
+        if not self.trains:
+            raise UserError(f"--minutes and --tokens: recipe {self.name} has no stage that trains: leave them out")
+        stages = []
+        for stage in self.stages:
+            if (trained := stage.trained) is not None:
+                changed = trained.model_copy(update={"training": trained.training.with_budget(budget)})
+                stage = stage.model_copy(update={stage.kind: changed})
+            stages.append(stage)
+        return self.model_copy(update={"stages": tuple(stages)})
 
     @classmethod
     def load(cls, recipe: "str | Path | Recipe") -> "Recipe":
@@ -202,19 +230,19 @@ def _validate(data: dict[str, Any], path: Path) -> Recipe:
 
 def _fields(location: tuple[int | str, ...]) -> list[str]:
     """The keys that the mapping at a place of the recipe may have."""
-    models: dict[tuple[str, ...], type[Strict]] = {
-        (): Recipe,
-        ("stages",): Stage,
-        ("stages", "prune"): Prune,
-        ("stages", "smooth"): Smooth,
-        ("stages", "quantize"): Quantize,
-        ("stages", "quantize", "experts"): Experts,
-        ("calibration",): Calibration,
-        ("kv",): KeyValue,
-    }
-    names = tuple(part for part in location if isinstance(part, str))
+    model: type[Strict] = Recipe
+    names = [part for part in location if isinstance(part, str)]
+    for name in names:
+        model = _mapping(model.model_fields[name].annotation) or model
     extra = ["extends"] if not names else []
-    return [*models[names].model_fields, *extra]
+    return [*model.model_fields, *extra]
+
+
+def _mapping(annotation: Any) -> type[Strict] | None:
+    """The mapping in a key's type, `tuple[Stage, ...]` or `Quantize | None` for two."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _mapping(part)) is not None), None)
 
 
 __all__ = ["KeyValue", "Prune", "Quantize", "Recipe", "Smooth", "Stage", "built_in"]

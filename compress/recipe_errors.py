@@ -9,14 +9,14 @@ from pydantic import ValidationError
 
 # Keys and values that the format reserves and this version cannot do yet.
 NOT_BUILT = {
-    "draft": "drafts are not made by recipes yet: remove the key and name one with --draft",
+    "draft": "drafts are made by a stage: write the key under stages, or name a draft with --draft",
     "export": "exports besides the Hugging Face directory are not built yet: remove the key",
 }
-_STAGES_NOT_BUILT = ("ternary", "qat", "heal", "distill", "medusa")
-_SCHEMES_NOT_BUILT = ("fp8", "ternary", "nested")
+_SCHEMES_NOT_BUILT = ("fp8", "nested")
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
-    r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share): "
+    r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share|"
+    r"kl|minutes|joint): "
 )
 
 Fields = Callable[[tuple[int | str, ...]], list[str]]
@@ -57,8 +57,6 @@ def sentence(error: ValidationError, fields: Fields) -> str:
 
 def _unknown(key: str, location: tuple[int | str, ...], fields: Fields) -> str:
     last = str(location[-1])
-    if last in _STAGES_NOT_BUILT and location[0] == "stages" and len(location) == 3:
-        return f"{key}: this stage is not built yet, expected prune, smooth or quantize: remove it"
     allowed = fields(location[:-1])
     near = difflib.get_close_matches(last, allowed, n=1)
     hint = f"did you mean {near[0]}?" if near else "remove it"

@@ -1,4 +1,4 @@
-"""The stages of a recipe: what each may say, and what goes with what."""
+"""The stages of a recipe that work block by block: what each may say."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -9,10 +9,10 @@ GROUP_SIZES = (128, 64, 32)
 NF4_BLOCK = 64
 DAMPING = 0.01
 GROUPED = ("int4", "int3", "int2")
-SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4")
+SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4", "ternary")
 # Methods by scheme; the first is the default. `sensitivity` chooses the schemes itself.
 _METHODS: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPED, ("rtn", "gptq", "awq", "hqq"))
-_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4"), ("rtn",))
+_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4", "ternary"), ("rtn",))
 # Keys that only some methods know, and their values where the recipe does not say.
 _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "gptq": {"order": False, "damping": DAMPING, "search": False},
@@ -31,6 +31,16 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns. Raises ValueError for one that is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
+    return patterns
+
+
 class Experts(Strict):
     """What happens to experts that saw fewer than `least` tokens.
 
@@ -44,9 +54,11 @@ class Experts(Strict):
 class Quantize(Strict):
     """A stage that rounds linear layers.
 
-    scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out.
+    scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out. ternary ruins a
+                model that was not trained for it: the stage ternary (compress.ternary) trains one.
     group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
-                divides a row is taken). nf4 has 64, int8 one scale per output channel.
+                divides a row is taken). nf4 has 64, int8 one scale per output channel, ternary one per
+                layer.
     symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
     method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
     order       gptq: whether inputs are taken by their activations' size, the largest first.
@@ -59,7 +71,7 @@ class Quantize(Strict):
     experts     of a mixture of experts, with methods that look at text: what happens to those that saw too few tokens.
     """
 
-    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4"] | None = None
+    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4", "ternary"] | None = None
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
     method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"
@@ -89,12 +101,7 @@ class Quantize(Strict):
     @field_validator("targets", "ignore")
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
-        return patterns
+        return check_patterns(patterns)
 
     @model_validator(mode="after")
     def _fit(self) -> "Quantize":
@@ -186,42 +193,3 @@ class Smooth(Strict):
         if value == "search" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1):
             return value
         raise ValueError("expected a number from 0 to 1 or search")
-
-
-class Stage(Strict):
-    """One step: a mapping with one key, the step's kind."""
-
-    prune: Prune | None = None
-    smooth: Smooth | None = None
-    quantize: Quantize | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> "Stage":
-        found = sorted(self.model_fields_set)
-        if len(found) != 1 or getattr(self, found[0]) is None:
-            raise ValueError(
-                f"expected a mapping with one of prune, smooth, quantize, found {' and '.join(found) or 'none'}"
-            )
-        return self
-
-    @property
-    def kind(self) -> str:
-        """prune, smooth or quantize."""
-        return next(iter(self.model_fields_set))
-
-
-def check_order(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError for stages that do not follow each other as prune, smooth, quantize."""
-    order = ("prune", "smooth", "quantize")
-    kinds = [stage.kind for stage in stages]
-    for kind in ("quantize", "smooth"):
-        if kinds.count(kind) > 1:
-            raise ValueError(f"expected at most one {kind} stage, found {kinds.count(kind)}")
-    if kinds != sorted(kinds, key=order.index):
-        raise ValueError(f"expected the order prune, smooth, quantize, found {', '.join(kinds)}")
-    if "smooth" in kinds and "quantize" not in kinds:
-        raise ValueError("expected a quantize stage after smooth, which alone changes nothing, found none")
-    methods = [stage.prune.method for stage in stages if stage.prune is not None]
-    twice = next((method for method in methods if methods.count(method) > 1), None)
-    if twice:
-        raise ValueError(f"expected prune with method {twice} at most once, found {methods.count(twice)}")

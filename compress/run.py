@@ -47,6 +47,12 @@ def main(
         str | None,
         typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free"),
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for each stage that trains.", show_default="the recipe's")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens for each stage that trains.", show_default="the recipe's")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
@@ -72,6 +78,8 @@ def main(
                 "threads": threads,
                 "seed": seed,
                 "memory_budget": memory_budget,
+                "minutes": minutes,
+                "tokens": tokens,
                 "resume": resume,
                 "force": force,
                 "speed": not no_speed,
@@ -97,6 +105,7 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
         chosen = Recipe.load(recipe)
         from compress.pipeline import Options, check_ranges, run
         from compress.preflight import parse_size
+        from compress.training.parallel import follows
 
         if given["memory_budget"] is not None:
             given["memory_budget"] = parse_size(given["memory_budget"])
@@ -108,7 +117,8 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
         with show() as progress:
             command = command_line(recipe, model, out, options)
             artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
-        _summary(artifact.report, artifact.path)
+        if not follows():
+            _summary(artifact.report, artifact.path)
     except USER_ERRORS as error:
         _fail(_with_notes(" ".join(str(error).split()), error), 2)
     except OSError as error:

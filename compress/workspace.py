@@ -18,6 +18,8 @@ from compress import journal as journals
 from compress.errors import USER_ERRORS, UserError
 from compress.journal import Journal
 from compress.lock import LOCK, holder, locked
+from compress.model_stages import FOLDER as STAGES
+from compress.training import checkpoint
 
 # What ends a run for the user's sake. Anything else is our fault, and keeps the work.
 _CLEANED: tuple[type[BaseException], ...] = (*USER_ERRORS, OSError, KeyboardInterrupt)
@@ -44,6 +46,8 @@ class Workspace:
         for pattern in _WORKING:
             for path in sorted(self.folder.glob(pattern)):
                 files.remove(path)
+        if (self.folder / STAGES).exists():
+            shutil.rmtree(self.folder / STAGES)
         aside = _aside(self.out)
         if self.out.exists() and any(self.out.iterdir()):
             files.rename(self.out, aside)
@@ -142,11 +146,14 @@ def opened(workspace: Workspace, fingerprint: dict[str, Any]) -> Iterator[Journa
 def _is_worth(journal: Journal | None, error: BaseException) -> bool:
     """Whether what was done before an error is to stay.
 
-    Plain rounding takes seconds, so a mistake of the user's leaves nothing of it; calibration may have taken hours.
+    Plain rounding takes seconds, so a mistake of the user's leaves nothing of it; calibration and training
+    may have taken hours.
     """
-    if journal is None or not journal.parts:
+    if journal is None:
         return False
-    return not isinstance(error, USER_ERRORS) or journal.inputs is not None
+    if journal.stages or any((journal.folder / STAGES).glob(f"*/work/**/{checkpoint.NAME}")):
+        return True
+    return bool(journal.parts) and (not isinstance(error, USER_ERRORS) or journal.inputs is not None)
 
 
 def _sweep(folder: Path, journal: Journal) -> None:

@@ -32,6 +32,8 @@ class DrafterName(StrEnum):
     LOOKUP_MODEL = "lookup+model"
     SUFFIX_MODEL = "suffix+model"
     NESTED = "nested"
+    MEDUSA = "medusa"
+    LOOKUP_MEDUSA = "lookup+medusa"
 
 
 class RuleName(StrEnum):
@@ -46,10 +48,12 @@ class RuleName(StrEnum):
 def main(
     target: Annotated[str, typer.Option(help="A model directory, a run folder, or a hub name.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    draft: Annotated[str | None, typer.Option(help="A draft model's directory; by default the run's own.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A draft model's directory, or Medusa heads'; by default the run's own.")
+    ] = None,
     drafter: Annotated[
         DrafterName | None,
-        typer.Option(help="By default model where there is a draft, otherwise lookup; nested: int8 targets."),
+        typer.Option(help="By default model where there is a draft, else medusa, else lookup; nested: int8 targets."),
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option(help="For the drafter suffix: a text file that the text may resemble.")

@@ -56,6 +56,12 @@ class Model:
         return draft if self.path.name == "model" and (draft / "config.json").is_file() else None
 
     @property
+    def medusa_path(self) -> Path | None:
+        """The run's Medusa heads, where the directory is the `model/` of a run folder that has them."""
+        heads = self.path.parent / "medusa"
+        return heads if self.path.name == "model" and (heads / "medusa.json").is_file() else None
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """Ids that end a text, from generation_config.json, else config.json."""
         from transformers import GenerationConfig

@@ -144,3 +144,32 @@ def write_ternary(source: Path, out: Path) -> Path:
     config = checkpoint.config | {"quantization_config": formats.hf_config(schemes, ["lm_head"])}
     (out / "config.json").write_text(json.dumps(config))
     return out
+
+
+MEDUSA_TREE = ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (3,))
+
+
+def write_medusa(
+    model: Path, folder: Path, scale: float = 0.0, shared: bool = True, seed: int = 0, **about: Any
+) -> Path:
+    """Saves Medusa heads for a model: random matrices of that scale (0: every head repeats the target's own one).
+
+    about  further fields of the description, over 3 heads of 1 layer and `MEDUSA_TREE`.
+    """
+    from safetensors.torch import save_file
+
+    from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description, weights_digest
+
+    config = json.loads((model / "config.json").read_text())
+    sizes = {"hidden_size": config["hidden_size"], "vocab_size": config["vocab_size"]}
+    known = {"heads": 3, "layers": 1, **sizes, "choices": MEDUSA_TREE, "target": weights_digest(model)}
+    description = Description(shared=shared, **known | about)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in description.shapes().items()}
+    tensors = {name: (0.1 if "projection" in name else scale) * tensor for name, tensor in tensors.items()}
+    unit = torch.eye(description.hidden_size)
+    tensors |= {name: tensor + unit for name, tensor in tensors.items() if "mix" in name}
+    folder.mkdir(parents=True)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    (folder / DESCRIPTION).write_text(description.to_json())
+    return folder

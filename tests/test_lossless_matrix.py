@@ -21,6 +21,7 @@ from runtime import Model, Speculator, load
 from runtime.bench.prompts import read_prompts
 from runtime.drafters.chained import ChainedDrafter
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.drafters.model import ModelDrafter
 from runtime.drafters.nested import NestedDrafter
 from runtime.drafters.suffix import SuffixDrafter
@@ -28,9 +29,10 @@ from runtime.drafters.tree import TreeDrafter
 from runtime.metrics import total
 from runtime.sampling import Sampling
 from runtime.speculate import CacheOptions, Result
+from tests.conftest import write_medusa
 
 NESTED = "nested"  # drafts with int8 targets only
-DRAFTERS = ("model", "tree", "lookup", "suffix", "lookup+model", "re-encoded", NESTED)
+DRAFTERS = ("model", "tree", "lookup", "suffix", "lookup+model", "re-encoded", "medusa", NESTED)
 INT8 = "int8-dynamic"
 TARGETS = ("original", INT8, "int4-rtn", "nf4", "ternary")
 # Enough for every prompt below by itself, and too few for sixteen at once.
@@ -39,7 +41,7 @@ CACHES = tuple(CacheOptions(kind, pages) for pages in (None, PAGES) for kind in 
 BATCHES = (1, 4, 16)
 QUICK_PROMPTS = {1: 2, 4: 5, 16: 16}
 # A tree's budget counts nodes, of which one path is accepted.
-GAMMA = {"tree": 12}
+GAMMA = {"tree": 12, "medusa": 8}
 NEW_TOKENS, LONGEST_PROMPT, PROMPTS = 48, 256, 16
 FILES = {"humaneval": "humaneval/HumanEval.jsonl.gz", "spec-bench": "spec-bench/question.jsonl"}
 
@@ -86,6 +88,7 @@ class Bench:
     draft: Model
     texts: Callable[[str], list[str]]
     plain: Callable[[str, str, str], list[Result]]
+    heads: Callable[[Model], Path]
 
     def drafter(self, name: str, target: Model) -> Any:
         """The drafter of this name for a target; nested needs the one with planes."""
@@ -103,6 +106,8 @@ class Bench:
                 return ChainedDrafter([LookupDrafter(), ModelDrafter(self.draft, vocab_size=vocab_size)])
             case "re-encoded":
                 return SimpleNamespace(decoder=self.draft.decoder, tokenizer=shorter_tokenizer(self.draft))
+            case "medusa":
+                return MedusaDrafter(load_heads(self.heads(target), target))
             case _:
                 return NestedDrafter(target)
 
@@ -137,7 +142,7 @@ def prompt_file(source: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench(pair_target: Callable[[str], Path]) -> Bench:
+def bench(pair_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Bench:
     models: dict[tuple[str, bool], Model] = {}
     sources: dict[str, list[str]] = {}
     texts: dict[tuple[str, str, str], list[Result]] = {}
@@ -162,7 +167,11 @@ def bench(pair_target: Callable[[str], Path]) -> Bench:
             )
         return texts[key]
 
-    return Bench(model, load(default_pair()[1]), prompts_of, plain)
+    def heads(target: Model) -> Path:
+        # All of them repeat the target's own head: a guess at the next token but one that is right now and then.
+        return write_medusa(target.path, tmp_path_factory.mktemp("heads") / "medusa")
+
+    return Bench(model, load(default_pair()[1]), prompts_of, plain, heads)
 
 
 def chosen(source: str, tokenizer: Any) -> list[str]:

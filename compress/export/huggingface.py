@@ -57,7 +57,7 @@ def write_config(
 
 
 def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of the quantised layers: bitsandbytes' words for nf4, else compressed-tensors'.
+    """What config.json says of the quantised layers, in the words of bitsandbytes, bitnet or compressed-tensors.
 
     None where no layer is quantised.
 

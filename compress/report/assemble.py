@@ -332,7 +332,8 @@ def _head(recipe: dict[str, Any]) -> str:
 def _calibration(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     keys = ("source", "samples_requested", "samples_used", "tokens")
     figures = {**dict.fromkeys(keys), "experts": [], "training": {}, **without_directories(given)}
-    reason = "the recipe looks at no text"
+    trains = bool(figures["training"])
+    reason = "nothing is calibrated: stages train on text of their own" if trains else "the recipe looks at no text"
     return figures, {f"calibration.{key}": reason for key in keys if figures[key] is None}
 
 

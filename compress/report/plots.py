@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from compress.report import training
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -37,7 +39,7 @@ STYLE = {
 
 
 def all_plots(report: dict[str, Any]) -> dict[str, str]:
-    """Name to data URI of each plot whose figures are there: size, quality, speed, acceptance, layers."""
+    """Name to data URI of each plot whose figures are there: size, quality, speed, acceptance, layers, training."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -47,6 +49,7 @@ def all_plots(report: dict[str, Any]) -> dict[str, str]:
         "speed": speed_bars,
         "acceptance": acceptance_by_position,
         "layers": layer_errors,
+        "training": training.loss_curves,
     }
     out = {}
     with matplotlib.rc_context(STYLE):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from compress.report import training
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
 Row = tuple[str, ...]
@@ -74,7 +75,18 @@ def measured(report: dict[str, Any]) -> list[Section]:
         out.append(_acceptance(report))
     if report["calibration"]["experts"]:
         out.append(_experts(report))
+    if training.stages(report):
+        out.append(_training(report))
     return out
+
+
+def _training(report: dict[str, Any]) -> Section:
+    headers = ("stage", "budget", "steps", "tokens", "time", "held-out loss before", "best, which is kept")
+    tables = [Table(headers, training.rows(report), wide=True)]
+    if found := training.perplexities(report):
+        tables.append(Table(("stage", "model", "perplexity of the held-out windows"), found))
+    shown = "Curves: training loss and held-out loss in nats over tokens, and the weights that were kept"
+    return Section("Training", "training", shown, training.sources(report), tables)
 
 
 def _size(report: dict[str, Any]) -> Section:

@@ -110,6 +110,7 @@ def _because(report: dict[str, Any], path: str) -> str:
 def findings(report: dict[str, Any]) -> list[str]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
     speed, out = report["speed"], list[str]()
+    out += _ternary_findings(report)
     out += _quality_findings(report)
     out += _sparsity_findings(report)
     out += _expert_findings(report)
@@ -141,6 +142,27 @@ def findings(report: dict[str, Any]) -> list[str]:
 
 def _pace(ratio: float) -> str:
     return f"{ratio:.2f} times" if ratio >= 1 else f"only {ratio:.2f} times"
+
+
+def _ternary_findings(report: dict[str, Any]) -> list[str]:
+    """Rounding to ternary is a way to measure, never one to compress: whoever reads on must have read this."""
+    trained = [stage["warning"] for stage in report["calibration"]["training"].values() if "warning" in stage]
+    if trained:
+        return trained
+    stages = report["asked"]["recipe"].get("stages", [])
+    if not any(stage.get("quantize", {}).get("scheme") == "ternary" for stage in stages):
+        return []
+    found = report["quality"]["perplexity"]
+    measured = ""
+    if found["original"] and found["compressed"]:
+        factor = times(found["compressed"] / found["original"])
+        measured = (
+            f" Perplexity is {factor} the original's: {found['compressed']:.2f} instead of {found['original']:.2f}."
+        )
+    return [
+        "WARNING: this model is RUINED. Its weights were rounded to ternary without training, which no model survives."
+        f"{measured} Use its size and speed; for a model that writes sense train it, with the recipe ternary."
+    ]
 
 
 def _quality_findings(report: dict[str, Any]) -> list[str]:

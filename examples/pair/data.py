@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from corpus import STANDARD_LIBRARY, Corpus, SourceFile, collect, megabytes
+from corpus import STANDARD_LIBRARY, Corpus, collect, megabytes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from calib.packages import SourceFile
 
 VOCABULARY = 4096
 END = "<|endoftext|>"

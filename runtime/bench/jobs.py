@@ -71,7 +71,7 @@ def opened_job(
         model = opened(shape or str(target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
-            kinds = ["lookup" if source is None else "model"]
+            kinds = ["model" if source is not None else "lookup" if model.medusa_path is None else "medusa"]
         draft_model = None
         if kinds == ["oracle", "nested"]:
             kinds, draft_model = ["oracle"], replace(model, decoder=upper_half(model))
@@ -79,12 +79,13 @@ def opened_job(
             if source is None:
                 raise UserError(f"--drafter {'+'.join(kinds)} needs a draft; give --draft DIR or a shape's name")
             draft_model = opened(source, "draft", source in SHAPES)
-        if draft is not None and (draft_model is None or draft_model.decoder is model.decoder):
+        heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
+        if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, prompts, count, new_tokens, seed)
         stop: frozenset[int] = frozenset()
         job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)
-        made = _drafter(job, model, draft_model, kinds, alpha, corpus, rule, seed)
+        made = _drafter(job, model, draft_model, kinds, alpha, corpus, rule, seed, heads)
         yield replace(job, drafter=made), model, draft_model
 
 
@@ -122,12 +123,13 @@ def _drafter(
     corpus: Path | None,
     rule: Rule,
     seed: int,
+    heads: Path | None,
 ) -> Drafter:
     if list(kinds) == ["model"] and draft is not None and not (model.path / "tokenizer.json").exists():
         # Random weights have no tokenizers whose vocabularies could differ.
         return ModelDrafter(draft, rule, model.decoder.vocab_size)
     if "oracle" not in kinds:
-        return make(model, kinds, draft, corpus, rule)
+        return make(model, kinds, draft, corpus, rule, heads)
     if len(kinds) > 1:
         raise UserError("--drafter oracle goes alone: it knows every token")
     assert draft is not None

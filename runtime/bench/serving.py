@@ -18,12 +18,12 @@ _Scheme = Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, n
 _Drafter = Annotated[
     str | None,
     typer.Option(
-        help="none, model, tree, lookup, suffix, nested, two of them with a plus between, or oracle (oracle+nested: at"
-        " the nested drafter's cost).",
+        help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, or oracle"
+        " (oracle+nested: at the nested drafter's cost).",
         show_default="model where there is a draft, else lookup",
     ),
 ]
-_Draft = Annotated[str | None, typer.Option(help="The draft's directory, or a shape's name.")]
+_Draft = Annotated[str | None, typer.Option(help="The draft's directory, a shape's name, or Medusa heads' directory.")]
 _Alpha = Annotated[float, typer.Option(help="The oracle's acceptance per token.")]
 _Corpus = Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")]
 _Prompts = Annotated[

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from runtime.drafters import Drafter
 from runtime.drafters.chained import ChainedDrafter
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.medusa import MedusaDrafter, load_heads
+from runtime.drafters.medusa_files import DESCRIPTION
 from runtime.drafters.nested import NestedDrafter
 from runtime.drafters.reencoded import model_drafter
 from runtime.drafters.suffix import SuffixDrafter
@@ -37,12 +39,13 @@ def choose(
     verify: Rule = "coupled",
     options: dict[str, Any] | None = None,
 ) -> Chosen:
-    """The drafter of this name: none, model, tree, lookup, suffix, nested, or two with a plus between them.
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
 
     nested needs a target that was loaded with planes=True.
 
-    name     None: model where there is a draft, otherwise lookup.
-    draft    the draft model's directory; None: the target's own, where its run folder has one.
+    name     None: model where there is a draft, medusa where there are heads, otherwise lookup.
+    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
+             one.
     corpus   a text file for suffix.
     verify   the rule that will judge.
     options  of `load`, for the draft model.
@@ -50,10 +53,12 @@ def choose(
     Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
     a file that cannot be read, and an unknown name.
     """
-    found = draft if draft is not None else target.draft_path
-    kinds = name.split("+") if name is not None else ["lookup" if found is None else "model"]
+    kinds = name.split("+") if name is not None else [_preferred(target, draft)]
     uses_draft = "model" in kinds or "tree" in kinds
-    if draft is not None and not uses_draft:
+    uses_heads = "medusa" in kinds and not uses_draft
+    own = target.medusa_path if uses_heads else target.draft_path
+    found = draft if draft is not None else own
+    if draft is not None and not (uses_draft or uses_heads):
         raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two.")
     if corpus is not None and "suffix" not in kinds:
         raise UserError(
@@ -64,13 +69,20 @@ def choose(
     if kinds == ["none"]:
         return Chosen(None)
     model = load(found, **(options or {})) if uses_draft and found is not None else None
-    made = make(target, kinds, model, corpus, verify)
+    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None)
     note = f" ({Path(found).name})" if model is not None and found is not None else ""
-    if name is None and model is None:
+    if kinds == ["lookup"] and name is None:
         note = " (no draft was given, and the target has none)"
     if kinds == ["nested"]:
         note = " (the target's upper four bits)"
     return Chosen(made, note)
+
+
+def _preferred(target: "Model", draft: str | Path | None) -> str:
+    """The drafter where none is named."""
+    if draft is not None or target.draft_path is not None:
+        return "model"
+    return "lookup" if target.medusa_path is None else "medusa"
 
 
 def make(
@@ -79,17 +91,24 @@ def make(
     draft: "Model | None" = None,
     corpus: Path | None = None,
     verify: Rule = "coupled",
+    heads: Path | None = None,
 ) -> Drafter:
     """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
 
+    heads  the directory of medusa's heads; None: the target's own.
+
     Raises UserError as `choose`.
     """
-    made = [_make(kind, target, draft, corpus, verify) for kind in kinds]
+    made = [_make(kind, target, draft, corpus, verify, heads) for kind in kinds]
     return made[0] if len(made) == 1 else ChainedDrafter(made)
 
 
-def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule) -> Drafter:
+def _make(
+    kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule, heads: Path | None
+) -> Drafter:
     vocab_size = target.decoder.vocab_size
+    if kind == "medusa":
+        return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
     if kind == "nested":
         return NestedDrafter(target, verify)
     if kind == "lookup":
@@ -102,8 +121,21 @@ def _make(kind: str, target: "Model", draft: "Model | None", corpus: Path | None
         require_same_vocabulary(target.tokenizer, draft.tokenizer)
         return TreeDrafter(draft, verify=verify, vocab_size=vocab_size)
     raise UserError(
-        f"drafter must be one of none, model, tree, lookup, suffix, nested, but is {kind}; choose one of them."
+        f"drafter must be one of none, model, tree, lookup, suffix, nested, medusa, but is {kind}; choose one of them."
     )
+
+
+def _heads_folder(target: "Model", named: Path | None) -> Path:
+    """Where medusa's heads are: the directory itself, or a run folder's `medusa/`."""
+    if named is None:
+        if target.medusa_path is None:
+            raise UserError(
+                f"--drafter medusa needs heads, but {target.path.name} comes without; compress it by a recipe with a "
+                "medusa stage, or give --draft DIR."
+            )
+        return target.medusa_path
+    inner = named / "medusa"
+    return inner if (inner / DESCRIPTION).is_file() else named
 
 
 def _tokens(target: "Model", corpus: Path) -> list[int]:

@@ -7,6 +7,7 @@ JSON object: steps of an uninterrupted run, and for each kill where it was, and 
 same bytes in the end.
 """
 
+import importlib
 import json
 import os
 import random
@@ -24,12 +25,16 @@ from compress.manifest import NAME
 from compress.pipeline import Options, run
 from compress.recipe import Recipe
 
+# What training imports when it begins: here once for all forks.
+LATE = ("torch._dynamo", "transformers.models.llama.modeling_llama", "calib.training_text", "compress.distill.heal")
 STEPS = ("sync", "rename", "remove", "sync_folder")
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """Everything that the job asks for."""
     torch.set_num_threads(1)
+    for module in LATE:
+        importlib.import_module(module)
     folder = Path(job["folder"])
     straight, steps, seconds = folder / "straight", folder / "steps", 0.0
     # One run in this very process: every child would have to import again what runs import where they need it.

@@ -24,6 +24,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "narrowed": {"stages": [{"prune": {"method": "width", "share": 0.25}}]},
     "shortened": {"stages": [{"prune": {"method": "depth", "share": 0.3}}]},
     "cached": {"kv": {"scheme": "int8"}},
+    "healed": {
+        "stages": [
+            {"prune": {"method": "depth", "share": 0.3}},
+            {"heal": {"training": {"tokens": 384, "batch": 4, "length": 16, "save_every": 2, "evaluate_every": 2}}},
+            INT4,
+        ]
+    },
 }
 
 
@@ -69,6 +76,13 @@ def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], 
     assert any("part-00001.safetensors" in names for names in left if names)
     assert any("manifest.json" in names for names in left if names)
     assert any(names and "inputs-00001.bin" in names for names in left) == (name == "calibrated")
+
+
+def test_killed_while_training(killed: Callable[..., dict[str, Any]]) -> None:
+    found = killed("healed", [130])
+    check(found)
+    assert found["steps"] > 180
+    assert all(kill["killed"] for kill in found["kills"])
 
 
 @pytest.mark.slow

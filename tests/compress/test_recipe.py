@@ -8,6 +8,7 @@ import yaml
 from compress import Recipe
 from compress.errors import UserError
 from compress.recipe import Quantize, built_in
+from compress.training.settings import Budget
 
 MINIMAL = "stages:\n  - quantize: {scheme: nf4}\n"
 
@@ -37,7 +38,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
     assert {recipe.name for recipe in recipes} >= {
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
-        *("kv-int8", "kv-int4"),
+        *("kv-int8", "kv-int4", "ternary-rtn"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
@@ -89,7 +90,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int4, int3, int2 or nf4, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int4, int3, int2, nf4 or ternary, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -104,30 +105,33 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - quantize: {scheme: nf4, targets: ['(']}\n", "quantize.targets: expected regular expressions"),
         ("stages:\n  - quantize: {scheme: nf4, targets: [7]}\n", "quantize.targets.0: expected a string, found 7"),
         ("stages:\n  - quantize: {scheme: int4, head: int8}\n", "quantize.head: expected keep with scheme int4"),
-        ("stages: []\n", "stages: expected at least one of prune, smooth, quantize (or the key kv), found none"),
+        ("stages: []\n", "stages: expected at least one of prune, heal, smooth, quantize"),
         ("stages:\n  - quantize: {scheme: nf4}\n  - quantize: {scheme: nf4}\n", "at most one quantize stage, found 2"),
         ("stages: nf4\n", "stages"),
         ("stages: [nf4]\n", "stages.0: expected a mapping, found 'nf4'"),
-        ("about: nothing\n", "stages: expected at least one of prune, smooth, quantize"),
+        ("about: nothing\n", "stages: expected at least one of prune, heal"),
         ("name: ../up\n" + MINIMAL, "name: expected up to 64 letters"),
         ("calibration: {samples: 0}\n" + MINIMAL, "calibration.samples: expected greater than or equal to 1, found 0"),
         ("calibration: {windows: 3}\n" + MINIMAL, "expected one of source, samples, seq_len"),
         # Reserved for later: refused, never accepted and ignored.
-        ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are not made by recipes yet"),
+        ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are made by a stage"),
         ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
-        ("stages:\n  - medusa: {heads: 3}\n", "stages.0.medusa: this stage is not built yet"),
-        ("stages:\n  - quantize: {scheme: ternary}\n", "ternary is not built yet"),
+        ("stages:\n  - quantize: {scheme: nested}\n", "nested is not built yet"),
+        ("stages:\n  - quantize: {scheme: ternary, method: gptq}\n", "method: expected rtn with scheme ternary"),
         # Keys that belong together, or do not.
+        ("stages:\n  - medusa: {joint: {weight: 1}}\n", "medusa.joint: expected with kind medusa-2 only"),
+        ("stages:\n  - medusa: {heads: 9}\n", "medusa.heads: expected less than or equal to 8, found 9"),
+        ("stages:\n  - medusa: {joint: {weigth: 1}}\n", "expected one of warmup, weight, rate_factor: did you mean"),
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
         ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
         (
             "stages:\n  - prun: {}\n",
-            "stages.0.prun: unknown key, expected one of prune, smooth, quantize: did you mean",
+            "stages.0.prun: unknown key, expected one of prune, heal, smooth, quantize",
         ),
-        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, smooth, quantize, found none"),
+        ("stages:\n  - {}\n", "stages.0: expected a mapping with one of prune, heal, smooth, quantize"),
         (
             "stages:\n  - {smooth: {alpha: 0.5}, quantize: {scheme: int4}}\n",
-            "expected a mapping with one of prune, smooth, quantize, found quantize and smooth",
+            "found quantize and smooth: correct it",
         ),
         ("stages:\n  - prune: {sparsity: 0.5}\n", "stages.0.prune.method: expected this key, found none"),
         ("stages:\n  - prune: {method: wandb, sparsity: 0.5}\n", "found 'wandb': did you mean wanda"),
@@ -141,8 +145,20 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - smooth: {alpha: 0.5}\n", "expected a quantize stage after smooth"),
         (
             "stages:\n  - quantize: {scheme: int4}\n  - prune: {method: wanda, sparsity: 0.5}\n",
-            "stages: expected the order prune, smooth, quantize, found quantize, prune",
+            "stages: expected the order prune, heal, smooth, quantize",
         ),
+        ("stages:\n  - heal: {}\n", "stages: expected a prune stage before heal, which wins back"),
+        ("stages:\n  - heal: {}\n  - prune: {method: depth, share: 0.5}\n", "stages: expected the order prune, heal"),
+        ("stages:\n  - ternary: {}\n  - quantize: {scheme: int4}\n", "expected one of quantize, ternary, qat"),
+        ("stages:\n  - smooth: {}\n  - ternary: {}\n", "expected a quantize stage after smooth"),
+        (
+            "stages:\n  - heal: {training: {minuts: 3}}\n",
+            "training.minuts: unknown key, expected one of minutes, tokens",
+        ),
+        ("stages:\n  - heal: {training: {minutes: 3, tokens: 5}}\n", "training.minutes: expected a budget of either"),
+        ("stages:\n  - heal: {training: {minutes: -3}}\n", "training.minutes: expected greater than 0, found -3"),
+        ("stages:\n  - heal: {training: {schedule: wds}}\n", "found 'wds': did you mean wsd"),
+        ("stages:\n  - heal: {kl: 0}\n", "heal.kl: expected a weight above 0 for one of"),
         ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),
         ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
         ("stages:\n  - quantize: {scheme: int4, method: awq, order: true}\n", "order: expected with method gptq and"),
@@ -182,6 +198,28 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
     replaced = write(tmp_path / "deep", "other.yaml", "extends: ../base.yaml\nstages: [{quantize: {scheme: int4}}]\n")
     assert quantize(replaced).ignore == ()
     assert "extends" not in recipe.to_dict()
+
+
+def test_a_stage_that_trains_says_everything(tmp_path: Path) -> None:
+    """What is kept names the budget and every setting; a stage without the key has its kind's defaults."""
+    text = "stages:\n  - prune: {method: depth, share: 0.5}\n  - heal: {}\n"
+    heal = Recipe.load(write(tmp_path, "r.yaml", text)).to_dict()["stages"][1]["heal"]
+    assert heal["training"]["minutes"] == 20 and "tokens" not in heal["training"]
+    assert {"rate", "schedule", "batch", "length", "weight_decay"} <= set(heal["training"])
+    for name in ("width-25-healed", "depth-25-healed"):
+        recipe = Recipe.load(name)
+        assert Recipe.load(write(tmp_path, "copy.yaml", recipe.to_yaml())) == recipe
+        assert [stage.kind for stage in recipe.stages] == ["prune", "heal"]
+        assert recipe.stages[0] == Recipe.load(name.removesuffix("-healed")).stages[0]
+
+
+def test_a_budget_on_the_command_line_replaces_the_recipe_s() -> None:
+    recipe = Recipe.load("width-25-healed").with_budget(Budget(tokens=5000))
+    trained = recipe.stages[1].trained
+    assert trained is not None and (trained.training.tokens, trained.training.minutes) == (5000, None)
+    assert recipe.stages[0] == Recipe.load("width-25").stages[0]
+    with pytest.raises(UserError, match="recipe width-25 has no stage that trains"):
+        Recipe.load("width-25").with_budget(Budget(minutes=1))
 
 
 def test_extends_takes_built_in_names(tmp_path: Path) -> None:

@@ -132,6 +132,19 @@ def test_slowdowns_are_said(report: dict[str, Any]) -> None:
     assert "do not speculate with this draft" in page.markdown(report)
 
 
+def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) -> None:
+    assert "RUINED" not in page.markdown(report)
+    report["asked"]["recipe"]["stages"] = [{"quantize": {"scheme": "ternary", "method": "rtn"}}]
+    report["quality"]["perplexity"] |= {"original": 10.0, "compressed": 47.0}
+    text = page.markdown(report)
+    assert "WARNING: this model is RUINED" in text and "4.70×" in text and "RUINED" in page.html(report)
+    assert wording.findings(report)[0].startswith("WARNING")
+    report["asked"]["recipe"]["stages"] = [{"ternary": {"weights": "ternary"}}]
+    assert "RUINED" not in page.markdown(report)
+    report["calibration"]["training"] = {"ternary": {"warning": "Rounding without training RUINS this model."}}
+    assert wording.findings(report)[0] == "Rounding without training RUINS this model."
+
+
 def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) -> None:
     report["draft"], report["speed"]["drafter"] = None, "lookup"
     text = page.markdown(report)
@@ -178,6 +191,39 @@ def test_every_expert_is_named_with_its_tokens(report: dict[str, Any]) -> None:
     report["calibration"]["experts"][0]["handled"] = "skipped"
     with pytest.raises(ValidationError, match="handled"):
         validate(report)
+
+
+def test_stages_that_trained_are_shown_with_their_curve(report: dict[str, Any]) -> None:
+    assert "## Training" not in page.markdown(report) and "training" not in plots.all_plots(report)
+    report["calibration"]["training"] = {
+        "heal": {
+            "budget": {"minutes": 20.0},
+            "text": {"source": "some <text>", "documents": 500, "held_out_tokens": 8192},
+            "steps": 400,
+            "tokens": 819_200,
+            "seconds": 1187.4,
+            "before": 2.4761,
+            "best": 2.1234,
+            "best_step": 300,
+            "perplexity": {"original": 11.489, "pruned": 11.895, "healed": 8.3597},
+            "curve": [
+                {"step": 0, "tokens": 0, "rate": 0.0, "held_out": 2.4761},
+                {"step": 200, "tokens": 409_600, "loss": 0.05, "rate": 5e-4},
+                {"step": 300, "tokens": 614_400, "loss": 0.04, "rate": 2e-4, "held_out": 2.1234},
+                {"step": 400, "tokens": 819_200, "loss": 0.03, "rate": 2e-5, "held_out": 2.1301},
+            ],
+        },
+    }
+    validate(report)
+    html, markdown = page.html(report), page.markdown(report)
+    for figure in ("20 minutes", "400", "819,200", "1,187 s", "2.4761", "2.1234 (step 300)", "11.895", "8.360"):
+        assert figure in html and figure in markdown
+    assert "some &lt;text&gt;, 500 documents" in html and "8,192 other tokens" in markdown
+    assert len(Outline(html).loads) == 6
+    report["calibration"]["training"]["draft"] = report["calibration"]["training"]["heal"]
+    assert plots.all_plots(report)["training"] != plots.all_plots({**report, "calibration": {"training": {}}}).get(
+        "training"
+    )
 
 
 def test_each_lossless_class_has_its_sentence(report: dict[str, Any]) -> None:

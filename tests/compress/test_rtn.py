@@ -9,7 +9,7 @@ from compress.quantize import rtn
 from compress.report.facts import LayerRecord
 from compress.report.size import bits_per_weight
 from runtime import formats
-from runtime.formats import int4, int8, nf4
+from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import Scheme
 
 
@@ -24,6 +24,7 @@ def weights(n: int = 24, k: int = 256) -> torch.Tensor:
         ("int8-dynamic", 0, True, Scheme("int8", 8, 0, True, "int8-token")),
         ("int8-static", 0, True, Scheme("int8", 8, 0, True, "int8-tensor")),
         ("nf4", 64, True, Scheme("nf4", 4, 64, True, "int8-group")),
+        ("ternary", 0, True, Scheme("ternary", 2, 0, True, "int8-token")),
         ("int4", 128, True, Scheme("int4", 4, 128, True, "int8-group")),
         ("int4", 32, False, Scheme("int4", 4, 32, False, "int8-group")),
         ("int3", 64, True, Scheme("int4", 3, 64, True, "int8-group")),
@@ -60,8 +61,9 @@ def test_the_files_own_arithmetic_is_used() -> None:
         ("int8-dynamic", int8.pack(weights())),
         ("int3", int4.pack(weights(), 64, bits=3)),
         ("nf4", nf4.pack(weights())),
+        ("ternary", ternary.pack(weights())),
     ):
-        made = rtn.quantize(weights(), scheme, 0 if scheme == "int8-dynamic" else 64)
+        made = rtn.quantize(weights(), scheme, 0 if scheme in ("int8-dynamic", "ternary") else 64)
         assert torch.equal(made.codes, packed.codes) and torch.equal(made.scale, packed.scale)
 
 
@@ -70,6 +72,7 @@ def test_words_that_do_not_go_together_are_refused() -> None:
         ("int8-static", {}),
         ("int4", {"input_scale": 0.1}),
         ("nf4", {"symmetric": False}),
+        ("ternary", {"symmetric": False}),
         ("int8-dynamic", {"symmetric": False}),
         ("int5", {}),
     ):

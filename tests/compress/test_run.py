@@ -128,7 +128,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "int4-rtn, int8-dynamic, int8-smoothquant, int8-static,"),
+        ([], "int4-rtn, int8-dynamic, int8-medusa, int8-smoothquant, int8-static,"),
         (["--recipe", "nf5"], "did you mean 'nf4'"),
         (["--recipe", "no/such.yaml"], "expected a YAML file, found none"),
         (["--recipe", "nf4", "--memory-budget", "lots"], "--memory-budget: expected a size such as 4GB or 512MiB"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
-from compress import activations, files, manifest, pipeline, preflight, stages
+from compress import activations, files, manifest, passes, pipeline, preflight, stages
 from compress.activations import Activations, Inputs
 from compress.block import Block, Statistics
 from compress.errors import UserError
@@ -80,14 +80,14 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Stands before the recipe's own stages."""
-    found, make, work = Spy(), stages.make_stages, pipeline.make_work
+    found, make, work = Spy(), stages.make_stages, passes.make_work
 
     def kept(*given: Any) -> Any:
         found.tokens = given[3]
         return work(*given)
 
-    monkeypatch.setattr(pipeline, "make_work", kept)
-    monkeypatch.setattr(pipeline, "make_stages", lambda *given: [found, *make(*given)])
+    monkeypatch.setattr(passes, "make_work", kept)
+    monkeypatch.setattr(passes, "make_stages", lambda *given: [found, *make(*given)])
     return found
 
 

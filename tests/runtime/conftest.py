@@ -126,6 +126,7 @@ class FakeModel:
     end_tokens: frozenset[int] = frozenset([10**9])
     path: Path = Path("fake")
     draft_path: Path | None = None
+    medusa_path: Path | None = None
 
 
 def _hashed(seed: int, context: Context) -> np.ndarray:

@@ -18,6 +18,8 @@ from runtime.drafters import Draft
 from runtime.drafters.candidates import Candidates, drawn, ranked
 from runtime.drafters.growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, Tree, TreeShape
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.medusa import Head, Heads, MedusaDrafter
+from runtime.drafters.medusa_files import Description
 from runtime.drafters.model import ModelDrafter
 from runtime.drafters.suffix import SuffixDrafter
 from runtime.drafters.tree import TreeDrafter
@@ -384,6 +386,14 @@ def expected_text(sampling: Sampling, prompt: list[int]) -> np.ndarray:
     return out
 
 
+def heads() -> Heads:
+    """Medusa heads that always say the same, most of it improbable."""
+    rows = torch.tensor(logits("bad")[:2], dtype=torch.float32)
+    about = Description(2, 1, 4, V, False, ((0,), (1,), (0, 0), (2,), (0, 1)), "")
+    made = tuple(Head((), lambda x, row=row: row.expand(len(x), -1)) for row in rows)  # type: ignore[misc]
+    return Heads(about, lambda x: torch.zeros(len(x), 8), made)
+
+
 def drafter_of(name: str, draft: Any, rule: Rule) -> Any:
     return {
         "chain": lambda: ModelDrafter(draft, rule),
@@ -391,6 +401,7 @@ def drafter_of(name: str, draft: Any, rule: Rule) -> Any:
         "dynamic": lambda: TreeDrafter(draft, DYNAMIC, rule),
         "lookup": LookupDrafter,
         "suffix": lambda: SuffixDrafter([[i % V for i in range(40)]], min_match=1),
+        "medusa": lambda: MedusaDrafter(heads(), rule),
     }[name]()
 
 
@@ -428,7 +439,7 @@ def markov(tokenizer: Any) -> Callable[[str], Any]:
     return make
 
 
-@pytest.mark.parametrize("name", ["chain", "static", "dynamic", "lookup", "suffix"])
+@pytest.mark.parametrize("name", ["chain", "static", "dynamic", "lookup", "suffix", "medusa"])
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_follow_the_target(rule: Rule, name: str, markov: Any, chi_squared: ChiSquared) -> None:
     sampling = PROCESSORS["repetition" if name == "static" else "top-p" if name == "dynamic" else "plain"]
@@ -451,7 +462,7 @@ WITH_MODEL = [(name, kind) for name in ("chain", "static", "dynamic") for kind i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [*WITH_MODEL, ("lookup", "none"), ("suffix", "none")])
+@pytest.mark.parametrize(("name", "kind"), [*WITH_MODEL, ("lookup", "none"), ("suffix", "none"), ("medusa", "none")])
 @pytest.mark.parametrize("rule", RULES)
 def test_10_000_texts(rule: Rule, name: str, kind: str, markov: Any, chi_squared: ChiSquared) -> None:
     """Every processor occurs with both rules, and with chains and trees."""

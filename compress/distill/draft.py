@@ -1,0 +1,275 @@
+"""The stage draft: the compressed target teaches the draft to propose what it would say (DistillSpec, 2310.08461).
+
+The teacher is the packed target as it will be served, through the runtime's kernels. A draft that was trained beside
+the original still answers like the original; what rounding has changed it cannot know.
+"""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compress.distill import acceptance, minillm, new_draft, policy
+from compress.distill.distributions import Divergence, cross_entropy, divergence
+from compress.distill.policy import Samples, Writer
+from compress.distill.recipe import Draft
+from compress.distill.teacher import Teacher, narrowed, of_decoder
+from compress.errors import UserError
+from compress.training import plain_model
+from compress.training.batches import PackedBatches
+from compress.training.loop import train
+from compress.training.settings import Budget
+from compress.training.task import Group, Loss
+
+if TYPE_CHECKING:
+    from compress.model_stages import Given
+    from runtime.loading import Model
+
+# Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
+_PROMPTS, _NEW_TOKENS = 24, 64
+# The share of a budget in minutes that the target's samples may take.
+_SAMPLING = 0.2
+# Windows that are evaluated at once.
+_ROWS = 8
+
+
+def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
+    """Aligns the draft at `given.draft` (None: one made of the original) with the packed model at `given.model`.
+
+    Writes the plain directory `out`. Returns, for the report: what the loop says of the run, `acceptance` before and
+    after on held-out windows, `samples` that the target has written with the seconds that took, and `made_of`, the
+    numbers of the target's blocks that a new draft was made of.
+    Raises UserError for a draft with another vocabulary, and for whatever stops the loop.
+    """
+    from runtime import load
+    from runtime.vocabulary import require_same_vocabulary
+
+    given.work.mkdir(parents=True, exist_ok=True)
+    source, made_of = given.draft, None
+    if source is None:
+        source = given.work / "made"
+        made_of = _make(stage, given, source)
+    target = load(given.model, device=given.device, threads=given.threads)
+    before_model = load(source, device=given.device, threads=given.threads)
+    require_same_vocabulary(target.tokenizer, before_model.tokenizer)
+    prompts = given.held_out[:_PROMPTS, : min(stage.prompt, given.held_out.shape[1])].tolist()
+
+    def accepted(draft: "Model") -> acceptance.Acceptance:
+        return acceptance.measure(target, draft, given.held_out, prompts, _NEW_TOKENS)
+
+    before = accepted(before_model)
+    del before_model
+    student = plain_model.load(source, given.device)
+    frozen = plain_model.freeze_fused(student, source)
+    blocks = {name for name, _ in plain_model.block_matrices(student, source)}
+    samples = _samples(stage, given, target)
+    task = DraftTask(
+        stage,
+        student,
+        of_decoder(target.decoder),
+        given.held_out,
+        blocks,
+        writer=_student_writer(stage, given, student, target),
+        samples=samples,
+        autocast=given.settings.autocast,
+    )
+    batches = PackedBatches(given.tokens, given.settings)
+    budget = _left(given.budget, samples)
+    result = train(task, batches, budget, given.settings, given.work, given.progress, given.note, stage="draft")
+    plain_model.write(student, source, out, given.shard_bytes)
+    after = accepted(load(out, device=given.device, threads=given.threads))
+    given.note(
+        f"draft: greedy acceptance at {acceptance.DRAFT_LENGTH} drafted tokens {_shown(before.acceptance_rate)} -> "
+        f"{_shown(after.acceptance_rate)}, agreement {before.agreement:.3f} -> {after.agreement:.3f}"
+    )
+    told = {"texts": len(samples.tokens), "seconds": samples.seconds} if samples is not None else None
+    return {
+        **result.to_dict(),
+        "loss": stage.loss,
+        "acceptance": {"before": before.to_dict(), "after": after.to_dict()},
+        "samples": told,
+        "made_of": None if made_of is None else list(made_of),
+        "frozen": frozen,
+    }
+
+
+class DraftTask:
+    """Distillation of a teacher into a transformers model (`compress.training.task.Task`).
+
+    held_out  (E, length) int64: windows to evaluate on.
+    blocks    names of the blocks' matrices.
+    writer    continues prompts as the student; None where it writes nothing.
+    samples   what the teacher wrote; None where it wrote nothing.
+    autocast  whether evaluation, too, computes in bfloat16.
+    """
+
+    def __init__(
+        self,
+        stage: Draft,
+        student: Any,
+        teacher: Teacher,
+        held_out: Tensor,
+        blocks: set[str],
+        writer: Writer | None = None,
+        samples: Samples | None = None,
+        autocast: bool = False,
+    ):
+        if (stage.student > 0) != (writer is not None) or (stage.teacher > 0) != (samples is not None):
+            raise ValueError("expected a writer and samples where the stage has a share for them, and only there")
+        self.stage, self.student, self.teacher, self.held_out = stage, student, teacher, held_out
+        self.blocks, self.writer, self.samples, self.autocast = blocks, writer, samples, autocast
+
+    def groups(self) -> list[Group]:
+        """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
+        wanted = [(name, p) for name, p in self.student.named_parameters() if p.requires_grad]
+        inner = [p for name, p in wanted if name in self.blocks]
+        outer = [p for name, p in wanted if name not in self.blocks and p.dim() >= 2]
+        rest = [p for name, p in wanted if name not in self.blocks and p.dim() < 2]
+        groups = [
+            Group("blocks", inner, optimizer=self.stage.optimizer),
+            Group("outside", outer),
+            Group("norms and biases", rest, weight_decay=0.0),
+        ]
+        return [group for group in groups if group.parameters]
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""
+        self.student.train()
+        stage, prompt = self.stage, self.stage.prompt
+        who = stage.shares.draw(float(torch.rand(())))
+        if who == "student" and self.writer is not None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+            written = self.writer(batch[:, :prompt].cpu(), batch.shape[1] - prompt, generator)
+            batch = written.to(batch.device)
+            if stage.loss == "minillm":
+                return self._policy_gradient(batch)
+        elif who == "teacher" and self.samples is not None:
+            numbers = torch.randint(len(self.samples.tokens), (len(batch),))
+            batch = self.samples.take(numbers)[:, : batch.shape[1]].to(batch.device)
+        inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
+        given = self.student(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+        wanted = narrowed(self.teacher(inputs), given.shape[-1]).flatten(0, 1)
+        kind: Divergence = "reverse_kl" if stage.loss == "minillm" else stage.loss
+        total = divergence(given, wanted, kind, stage.beta, stage.temperature)
+        parts: dict[str, float] = {kind: float(total.detach())}
+        if stage.cross_entropy:
+            text = cross_entropy(given, labels)
+            parts["cross_entropy"] = float(text.detach())
+            total = total + stage.cross_entropy * text
+        return Loss(total, parts)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean divergence from the teacher on the held-out windows, of the stage's kind, at temperature 1."""
+        self.student.eval()
+        device = next(self.student.parameters()).device
+        kind = "reverse_kl" if self.stage.loss == "minillm" else self.stage.loss
+        total = 0.0
+        for rows in self.held_out.split(_ROWS):
+            tokens = rows.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+                given = self.student(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+            wanted = narrowed(self.teacher(tokens), given.shape[-1]).flatten(0, 1)
+            total += float(divergence(given, wanted, kind, self.stage.beta)) * len(rows)
+        return total / len(self.held_out)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights."""
+        return {name: parameter.detach() for name, parameter in self.student.named_parameters()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        with torch.no_grad():
+            for name, parameter in self.student.named_parameters():
+                parameter.copy_(state[name])
+
+    def _policy_gradient(self, texts: Tensor) -> Loss:
+        prompt = self.stage.prompt
+        given = self.student(input_ids=texts[:, :-1], use_cache=False).logits[:, prompt - 1 :]
+        wanted = narrowed(self.teacher(texts[:, :-1]), given.shape[-1])[:, prompt - 1 :]
+        new = texts[:, prompt:]
+        found = minillm.policy_gradient(
+            given, wanted, new, torch.ones_like(new, dtype=torch.bool), teacher_mix=self.stage.teacher_mix
+        )
+        # A mean over tokens, as the other losses are.
+        return Loss(found / new.shape[1])
+
+
+def _make(stage: Draft, given: "Given", out: Path) -> tuple[int, ...]:
+    """A new draft of the original's blocks; the target's are packed."""
+    original = plain_model.load(given.original, given.device)
+    count = new_draft.count_of(stage.keep, int(original.config.num_hidden_layers))
+    kept = new_draft.choose_blocks(original, given.held_out, count, stage.blocks)
+    shutil.rmtree(out, ignore_errors=True)  # a run before this one may have left half of it
+    new_draft.write_draft(given.original, kept, out, given.shard_bytes)
+    given.note(f"draft: made of {count} of the original's blocks, numbers {', '.join(map(str, kept))}")
+    return kept
+
+
+def _samples(stage: Draft, given: "Given", target: "Model") -> Samples | None:
+    """What the target writes, greedily and at temperature 1 in turn: written once, and found again by a resumed run."""
+    if not stage.teacher:
+        return None
+    writers = [policy.decoder_writer(target.decoder, temperature) for temperature in (0.0, 1.0)]
+    minutes, tokens = given.budget.minutes, given.budget.tokens
+    # No more than training will read.
+    enough = stage.samples if tokens is None else math.ceil(stage.teacher * tokens / given.settings.length)
+    return policy.write_samples(
+        given.work / "samples.bin",
+        writers,
+        _prompts(given.tokens, stage.prompt),
+        min(stage.samples, enough),
+        given.settings.length + 1,
+        given.seed,
+        given.progress,
+        seconds=None if minutes is None else 60 * minutes * _SAMPLING,
+    )
+
+
+def _prompts(tokens: Any, length: int) -> Callable[[int, torch.Generator], Tensor]:
+    """Runs of training text at random places."""
+
+    def take(rows: int, generator: torch.Generator) -> Tensor:
+        starts = torch.randint(len(tokens) - length, (rows,), generator=generator).tolist()
+        return torch.stack([torch.as_tensor(tokens[start : start + length].astype("int64")) for start in starts])
+
+    return take
+
+
+def _student_writer(stage: Draft, given: "Given", student: Any, target: "Model") -> Writer | None:
+    """The runtime's kernels on a CPU, transformers elsewhere (there minillm draws from the student alone)."""
+    if not stage.student:
+        return None
+    if given.device != "cpu":
+        return policy.model_writer(student)
+    mixed = stage.loss == "minillm" and stage.teacher_mix > 0
+
+    def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
+        now = policy.snapshot(student, given.work / "policy", given.threads)
+        if mixed:
+            return minillm.mixed_writer(now, target.decoder, stage.teacher_mix)(prompts, new, generator)
+        return policy.decoder_writer(now)(prompts, new, generator)
+
+    return write
+
+
+def _left(budget: Budget, samples: Samples | None) -> Budget:
+    """What the samples leave of a budget in minutes: always the same, as the seconds that they took are on file."""
+    if budget.minutes is None or samples is None:
+        return budget
+    left = budget.minutes - samples.seconds / 60
+    if left <= 0:
+        raise UserError(
+            f"draft.training.minutes: expected time to train, found {budget.minutes:g} minutes, of which the target's "
+            f"first texts took {samples.seconds / 60:.1f}: ask for more, or set draft.teacher to 0"
+        )
+    return dataclasses.replace(budget, minutes=left)
+
+
+def _shown(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate:.3f}"

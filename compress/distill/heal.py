@@ -1,0 +1,107 @@
+"""The stage heal: the original teaches the pruned model to answer like it again (Minitron, 2407.14679)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.distill.heal_recipe import Heal
+from compress.distill.objective import objective_loss
+from compress.errors import UserError
+from compress.training import plain_model
+from compress.training.batches import PackedBatches
+from compress.training.loop import train
+from compress.training.task import Group, Loss
+
+if TYPE_CHECKING:
+    from compress.model_stages import Given
+
+
+def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
+    """Heals the plain model at `given.model` and writes the plain directory `out`.
+
+    Returns, for the report: what the loop says of the run, `perplexity` of the held-out windows for the original, the
+    pruned and the healed model as it is written, and `frozen`, parameters that were not trained (fused experts).
+    Raises UserError for whatever stops the loop.
+    """
+    teacher, student = (plain_model.load(folder, given.device) for folder in (given.original, given.model))
+    frozen = plain_model.freeze_fused(student, given.model)
+    matrices = plain_model.block_matrices(student, given.model)
+    original = plain_model.held_out_loss(teacher, given.held_out)
+    task = HealTask(student, teacher, given.held_out, stage, {name for name, _ in matrices}, given.settings.autocast)
+    batches = PackedBatches(given.tokens, given.settings)
+    result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage="heal")
+    plain_model.write(student, given.model, out, given.shard_bytes)
+    del teacher, student, task
+    healed = plain_model.held_out_loss(plain_model.load(out, given.device), given.held_out)
+    found = plain_model.perplexities(original=original, pruned=result.before, healed=healed)
+    return {**result.to_dict(), "perplexity": found, "frozen": frozen}
+
+
+class HealTask:
+    """Distillation of a transformers model into a smaller one (`compress.training.task.Task`).
+
+    held_out  (E, length) int64: windows to evaluate on.
+    blocks    names of the blocks' matrices; their zeros, which pruning has left, stay zeros.
+    autocast  whether evaluation, too, computes in bfloat16.
+
+    Raises UserError where muon, which fills zeros in, is to train matrices that have many.
+    """
+
+    def __init__(
+        self, student: Any, teacher: Any, held_out: Tensor, stage: Heal, blocks: set[str], autocast: bool = False
+    ):
+        self.student, self.teacher, self.held_out, self.stage = student, teacher, held_out, stage
+        self.blocks, self.autocast, self.objective = blocks, autocast, stage.objective()
+        teacher.eval().requires_grad_(False)
+        sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
+        if sparse and stage.optimizer == "muon":
+            raise UserError(f"heal.optimizer: expected adamw where single weights are pruned ({sparse[0]}), found muon")
+
+    def groups(self) -> list[Group]:
+        """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
+        wanted = [(name, p) for name, p in self.student.named_parameters() if p.requires_grad]
+        inner = [p for name, p in wanted if name in self.blocks]
+        outer = [p for name, p in wanted if name not in self.blocks and p.dim() >= 2]
+        rest = [p for name, p in wanted if name not in self.blocks and p.dim() < 2]
+        groups = [
+            Group("blocks", inner, optimizer=self.stage.optimizer),
+            Group("outside", outer),
+            Group("norms and biases", rest, weight_decay=0.0),
+        ]
+        return [group for group in groups if group.parameters]
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """See `Task.loss`."""
+        self.student.train()
+        return objective_loss(self.objective, self.student, self.teacher, batch)
+
+    def evaluate(self) -> float:
+        """Mean cross entropy of the held-out windows."""
+        return plain_model.held_out_loss(self.student, self.held_out, self.autocast)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights."""
+        return {name: parameter.detach() for name, parameter in self.student.named_parameters()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        with torch.no_grad():
+            for name, parameter in self.student.named_parameters():
+                parameter.copy_(state[name])
+
+
+def _keep_zeros(parameter: nn.Parameter) -> bool:
+    """Whether a matrix has zeros, which then get no gradient: with no moments either, AdamW leaves them zeros."""
+    kept = parameter.detach() != 0
+    if bool(kept.all()):
+        return False
+
+    def mask(trained: Tensor) -> None:
+        if trained.grad is not None:
+            trained.grad.mul_(kept)
+
+    parameter.register_post_accumulate_grad_hook(mask)
+    return True

@@ -1,0 +1,43 @@
+"""What the stage heal of a recipe may say."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from compress.distill.objective import Objective
+from compress.training.recipe import Trained, Training
+
+Weight = Annotated[float, Field(ge=0, strict=False)]
+
+
+class HealTraining(Training):
+    """Minutes are what the embedded pair takes to come back most of the way on two cores."""
+
+    default_minutes: ClassVar[float] = 20.0
+
+
+class Heal(Trained):
+    """A stage that teaches a pruned model to answer like the original again, by distillation.
+
+    kl             weight of the forward KL to the original's next-token distribution, at `temperature`.
+    cross_entropy  weight of the text itself.
+    hidden         weight of the squared distance to the original's hidden states over their mean square: after every
+                   block, or after the last one where blocks are gone.
+    optimizer      of the blocks' matrices; muon needs matrices of which no single weights were pruned.
+    """
+
+    training: HealTraining = Field(default_factory=HealTraining)
+    kl: Weight = 1.0
+    cross_entropy: Weight = 0.0
+    hidden: Weight = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+    @model_validator(mode="after")
+    def _some(self) -> "Heal":
+        self.objective()
+        return self
+
+    def objective(self) -> Objective:
+        """The same for the task."""
+        return Objective(self.kl, self.cross_entropy, self.hidden, self.temperature)

@@ -1,0 +1,132 @@
+"""A teacher's answers on disk: its k most probable tokens at every position, and what probability is left for others.
+
+One file of fixed records, memory-mapped, beside a JSON file that says what it holds and has its checksum. k + 1 classes
+with all of the probability make every divergence proper (`distributions.collapse`): without the last one, a student
+would be pushed to give all of its mass to the k tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress import files
+from compress.distill.distributions import Divergence, collapse, divergence
+from compress.distill.teacher import Teacher
+from compress.errors import UserError
+from compress.training.task import Progress
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TopLogits:
+    """What the cache has of some windows.
+
+    tokens     (n, T, k) int64, the most probable first.
+    log_probs  (n, T, k + 1) float32: theirs, and last that of all other tokens together. Their exponentials sum to 1.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    def divergence(self, student: Tensor, kind: Divergence, beta: float = 0.5, weights: Tensor | None = None) -> Tensor:
+        """The mean divergence over k + 1 classes of student logits (n, T, V) at the cache's temperature, in nats."""
+        rows = collapse(student.flatten(0, -2), self.tokens.flatten(0, -2))
+        return divergence(rows, self.log_probs.flatten(0, -2), kind, beta, weights=weights)
+
+
+class LogitsCache:
+    """Read-only; `write` makes one.
+
+    Raises UserError for a file that is missing, damaged, or of other windows or another teacher than `identity` says.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]):
+        about = _read(path)
+        if about["identity"] != dict(identity):
+            raise UserError(
+                f"{path} holds a teacher's answers to {about['identity']}, expected {dict(identity)}: remove it"
+            )
+        self.k, self.windows, self.length = (int(about[key]) for key in ("k", "windows", "length"))
+        expected = self.windows * self.length * _record(self.k).itemsize
+        if not path.is_file() or path.stat().st_size != expected or files.sha256(path) != about["sha256"]:
+            raise UserError(f"{path} is damaged or missing: expected {expected} bytes with its checksum: remove it")
+        self._records = np.memmap(path, dtype=_record(self.k), mode="r", shape=(self.windows, self.length))
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def take(self, windows: Tensor) -> TopLogits:
+        """Answers to the windows of these numbers (n,) int64."""
+        found = self._records[windows.numpy()]
+        tokens = torch.from_numpy(found["token"].astype(np.int64))
+        return TopLogits(tokens, torch.from_numpy(np.ascontiguousarray(found["log_prob"])))
+
+
+def write(
+    path: Path,
+    teacher: Teacher,
+    windows: Tensor,
+    k: int,
+    identity: Mapping[str, Any],
+    progress: Progress,
+    rows: int = 8,
+) -> None:
+    """Writes the k best answers to each token of `windows` (N, T) int64; the file is whole or not there.
+
+    identity  plain JSON data that says which teacher and which windows these are.
+    rows      windows in one call of the teacher.
+    Raises ValueError for k out of range and UserError for logits that are not finite.
+    """
+    count, length = windows.shape
+    digest = hashlib.sha256()
+    files.remove(_about(path))
+    with files.whole(path) as file:
+        for first in range(0, count, rows):
+            progress("teacher", first, count)
+            logits = teacher(windows[first : first + rows])
+            if not 0 < k < logits.shape[-1]:
+                raise ValueError(f"k must be from 1 to {logits.shape[-1] - 1}, found {k}")
+            records = _records(logits.flatten(0, 1), k, first)
+            raw = records.tobytes()
+            digest.update(raw)
+            file.write(raw)
+    progress("teacher", count, count)
+    sizes = {"schema": _SCHEMA, "k": k, "windows": count, "length": length}
+    files.write_json(_about(path), {**sizes, "sha256": digest.hexdigest(), "identity": dict(identity)})
+
+
+def _records(logits: Tensor, k: int, window: int) -> NDArray[np.void]:
+    if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
+        raise UserError(f"teacher: expected finite logits, found none in windows from {window + 1} on")
+    kept = logits.topk(k, dim=-1).indices
+    found = np.empty(len(logits), dtype=_record(k))
+    found["token"] = kept.cpu().numpy()
+    found["log_prob"] = collapse(logits, kept).float().cpu().numpy()
+    return found
+
+
+def _record(k: int) -> np.dtype[np.void]:
+    return np.dtype([("token", "<i4", (k,)), ("log_prob", "<f4", (k + 1,))])
+
+
+def _about(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(_about(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_about(path)} cannot be read: expected a cache of a teacher's answers: write it") from error
+    if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
+        raise UserError(f"{_about(path)}: expected a cache of schema {_SCHEMA}, found another one: remove it")
+    return about

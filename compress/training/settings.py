@@ -1,0 +1,78 @@
+"""What a training run is told: how much it may take, and how it goes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.errors import UserError
+
+MOST_MINUTES = 1_000_000.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long training goes on: exactly one of the two.
+
+    tokens   predicted tokens, over all processes.
+    minutes  wall time on this machine. It becomes a number of steps once the first few have been timed, and that
+             number is kept in the checkpoint: a resumed run follows the same schedule, however fast it is then.
+    """
+
+    tokens: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.minutes is None):
+            found = "both" if self.tokens is not None else "none"
+            raise UserError(f"training: expected a budget of either tokens or minutes, found {found}: name one")
+        if self.tokens is not None and self.tokens < 1:
+            raise UserError(f"training.tokens: expected at least 1, found {self.tokens}: raise it")
+        if self.minutes is not None and not 0 < self.minutes <= MOST_MINUTES:
+            raise UserError(f"training.minutes: expected more than 0, found {self.minutes}: correct it")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the loop trains.
+
+    rate            the optimiser's peak learning rate.
+    schedule        cosine: down to the floor from the warm-up on; wsd: warm-up, stable, decay (linear).
+    warmup, decay   shares of the steps; decay is of wsd only.
+    floor           the last step's rate, as a share of the peak.
+    clip            the largest norm of all gradients together; larger ones are scaled down to it.
+    batch           windows in a micro-batch, over all processes together.
+    accumulate      micro-batches in a step.
+    length          predicted tokens in a window, which has one token more.
+    evaluate_every, save_every   steps.
+    autocast        whether the loss is computed under bfloat16 autocast; weights and moments stay as they are.
+    """
+
+    rate: float = 3e-4
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: float = 0.03
+    decay: float = 0.3
+    floor: float = 0.05
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    batch: int = 8
+    accumulate: int = 1
+    length: int = 256
+    seed: int = 0
+    evaluate_every: int = 100
+    save_every: int = 100
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "length", "evaluate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        for name in ("warmup", "decay", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a share from 0 to 1, found {getattr(self, name)}")
+        if self.rate <= 0 or self.clip <= 0:
+            raise ValueError(f"expected a rate and a clip above 0, found {self.rate} and {self.clip}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens in a step, over all processes."""
+        return self.batch * self.accumulate * self.length
