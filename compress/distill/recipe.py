@@ -17,7 +17,7 @@ class DraftTraining(Training):
 
     default_minutes: ClassVar[float] = 15.0
 
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 2e-3
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
     batch: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 8
     autocast: StrictBool = True
 

@@ -81,6 +81,7 @@ def test_maximum_mean_discrepancy_is_unbiased() -> None:
     assert abs(found - wanted) < 4 * spread
 
 
+@torch.no_grad()
 def test_weights_through_projections() -> None:
     student, teacher = _random(3, 2, seed=7), _random(5, 4, seed=8)
     outputs, inputs = Projection(3, 5).double(), Projection(2, 4).double()
@@ -105,7 +106,7 @@ def test_gradients_of_outputs() -> None:
     torch.testing.assert_close(ours, by_hand(weight))
     assert not theirs.requires_grad
     loss = features.gradient_l2(ours, theirs)
-    assert float(loss) == pytest.approx(float((by_hand(weight) - by_hand(other)).square().mean()))
+    assert loss.item() == pytest.approx((by_hand(weight) - by_hand(other)).square().mean().item())
     [found] = torch.autograd.grad(loss, weight)
     [wanted] = torch.autograd.grad((by_hand(weight) - by_hand(other).detach()).square().mean(), weight)
     torch.testing.assert_close(found, wanted)
