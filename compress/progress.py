@@ -19,6 +19,7 @@ _TITLES = {
     "ternary": "Training ternary weights",
     "qat": "Training quantised weights",
     "draft": "Training the draft",
+    "states": "Writing text to learn from",
     "medusa": "Training Medusa heads",
     "cache": "Calibrating the cache",
     "write": "Writing the model",

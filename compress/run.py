@@ -103,7 +103,8 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
                 f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one"
             )
         chosen = Recipe.load(recipe)
-        from compress.pipeline import Options, check_ranges, run
+        from compress.options import Options, check_ranges
+        from compress.pipeline import run
         from compress.preflight import parse_size
         from compress.training.parallel import follows
 

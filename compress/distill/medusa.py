@@ -106,7 +106,7 @@ def continued(
     about = {"target": weights_digest(target.path), "continuations": stage.continuations, "prompt": source.prompt}
 
     def told(done: int, total: int) -> None:
-        given.progress("hidden states", done, total)
+        given.progress("states", done, total)
 
     return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told)
 
