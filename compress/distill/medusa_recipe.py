@@ -20,7 +20,7 @@ class Joint(Strict):
 
     warmup: Share = 0.5
     weight: Annotated[float, Field(gt=0, le=10, strict=False)] = 0.2
-    rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.02
+    rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.01
 
 
 class MedusaTraining(Training):
