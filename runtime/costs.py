@@ -1,23 +1,21 @@
-"""What a draft step and a wide target forward cost over a target forward of one token, in interleaved medians."""
+"""What a wide target forward costs over one of one token, in interleaved medians."""
 
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
 
 from runtime.kv_kind import CacheKind
-from runtime.rows import Decoder, GreedyChains, Rows
+from runtime.rows import Decoder, Rows, integers
+from runtime.sampling import finite_choices
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
 _REPEATS, _LEAST_REPEATS = 41, 3
-# The draft's key beside the target's widths.
-_DRAFT = 0
 
 
 class HasDecoder(Protocol):
@@ -30,18 +28,12 @@ class HasDecoder(Protocol):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median milliseconds: of the target's forwards by width, of a draft model's step (None: no draft model)."""
+    """Median milliseconds of the target's forwards by width; `widths`: over one of width 1."""
 
     context: int
     target_ms: dict[int, float]
-    draft_ms: float | None = None
     repeats: int = 0
     widths: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def draft_ratio(self) -> float | None:
-        """c: a draft step over a target forward at width 1."""
-        return None if self.draft_ms is None else self.draft_ms / self.target_ms[1]
 
 
 class _Probe:
@@ -55,57 +47,32 @@ class _Probe:
         self.decoder.forward(torch.tensor(text), rows, self.cache, torch.tensor([len(text) - 1]))
 
     def milliseconds(self, width: int) -> float:
-        """One forward of `width` rows after the text, until its logits can be read."""
-        tokens = torch.tensor([self.text[i % len(self.text)] for i in range(width)])
+        """One forward of `width` rows after the text and the choice of a token after each, as in verifying a draft."""
+        following = [self.text[i % len(self.text)] for i in range(width)]
+        started = time.perf_counter()
         rows = Rows.chains([(self.handle, len(self.text), width)])
-        started = time.perf_counter()
-        out = self.decoder.forward(tokens, rows, self.cache)
-        out.logits[-1].argmax().item()  # on a GPU: waits for the kernels
-        spent = time.perf_counter() - started
+        out = self.decoder.forward(integers(following), rows, self.cache)
+        finite_choices(out.logits, "probed model")
         self.cache.truncate(self.handle, len(self.text))
-        return spent * 1000
-
-    def chain_milliseconds(self, decoder: GreedyChains, steps: int) -> float:
-        """A step of a greedy draft of so many tokens that is made in one call, catching up with one token included."""
-        length = len(self.text)
-        tokens, rows = torch.tensor(self.text[-1:]), Rows.chains([(self.handle, length, 1)])
-        started = time.perf_counter()
-        decoder.continue_greedy(tokens, rows, self.cache, [steps], self.decoder.vocab_size)
-        spent = time.perf_counter() - started
-        self.cache.truncate(self.handle, length)
-        return spent * 1000 / steps
+        return (time.perf_counter() - started) * 1000
 
 
 class Prober:
-    """Times the target at several widths and a step of the draft after one text, a sample at a time.
+    """Times the target at several widths after one text, a sample at a time.
 
-    Every sample times each of them once, so that a machine that changes its pace changes all alike. Widths that the
+    Every sample times each width once, so that a machine that changes its pace changes all alike. Widths that the
     target has no positions for are left out.
     """
 
-    def __init__(
-        self, target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int, chains: bool = True
-    ) -> None:
-        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted.
-
-        `chains`: whether the drafter takes a round's tokens from one call where the draft's decoder offers that, as it
-        does for greedy texts. A step is then timed as a share of such a call, which spares what single steps spend
-        between forwards.
-        """
+    def __init__(self, target: HasDecoder, text: Sequence[int], draft_length: int) -> None:
+        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted."""
         room = target.decoder.max_positions - len(text)
         self._context = len(text)
         self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
-        probe = _Probe(target, text, self._widths[-1], target.decoder.kv.kind)
-        self._tasks: dict[int, Callable[[], float]] = {w: partial(probe.milliseconds, w) for w in self._widths}
-        if draft is not None:
-            steps = max(1, min(draft_length, draft.decoder.max_positions - len(text)))
-            drafting = _Probe(draft, text, steps)
-            self._tasks[_DRAFT] = partial(drafting.milliseconds, 1)
-            if chains and isinstance(draft.decoder, GreedyChains):
-                self._tasks[_DRAFT] = partial(drafting.chain_milliseconds, draft.decoder, steps)
-        for task in self._tasks.values():
-            task()
-        self._times: dict[int, list[float]] = {key: [] for key in self._tasks}
+        self._probe = _Probe(target, text, self._widths[-1], target.decoder.kv.kind)
+        for width in self._widths:
+            self._probe.milliseconds(width)
+        self._times: dict[int, list[float]] = {width: [] for width in self._widths}
 
     @property
     def samples(self) -> int:
@@ -114,22 +81,19 @@ class Prober:
 
     def sample(self) -> None:
         """Times everything once more."""
-        for key, task in self._tasks.items():
-            self._times[key].append(task())
+        for width, times in self._times.items():
+            times.append(self._probe.milliseconds(width))
 
     def costs(self) -> StepCosts:
         """Medians over the samples, of which there must be one."""
-        medians = {key: statistics.median(values) for key, values in self._times.items()}
-        target_ms = {width: medians[width] for width in self._widths}
+        target_ms = {width: statistics.median(times) for width, times in self._times.items()}
         ratios = {width: spent / target_ms[1] for width, spent in target_ms.items()}
-        return StepCosts(self._context, target_ms, medians.get(_DRAFT), self.samples, ratios)
+        return StepCosts(self._context, target_ms, self.samples, ratios)
 
 
-def measure_costs(
-    target: HasDecoder, draft: HasDecoder | None, text: Sequence[int], draft_length: int, seconds: float
-) -> StepCosts:
+def measure_costs(target: HasDecoder, text: Sequence[int], draft_length: int, seconds: float) -> StepCosts:
     """At most 41 samples of a `Prober`; fewer, but at least 3, once `seconds` are spent."""
-    prober = Prober(target, draft, text, draft_length)
+    prober = Prober(target, text, draft_length)
     started = time.perf_counter()
     while prober.samples < _REPEATS and (prober.samples < _LEAST_REPEATS or time.perf_counter() - started < seconds):
         prober.sample()

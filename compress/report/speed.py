@@ -217,7 +217,7 @@ def measure(
         return SpeedResult(speed, lossless, missing | _too_short(speed, missing))
     spoken = timed["speculative"]
     text = _context(compressed, draft, prompts, spoken.tokens[0])
-    costs = measure_costs(compressed, draft, text, draft_length, COST_SECONDS)
+    costs = measure_costs(compressed, text, draft_length, COST_SECONDS)
     speed |= _speculative_figures(timed, costs, draft_length)
     hot = ways["speculative"].generate(prompts, new_tokens, Sampling(temperature=1.0, seed=seed), stop=())
     speed["acceptance_rate_t1"] = total([result.metrics for result in hot]).acceptance_rate
@@ -271,14 +271,12 @@ def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length
     plain, spoken = timed["compressed"], timed["speculative"]
     # Greedy decoding repeats itself exactly, so one repeat holds all the acceptance there is.
     counts = total(spoken.metrics[0])
-    everything = spoken.overall
     rate, base, start = (
         timed[name].median(lambda m: m.tokens_per_second) for name in ("speculative", "compressed", "original")
     )
     decode = [one.median(lambda m: m.decode_tokens_per_second) for one in (spoken, plain)]
-    c = costs.draft_ratio
-    if c is None and everything.drafted:
-        c = everything.draft_seconds * 1000 / everything.drafted / costs.target_ms[1]
+    step = plain.overall.step_seconds
+    c = spoken.overall.draft_cost_ratio(step) if step else None
     v = costs.widths.get(draft_length + 1)
     survival, tau, alpha = counts.accepted_by_position, counts.tokens_per_round, counts.acceptance_rate
     figures: dict[str, Any] = {

@@ -51,7 +51,7 @@ def opened_job(
     verify: str,
     draft_length: int | None,
     threads: int | None,
-) -> Iterator[tuple[Job, Model, Model | None]]:
+) -> Iterator[tuple[Job, Model]]:
     """Loads what is to be measured. Raises UserError for whatever does not fit together."""
     if (target is None) == (shape is None):
         raise UserError("name either a --target or a --shape to measure")
@@ -86,7 +86,7 @@ def opened_job(
         stop: frozenset[int] = frozenset()
         job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)
         made = _drafter(job, model, draft_model, kinds, alpha, corpus, rule, seed, heads)
-        yield replace(job, drafter=made), model, draft_model
+        yield replace(job, drafter=made), model
 
 
 _NOTHING: Any = None
@@ -142,18 +142,16 @@ def _drafter(
 
 
 class Between:
-    """Times what a draft step and wide forwards cost between the passes, for `_COST_SECONDS` in all."""
+    """Times what wide forwards of the target cost between the passes, for `_COST_SECONDS` in all."""
 
-    def __init__(self, job: Job, model: Model, draft: Model | None, rounds: int) -> None:
+    def __init__(self, job: Job, model: Model, rounds: int) -> None:
         self._prober: Prober | None = None
         self._gamma = 4 if job.draft_length is None else job.draft_length
-        self._models, self._seconds = (model, draft), _COST_SECONDS / (2 * rounds)
-        # An oracle's and a tree's tokens are put in one by one, sampled ones chosen one by one.
-        self._chains = job.sampling.greedy and type(job.drafter) is ModelDrafter
+        self._model, self._seconds = model, _COST_SECONDS / (2 * rounds)
 
     def __call__(self, text: Sequence[int]) -> None:
         if self._prober is None:
-            self._prober = Prober(*self._models, text, self._gamma, self._chains)
+            self._prober = Prober(self._model, text, self._gamma)
         started = perf_counter()
         self._prober.sample()
         while perf_counter() - started < self._seconds:

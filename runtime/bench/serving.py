@@ -73,10 +73,8 @@ def speculate(
         with opened_job(
             target, shape, scheme, drafter, draft, alpha, corpus, prompts, count, new_tokens, batch, temperature, seed,
             verify, draft_length, threads,
-        ) as (job, model, draft_model):  # fmt: skip
-            # A draft step is a forward of the draft only where every drafted token takes one.
-            steps = draft_model if job.drafter.name in ("model", "oracle") else None
-            between = Between(job, model, steps, rounds) if batch == 1 else None
+        ) as (job, model):  # fmt: skip
+            between = Between(job, model, rounds) if batch == 1 else None
             plain, spoken = measure(job, NoDrafter(), rounds, say, between)
             found = row(job, plain, spoken, None if between is None else between.costs())
             show_speculation(facts_of(job, model), found)
@@ -129,7 +127,7 @@ def load(
         with opened_job(
             target, shape, scheme, drafter, draft, alpha, corpus, prompts, count, new_tokens, batch, temperature, seed,
             verify, draft_length, threads,
-        ) as (job, model, _):  # fmt: skip
+        ) as (job, model):  # fmt: skip
             cache = job.decoder.new_cache()
             length: int | Controller = Controller() if job.draft_length is None else job.draft_length
             results = {}

@@ -137,7 +137,7 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "speedup": median(speeds),
         "decode_speedup": _decode_speedup(plain, spoken),
         "predicted_speedup": _predicted(job, plain.counts, counts, costs),
-        "draft_cost_ratio": _draft_cost(plain.counts, counts, costs),
+        "draft_cost_ratio": _draft_cost(plain.counts, counts),
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
         "accepted_by_position": counts.accepted_by_position,
@@ -176,19 +176,14 @@ def _free(job: Job) -> bool:
     return job.rule != "coupled" and not job.sampling.greedy
 
 
-def _draft_cost(plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
-    """c: measured alone for a draft model, else from the time that proposing took."""
-    if costs is not None and costs.draft_ratio is not None:
-        return costs.draft_ratio
-    if not spoken.drafted or not plain.target_forwards:
-        return None
-    step = plain.target_seconds / plain.target_forwards if costs is None else costs.target_ms[1] / 1e3
-    return spoken.draft_seconds / spoken.drafted / step
+def _draft_cost(plain: Metrics, spoken: Metrics) -> float | None:
+    """c: what proposing took per drafted token, catching up with the text included, over a plain step of the target."""
+    return spoken.draft_cost_ratio(plain.step_seconds) if plain.step_seconds else None
 
 
 def _predicted(job: Job, plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
     """τ / (γc + v), for one request at a time: γ the mean of what was drafted, v the mean over its forwards."""
-    c, tau = _draft_cost(plain, spoken, costs), spoken.tokens_per_round
+    c, tau = _draft_cost(plain, spoken), spoken.tokens_per_round
     if job.batch > 1 or costs is None or c is None or tau is None:
         return None
     gamma = spoken.drafted / spoken.rounds

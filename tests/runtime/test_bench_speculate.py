@@ -50,13 +50,13 @@ def test_a_run_adds_up_and_no_token_differs(fake: Fake, gamma: int | None, sampl
 def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     found = job(fake, batch=1)
     plain, spoken = measure(found, NoDrafter(), 1, lambda _: None)
-    costs = StepCosts(10, {1: 2.0, 5: 3.0}, 0.5, 3, {1: 1.0, 5: 1.5})
+    costs = StepCosts(10, {1: 2.0, 5: 3.0}, 3, {1: 1.0, 5: 1.5})
     result = row(found, plain, spoken, costs)
     gamma = result["drafted_per_round"]
-    assert result["draft_cost_ratio"] == 0.25
-    assert result["predicted_speedup"] == pytest.approx(
-        result["tokens_per_round"] / (gamma * 0.25 + 1 + 0.5 * gamma / 4)
-    )
+    step = plain.counts.target_seconds / plain.counts.rounds
+    c = spoken.counts.draft_seconds / spoken.counts.drafted / step
+    assert result["draft_cost_ratio"] == pytest.approx(c) and c > 0
+    assert result["predicted_speedup"] == pytest.approx(result["tokens_per_round"] / (gamma * c + 1 + 0.5 * gamma / 4))
 
 
 def test_a_mismatch_is_counted_and_rejection_is_not_compared(fake: Fake) -> None:
