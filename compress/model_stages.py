@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "ternary": Kind("compress.ternary.stage", "model", parallel=True),
     "qat": Kind("compress.ternary.stage", "model", parallel=True),
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),
-    "medusa": Kind("compress.distill.medusa", "medusa", after_packing=True),
+    "medusa": Kind("compress.distill.medusa_stage", "medusa", after_packing=True),
 }
 Run = Callable[[Any, Given, Path], dict[str, Any]]
 

@@ -23,7 +23,7 @@ from calib.windows import make_windows
 from compress.distill.objective import Objective
 from compress.pair import default_pair
 from compress.plan import make_plan
-from compress.report import plots
+from compress.report import figure as plots
 from compress.survey import survey
 from compress.ternary.bitlinear import BitLinear
 from compress.ternary.convert import RoundedModel

@@ -1,6 +1,6 @@
-"""Medusa heads (Cai et al. 2024, 2401.10774) for a packed model: the stage `medusa`.
+"""Medusa heads (Cai et al. 2024, 2401.10774) for a packed model that stays as it is.
 
-Medusa-1: the model is frozen, so its hidden states are computed once, by the kernels that will run it, and kept on
+The model is frozen, so its hidden states are computed once, by the kernels that will run it, and kept on
 disk; training is then as quick as the heads are small. Medusa-2 is in medusa_joint.py.
 """
 
@@ -43,15 +43,11 @@ _MEASURED, AT_ONCE = 64, 8
 _COLLECTING = 0.25
 
 
-def run(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
-    """Trains heads for the packed model in `given.model` and writes them to `out`; what the report says of it.
+def run_frozen(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
+    """Medusa-1: trains heads for the packed model in `given.model` and writes them to `out`; the report's part.
 
     Raises UserError for a text that is too short, and as the training loop does.
     """
-    if stage.kind == "medusa-2":
-        from compress.distill.medusa_joint import run_joint
-
-        return run_joint(stage, given, out)
     target = load(given.model, threads=torch.get_num_threads())
     text = make_text(stage, given, target)
     heads = new_heads(stage, given.model)

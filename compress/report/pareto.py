@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.report.plots import BASELINE, COMPRESSED, FAINT, INK, ORIGINAL, SPECULATIVE, STYLE, new_figure
+from compress.report.figure import BASELINE, COMPRESSED, FAINT, INK, ORIGINAL, SPECULATIVE, STYLE, new_figure
 from compress.report.standings import Row, Standings
 
 if TYPE_CHECKING:

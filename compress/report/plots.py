@@ -1,41 +1,28 @@
 """The report's plots, each a self-contained SVG as a data URI. Figures come from report.json's dict, nothing else."""
 
-import base64
-import io
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from compress.report import training
+from compress.report.figure import (
+    BASELINE,
+    COMPRESSED,
+    DRAFT,
+    INK,
+    ORIGINAL,
+    SPECULATIVE,
+    STYLE,
+    data_uri,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# One colour per subject, the same in every plot and on the page.
-ORIGINAL, COMPRESSED, SPECULATIVE, DRAFT, BASELINE = "#64748b", "#2563eb", "#0d9488", "#a78bfa", "#cbd5e1"
-INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
 _KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
 _ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", "down")
-_WIDTH = 8.6  # inches: on the page 9 points come out as the size of its text
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": FAINT,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "grid.color": GRID,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "specpress",
-}
 
 
 def all_plots(report: dict[str, Any]) -> dict[str, str]:
@@ -59,14 +46,6 @@ def all_plots(report: dict[str, Any]) -> dict[str, str]:
                 FigureCanvasSVG(figure)  # a canvas of its own: no display, no global backend
                 out[name] = data_uri(figure)
     return out
-
-
-def data_uri(figure: "Figure") -> str:
-    """The figure as SVG, base64. Without metadata, so that equal figures give equal bytes."""
-    buffer = io.BytesIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=no_metadata)
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def size_bars(report: dict[str, Any]) -> "Figure":
@@ -202,16 +181,6 @@ def _place(kind: str) -> tuple[int, str]:
     """Where a kind stands in a block; unknown kinds come last, by name."""
     stem = kind.removesuffix("_proj")
     return (_ORDER.index(stem) if stem in _ORDER else len(_ORDER), kind)
-
-
-def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
-    """A figure as wide as the page, `height` inches, and its axes."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
-    axes = figure.subplots(1, columns)
-    return figure, axes
 
 
 def _horizontal(axes: "Axes", bars: Sequence[tuple[str, float, str]], labels: Sequence[str]) -> None:

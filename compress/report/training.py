@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from compress.report.figure import COMPRESSED, INK, ORIGINAL, new_figure
 from compress.report.wording import number
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def stages(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def loss_curves(report: dict[str, Any]) -> "Figure | None":
     """The training loss and the held-out loss of each stage, in nats over tokens."""
-    from compress.report.plots import COMPRESSED, INK, ORIGINAL, new_figure
-
     found = list(stages(report).items())[:_MOST_COLUMNS]
     if not found:
         return None

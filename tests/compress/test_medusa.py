@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from compress.distill import hidden_states, medusa, medusa_joint, medusa_tree
+from compress.distill import hidden_states, medusa, medusa_joint, medusa_stage, medusa_tree
 from compress.distill.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
 from compress.distill.medusa_recipe import Joint, Medusa
 from compress.errors import USER_ERRORS, UserError
@@ -311,7 +311,7 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
         rule.append((rule[-1] + 7) % 97)
     given = replace(given, tokens=np.array(rule), held_out=torch.tensor(rule[7:607]).view(12, 50))
     stage = STAGE.model_copy(update={"continuations": "none"})
-    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa_stage.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
     assert found["kind"] == "medusa-1" and found["windows"] == 600 and found["steps"] == 120
     assert found["best"] < 0.3 * found["before"]
@@ -333,7 +333,7 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = replace(given, budget=Budget(tokens=24 * 16 * 50))
-    whole = medusa.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")  # type: ignore[arg-type]
+    whole = medusa_stage.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")  # type: ignore[arg-type]
     steps = 0
 
     class Stopping(medusa.HeadsTask):
@@ -347,8 +347,8 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(medusa, "HeadsTask", Stopping)
         with pytest.raises(KeyboardInterrupt):
-            medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
-    again = medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
+            medusa_stage.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
+    again = medusa_stage.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
     for name in (DESCRIPTION, WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert again["tree"] == whole["tree"] and steps == 33
@@ -363,7 +363,7 @@ def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
 
     given = replace(given, budget=Budget(tokens=24 * 16 * 80), pack=pack)
     out = tmp_path / "medusa"
-    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa_stage.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
     before, after = (load_file(folder / "model.safetensors") for folder in (given.model, out / "model"))
     assert before.keys() == after.keys()
@@ -376,7 +376,7 @@ def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
     assert abs(found["perplexity_lost"]) < 0.05 and found["perplexity"]["before"] > 1
     assert found["tokens_per_round"]["after"] > found["tokens_per_round"]["before"]
     with pytest.raises(ValueError, match="needs to pack again"):
-        medusa.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
+        medusa_stage.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
 
 
 def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_what_goes_wrong_is_said(given: Given, tmp_path: Path) -> None:
 
     def refused(stage: Medusa = STAGE, **changes: Any) -> str:
         with pytest.raises(USER_ERRORS) as error:
-            medusa.run(stage, replace(given, **changes), out)  # type: ignore[arg-type]
+            medusa_stage.run(stage, replace(given, **changes), out)  # type: ignore[arg-type]
         return str(error.value)
 
     assert "the training text is too short" in refused(tokens=given.tokens[:20])
@@ -474,7 +474,7 @@ def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Pa
     held_out = torch.from_numpy(unseen[: 192 * 64]).view(64, 192)
     folder, budget = tmp_path / "medusa", Budget(tokens=192 * 4 * 600)
     given = Given(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
-    found = medusa.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
+    found = medusa_stage.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
     assert found["tokens_per_round"]["after"] > 1.8 > 1.4 > found["tokens_per_round"]["before"]
     texts = prompts(corpora.load(), 50, seed=0)
     expected = Speculator(target).generate(texts, 64)

@@ -1,0 +1,49 @@
+"""What all plots share: colours, type, size, and how a figure becomes a data URI."""
+
+import base64
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# One colour per subject, the same in every plot and on the page.
+ORIGINAL, COMPRESSED, SPECULATIVE, DRAFT, BASELINE = "#64748b", "#2563eb", "#0d9488", "#a78bfa", "#cbd5e1"
+INK, FAINT, GRID = "#0f172a", "#64748b", "#e2e8f0"
+_WIDTH = 8.6  # inches: on the page 9 points come out as the size of its text
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": FAINT,
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "specpress",
+}
+
+
+def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
+    """A figure as wide as the page, `height` inches, and its axes."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
+    axes = figure.subplots(1, columns)
+    return figure, axes
+
+
+def data_uri(figure: "Figure") -> str:
+    """The figure as SVG, base64. Without metadata, so that equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=no_metadata)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
