@@ -131,7 +131,7 @@ def finish(child: int) -> int:
 def content(out: Path) -> dict[str, bytes]:
     """What must be equal: model/, the recipe and the manifest."""
     paths = [*sorted((out / "model").rglob("*")), out / "recipe.yaml", out / NAME]
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in paths}
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
 if __name__ == "__main__":
