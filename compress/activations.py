@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.block import Block
 from compress.errors import UserError
 from compress.files import PRIVATE, whole
+from compress.products import quick_products
 from compress.shards import Digesting, raw
 
 _FLOAT = np.dtype("<f4")
@@ -72,7 +73,9 @@ class Inputs:
         """What the block as it is now makes of each window, (1, T, D). Raises UserError for NaN and infinity."""
         with torch.no_grad():
             for number, window in enumerate(self.windows()):
-                out = block.module(window, *self.call.args, **self.call.kwargs)
+                # What hooks compute belongs to it: the Hessians.
+                with quick_products():
+                    out = block.module(window, *self.call.args, **self.call.kwargs)
                 hidden: Tensor = out[0] if isinstance(out, tuple) else out
                 check_window(hidden, number, f"what {block.prefix} gives")
                 yield hidden

@@ -16,6 +16,7 @@ import torch
 
 from compress.errors import UserError
 from compress.plan import Plan
+from compress.products import quick_products
 from compress.quantize import rtn
 from compress.recipe import Recipe
 from compress.walk import Work
@@ -264,7 +265,8 @@ def _hidden_size(work: Work) -> int:
 def _flops_rate() -> float:
     """Floating-point operations a second of a large product on this machine, now."""
     a, b = torch.ones(512, 512), torch.ones(512, 512)
-    return 2 * 512**3 / _shortest(lambda: a @ b)
+    with quick_products():
+        return 2 * 512**3 / _shortest(lambda: a @ b)
 
 
 def _seconds_per_weight(plan: Plan) -> float:

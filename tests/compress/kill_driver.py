@@ -37,8 +37,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         importlib.import_module(module)
     folder = Path(job["folder"])
     straight, steps, seconds = folder / "straight", folder / "steps", 0.0
-    # One run in this very process: every child would have to import again what runs import where they need it.
-    compress(job, folder / "warm")
+    if not Recipe.load(job["recipe"]).trains:
+        # One run in this very process: every child would have to import again what runs import where they need it.
+        # Not of what trains: autograd's threads do not live on in a child.
+        compress(job, folder / "warm")
     begun = time.monotonic()
     assert finish(fork(job, straight, count_into=steps)) == 0
     seconds = time.monotonic() - begun
