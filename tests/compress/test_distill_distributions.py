@@ -135,7 +135,8 @@ def test_divergences_are_not_negative_and_zero_at_equality(
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_generalised_jsd_tends_to_the_two_kls(seed: int) -> None:
-    student, teacher = _logits(4, 9, seed)
+    # No token a thousand times likelier to one than to the other: the limit is far off there.
+    student, teacher = _logits(4, 9, seed, spread=0.5)
     small = 1e-6
     near_zero = float(distributions.generalized_jsd(student, teacher, small)) / small
     near_one = float(distributions.generalized_jsd(student, teacher, 1 - small)) / small

@@ -96,7 +96,7 @@ def test_waiting_counts(fake: Fake) -> None:
     """One at a time, all at once: the last one waits for all others."""
     found = job(fake, LookupDrafter(), batch=1)
     served = serve(found, Way(found.drafter, 0, found.decoder.new_cache()), 1e6, 20, seed=0)
-    assert served.latency_ms["p90"] > 1.5 * served.latency_ms["p50"] > 0  # type: ignore[operator]
+    assert served.latency_ms["p90"] > served.latency_ms["p50"] > 0  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("limit", [0.3, 3.0, 40.0])
