@@ -5,7 +5,8 @@ block's statistics.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,10 +86,24 @@ def run(
     report   makes the report (default: report.assemble); command: what it shows to reproduce.
     note     is given lines for people: the forecast, and what each block came to.
     """
+    check_ranges(options)
     with joined() as world:
         if not world.leads:
             progress, note = silent, unsaid
-        return _run(model, recipe, out, options, progress, report, command, note, world)
+        with _threads(options.threads):
+            return _run(model, recipe, out, options, progress, report, command, note, world)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Within, torch computes on so many threads; a caller's own count is as it was afterwards."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _run(
@@ -102,12 +117,9 @@ def _run(
     note: Note,
     world: World,
 ) -> Artifact:
-    check_ranges(options)
     wanted = Path(out if out is not None else f"runs/{recipe.name}")
     # Only the first of several processes works in the folder.
     place = workspace.check(wanted, options.resume, options.force) if world.leads else None
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     if report is None:
         from compress.report.assemble import make_report
 

@@ -490,6 +490,15 @@ def test_numbers_out_of_range(tiny: Tiny, go: Any, tmp_path: Path, options: dict
     assert sentence in refusal(tmp_path, lambda: go(tiny("llama"), **options))
 
 
+def test_the_callers_threads_are_as_they_were(tiny: Tiny, go: Any, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    go(tiny("llama"), threads=before + 1)
+    assert torch.get_num_threads() == before
+    with pytest.raises(UserError, match="--threads"):
+        go(tiny("llama"), out=tmp_path / "none", threads=0)
+    assert torch.get_num_threads() == before
+
+
 def test_the_python_api(tiny: Tiny, text: Path, tmp_path: Path) -> None:
     from compress import compress
 

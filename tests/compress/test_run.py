@@ -202,7 +202,8 @@ def _take_interrupts() -> None:
 
 def test_a_killed_run_goes_on(tiny: Tiny, text: Path, tmp_path: Path) -> None:
     """SIGKILL leaves the partial folder; --resume finishes it."""
-    words = ["--recipe", "nf4", "--out", str(tmp_path / "out"), *small(tiny("llama"), text)]
+    # As many threads in this process as in the one that is killed: --resume asks for that.
+    words = ["--recipe", "nf4", "--out", str(tmp_path / "out"), "--threads", "1", *small(tiny("llama"), text)]
     start = [sys.executable, "-m", "compress.run", *words]
     process = subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
