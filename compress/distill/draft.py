@@ -126,16 +126,7 @@ class DraftTask:
 
     def groups(self) -> list[Group]:
         """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        wanted = [(name, p) for name, p in self.student.named_parameters() if p.requires_grad]
-        inner = [p for name, p in wanted if name in self.blocks]
-        outer = [p for name, p in wanted if name not in self.blocks and p.dim() >= 2]
-        rest = [p for name, p in wanted if name not in self.blocks and p.dim() < 2]
-        groups = [
-            Group("blocks", inner, optimizer=self.stage.optimizer),
-            Group("outside", outer),
-            Group("norms and biases", rest, weight_decay=0.0),
-        ]
-        return [group for group in groups if group.parameters]
+        return plain_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""

@@ -1,9 +1,10 @@
 """Plain models in float32, in and out of training: read, measured, written with the tensors their checkpoint had."""
 
 import math
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from compress import shards
 from compress.block import cast
 from compress.export import huggingface
 from compress.survey import survey
+from compress.training.task import Group
 from runtime.checkpoint import Checkpoint, check_finite, open_checkpoint
 
 # Windows that are evaluated at once.
@@ -96,3 +98,14 @@ def _stored(parameter: Tensor, checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = cast(parameter.detach().cpu(), _DTYPES[checkpoint.shards.entry(name).dtype], name)
     check_finite(name, tensor)
     return tensor
+
+
+def parameter_groups(model: Any, blocks: Collection[str], optimizer: Literal["adamw", "muon"]) -> list[Group]:
+    """What is trained: the blocks' matrices, by their names, the other matrices, and norms and biases without decay."""
+    wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        Group("blocks", [p for name, p in wanted if name in blocks], optimizer=optimizer),
+        Group("outside", [p for name, p in wanted if name not in blocks and p.dim() >= 2]),
+        Group("norms and biases", [p for name, p in wanted if name not in blocks and p.dim() < 2], weight_decay=0.0),
+    ]
+    return [group for group in groups if group.parameters]
