@@ -60,18 +60,17 @@ class _Probe:
 class Prober:
     """Times the target at several widths after one text, a sample at a time.
 
-    Every sample times each width once, so that a machine that changes its pace changes all alike. Widths that the
-    target has no positions for are left out.
+    Every sample times each width once, so that a machine that changes its pace changes all alike, and right after an
+    untimed forward of that width: decoding repeats one width, and a step after a much wider one can cost twice as much
+    (caches hold other data, threads fall asleep). Widths that the target has no positions for are left out.
     """
 
     def __init__(self, target: HasDecoder, text: Sequence[int], draft_length: int) -> None:
-        """`draft_length` + 1 is among the widths. The first forwards, which are slow, are not counted."""
+        """`draft_length` + 1 is among the widths."""
         room = target.decoder.max_positions - len(text)
         self._context = len(text)
         self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
         self._probe = _Probe(target, text, self._widths[-1], target.decoder.kv.kind)
-        for width in self._widths:
-            self._probe.milliseconds(width)
         self._times: dict[int, list[float]] = {width: [] for width in self._widths}
 
     @property
@@ -82,6 +81,7 @@ class Prober:
     def sample(self) -> None:
         """Times everything once more."""
         for width, times in self._times.items():
+            self._probe.milliseconds(width)
             times.append(self._probe.milliseconds(width))
 
     def costs(self) -> StepCosts:
