@@ -21,6 +21,7 @@ from compress.report import baselines, page, quality, size, speed, unmeasured
 from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
+from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.kernels import available
 from runtime.speculate import Speculator
 
@@ -118,6 +119,9 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
     draft = None
     if facts.draft is not None and options.speed:
         draft = load(facts.draft, device=options.device, threads=options.threads)
+    heads = None
+    if compressed.medusa_path is not None and options.speed:
+        heads = MedusaDrafter(load_heads(compressed.medusa_path, compressed))
     corpus = corpora.load(options.text)
     length = min(options.seq_len, *(model.decoder.max_positions for model in models))
     windows = make_windows(
@@ -156,7 +160,8 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
         speed.measure(
             original,
             compressed,
-            draft,
+            # Heads that a stage trained are what the run is about, whatever draft lies beside them.
+            draft if heads is None else heads,
             prompts,
             held_out,
             new_tokens,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.report import training
-from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
+from compress.report.wording import NOT_MEASURED, megabytes, number, percent, reason_for, times
 
 Row = tuple[str, ...]
 
@@ -39,7 +39,7 @@ def asked(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", report["model"]),
         ("recipe", f"{report['recipe']}: {describe_recipe(wanted['recipe'])}"),
-        ("draft", report["draft"] or "none: the drafter is prompt lookup"),
+        ("draft", _draft(report)),
         ("text", f"{corpus} (sha256 {quality['corpus']['sha256'][:12]}…)"),
         (
             "evaluation",
@@ -49,6 +49,13 @@ def asked(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("calibration", _calibration(report["calibration"])),
         ("seed", str(report["seed"])),
     ]
+
+
+def _draft(report: dict[str, Any]) -> str:
+    if report["speed"]["drafter"] == "medusa":
+        beside = "" if report["draft"] is None else f"; {report['draft']} lies beside them"
+        return f"Medusa heads of the model's own{beside}"
+    return report["draft"] or "none: the drafter is prompt lookup"
 
 
 def describe_recipe(recipe: dict[str, Any]) -> str:
@@ -242,7 +249,7 @@ def _acceptance(report: dict[str, Any]) -> Section:
         tables.append(Table(("tokens in one forward", "median", "over one token"), costs))
     advice = speed["advice"]
     if advice is None:
-        text = ["No advice on the draft length: nothing was drafted."]
+        text = [f"No advice on the draft length: {reason_for(report, 'speed.advice')}."]
     elif advice["draft_length"]:
         text = [f"Advice: draft {advice['draft_length']} tokens a round. {advice['why']}"]
     else:

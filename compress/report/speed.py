@@ -11,7 +11,9 @@ import torch
 from compress.report.advice import advise, fit_acceptance, iid_speedup
 from compress.report.schema import covers, null_paths
 from runtime.costs import StepCosts, measure_costs
+from runtime.drafters import Drafter
 from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.medusa import MedusaDrafter
 from runtime.errors import UserError
 from runtime.metrics import Metrics, predicted_speedup, total
 from runtime.rows import Rows
@@ -31,6 +33,7 @@ _CONTEXT = 128  # tokens before the timed forwards
 _AGREEMENT_TOKENS = 2048
 _WARM_UP_TOKENS = 6
 _TEACHER_FORCED = ("speed.teacher_forced_agreement", "speed.teacher_forced_agreement_t1")
+_CHAIN_ONLY = ("speed.per_token_acceptance", "speed.iid_speedup", "speed.advice")
 _NO_ENERGY = "no energy counter was read"
 NO_SPEED = "speed was not measured (--no-speed)"
 
@@ -176,7 +179,7 @@ def groups(plain: Timed, speculative: Timed) -> list[dict[str, Any]]:
 def measure(
     original: "Model",
     compressed: "Model",
-    draft: "Model | None",
+    draft: "Model | MedusaDrafter | None",
     prompts: Sequence[Sequence[int]],
     windows: torch.Tensor,
     new_tokens: int,
@@ -187,17 +190,21 @@ def measure(
     """Everything of `speed` but the baselines, and `lossless`.
 
     prompts  token lists, short enough for `new_tokens` more. windows (E, L) held-out tokens for teacher forcing.
-    Without `draft` the drafter is prompt lookup. Where the target cannot be rolled back, or γ = 0, the speculative
-    figures are null with that reason. Raises UserError for a draft with another vocabulary.
+    Without `draft` the drafter is prompt lookup. Medusa heads draft a tree, of which γ counts the nodes, and have no
+    figures that only a chain has. Where the target cannot be rolled back, or γ = 0, the speculative figures are null
+    with that reason. Raises UserError for a draft with another vocabulary.
     """
-    if draft is not None:
+    tree = isinstance(draft, MedusaDrafter)
+    model = None if draft is None or isinstance(draft, MedusaDrafter) else draft
+    drafter: Model | Drafter = LookupDrafter() if draft is None else draft
+    if model is not None:
         # The runtime would encode such a draft's text again; the report's agreement figures need one vocabulary.
-        require_same_vocabulary(compressed.tokenizer, draft.tokenizer)
+        require_same_vocabulary(compressed.tokenizer, model.tokenizer)
     missing: dict[str, str] = {"speed.*.energy_j": _NO_ENERGY}
     ways = {"original": Speculator(original), "compressed": Speculator(compressed)}
     reason = "the draft length is 0" if draft_length == 0 else _cannot_roll_back(compressed, prompts[0])
     if reason is None:
-        ways["speculative"] = Speculator(compressed, draft if draft is not None else LookupDrafter(), draft_length)
+        ways["speculative"] = Speculator(compressed, drafter, draft_length)
     timed = time_interleaved(ways, prompts, new_tokens, progress)
     speed: dict[str, Any] = empty_speed()
     speed |= {
@@ -216,17 +223,19 @@ def measure(
         missing |= dict.fromkeys((*SPECULATIVE_PATHS, "lossless"), reason)
         return SpeedResult(speed, lossless, missing | _too_short(speed, missing))
     spoken = timed["speculative"]
-    text = _context(compressed, draft, prompts, spoken.tokens[0])
+    text = _context(compressed, model, prompts, spoken.tokens[0])
     costs = measure_costs(compressed, text, draft_length, COST_SECONDS)
-    speed |= _speculative_figures(timed, costs, draft_length)
+    speed |= _speculative_figures(timed, costs, draft_length, tree)
+    if tree:
+        missing |= dict.fromkeys(_CHAIN_ONLY, "a tree was drafted, and the figure is a chain's")
     hot = ways["speculative"].generate(prompts, new_tokens, Sampling(temperature=1.0, seed=seed), stop=())
     speed["acceptance_rate_t1"] = total([result.metrics for result in hot]).acceptance_rate
     speed["acceptance_rate_t1_verify"] = ways["speculative"].verify
-    if draft is None:
-        no_prediction = "prompt lookup has no prediction at every position"
+    if model is None:
+        no_prediction = f"{ways['speculative'].drafter.name} is no model that predicts a token at every position"
         missing |= dict.fromkeys(_TEACHER_FORCED, no_prediction)
     else:
-        agreement = teacher_forced_agreement(compressed, draft, windows)
+        agreement = teacher_forced_agreement(compressed, model, windows)
         speed["teacher_forced_agreement"], speed["teacher_forced_agreement_t1"] = agreement
     compared, mismatches = compare(timed["compressed"].tokens[0], spoken.tokens[0])
     lossless = {
@@ -267,7 +276,7 @@ def _context(
     return text[: max(1, min(_CONTEXT, positions // 2))]
 
 
-def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length: int) -> dict[str, Any]:
+def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length: int, tree: bool) -> dict[str, Any]:
     plain, spoken = timed["compressed"], timed["speculative"]
     # Greedy decoding repeats itself exactly, so one repeat holds all the acceptance there is.
     counts = total(spoken.metrics[0])
@@ -279,6 +288,9 @@ def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length
     c = spoken.overall.draft_cost_ratio(step) if step else None
     v = costs.widths.get(draft_length + 1)
     survival, tau, alpha = counts.accepted_by_position, counts.tokens_per_round, counts.acceptance_rate
+    if tree and counts.rounds:
+        # Several nodes stand at a depth, of which one at most is accepted: what counts is how often one was.
+        survival = [hits / counts.rounds for hits in counts.accepted_at]
     figures: dict[str, Any] = {
         "speculative": spoken.figures(),
         "acceptance_rate": alpha,
@@ -296,9 +308,11 @@ def _speculative_figures(timed: dict[str, Timed], costs: StepCosts, draft_length
         "groups": groups(plain, spoken),
     }
     if alpha is not None and tau is not None and c is not None and v is not None:
+        figures["predicted_speedup"] = predicted_speedup(tau, draft_length, c, v)
+        if tree:
+            return figures
         p = fit_acceptance(survival)
         figures["per_token_acceptance"] = p
-        figures["predicted_speedup"] = predicted_speedup(tau, draft_length, c, v)
         figures["iid_speedup"] = iid_speedup(p, draft_length, c, v)
         figures["advice"] = advise(alpha, survival, c, costs.widths).as_dict()
     return figures

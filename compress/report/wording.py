@@ -211,7 +211,7 @@ def _expert_findings(report: dict[str, Any]) -> list[str]:
 def _speculation_findings(report: dict[str, Any]) -> list[str]:
     speed = report["speed"]
     gain = speed["speedup"]["over_compressed"]
-    drafter = report["draft"] if speed["drafter"] == "model" else f"the drafter {speed['drafter']} (no draft model)"
+    drafter = report["draft"] if speed["drafter"] == "model" else f"the drafter {speed['drafter']}"
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
     sentence = (
         f"Speculation with {drafter}, {speed['draft_length']} tokens a round, {verb}: {gain:.2f} times its speed."

@@ -149,7 +149,7 @@ def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) 
     report["draft"], report["speed"]["drafter"] = None, "lookup"
     text = page.markdown(report)
     assert "the drafter is prompt lookup" in text
-    assert "the drafter lookup (no draft model)" in text
+    assert "Speculation with the drafter lookup" in text
 
 
 def test_zeros_save_nothing_here_and_the_report_says_so(report: dict[str, Any]) -> None:

@@ -10,8 +10,10 @@ from compress.report.schema import Speed, covers, null_paths
 from runtime import load
 from runtime.cache import ContiguousCache
 from runtime.costs import measure_costs
+from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.errors import UserError
 from runtime.loading import Model
+from tests.conftest import write_medusa
 
 PROMPTS = [[5, 80, 41, 7], [101, 33, 200], [9, 9, 10, 11, 60], [250, 3]]
 NEW = 12
@@ -94,9 +96,27 @@ def test_without_a_draft_the_drafter_is_lookup(models: tuple[Model, Model], wind
     result = speed.measure(original, target, None, PROMPTS, windows, NEW, 3, quiet)
     assert result.speed["drafter"] == "lookup"
     assert result.speed["teacher_forced_agreement"] is None
-    assert "prediction" in result.not_measured["speed.teacher_forced_agreement"]
+    assert "no model that predicts" in result.not_measured["speed.teacher_forced_agreement"]
     # How much it costs is the machine's affair; that it was timed is not.
     assert result.speed["draft_cost_ratio"] is None or result.speed["draft_cost_ratio"] > 0
+    assert explained(result)
+
+
+def test_heads_draft_a_tree_and_have_no_figures_of_a_chain(
+    models: tuple[Model, Model], windows: torch.Tensor, tmp_path: Path
+) -> None:
+    original, target = models
+    heads = MedusaDrafter(load_heads(write_medusa(target.path, tmp_path / "medusa", scale=0.02), target))
+    result = speed.measure(original, target, heads, PROMPTS, windows, NEW, 5, quiet)
+    found = result.speed
+    Speed.model_validate(found)
+    assert found["drafter"] == "medusa" and found["predicted_speedup"] > 0
+    assert found["iid_speedup"] is None and found["advice"] is None
+    assert "tree" in result.not_measured["speed.advice"]
+    # By depth: at most one of a round's nodes at a depth is accepted, and none without its parent.
+    reached = found["accepted_by_position"]
+    assert reached == sorted(reached, reverse=True) and sum(reached) == pytest.approx(found["tokens_per_round"] - 1)
+    assert result.lossless["mismatches"] == 0
     assert explained(result)
 
 
