@@ -21,6 +21,7 @@ _TITLES = {
     "draft": "Training the draft",
     "states": "Writing text to learn from",
     "medusa": "Training Medusa heads",
+    "teacher": "Keeping the teacher's answers",
     "cache": "Calibrating the cache",
     "write": "Writing the model",
     "load": "Reading it back",

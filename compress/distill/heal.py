@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from compress.distill.heal_recipe import Heal
+from compress.distill.kept_answers import keep
+from compress.distill.logits_cache import LogitsCache
 from compress.distill.objective import objective_loss
 from compress.errors import UserError
 from compress.training import plain_model
 from compress.training.batches import PackedBatches
 from compress.training.loop import train
-from compress.training.task import Group, Loss
+from compress.training.task import Batches, Group, Loss
 
 if TYPE_CHECKING:
     from compress.model_stages import Given
@@ -30,8 +32,11 @@ def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
     frozen = plain_model.freeze_fused(student, given.model)
     matrices = plain_model.block_matrices(student, given.model)
     original = plain_model.held_out_loss(teacher, given.held_out)
+    packed = PackedBatches(given.tokens, given.settings)
+    batches: Batches = packed
+    if stage.answers is not None:
+        teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
     task = HealTask(student, teacher, given.held_out, stage, {name for name, _ in matrices}, given.settings.autocast)
-    batches = PackedBatches(given.tokens, given.settings)
     result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage="heal")
     plain_model.write(student, given.model, out, given.shard_bytes)
     del teacher, student, task
@@ -43,6 +48,7 @@ def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
 class HealTask:
     """Distillation of a transformers model into a smaller one (`compress.training.task.Task`).
 
+    teacher   a model, or its kept answers.
     held_out  (E, length) int64: windows to evaluate on.
     blocks    names of the blocks' matrices; their zeros, which pruning has left, stay zeros.
     autocast  whether evaluation, too, computes in bfloat16.
@@ -55,7 +61,8 @@ class HealTask:
     ):
         self.student, self.teacher, self.held_out, self.stage = student, teacher, held_out, stage
         self.blocks, self.autocast, self.objective = blocks, autocast, stage.objective()
-        teacher.eval().requires_grad_(False)
+        if not isinstance(teacher, LogitsCache):
+            teacher.eval().requires_grad_(False)
         sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
         if sparse and stage.optimizer == "muon":
             raise UserError(f"heal.optimizer: expected adamw where single weights are pruned ({sparse[0]}), found muon")

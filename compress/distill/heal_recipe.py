@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
+from compress.distill.answers_recipe import AnswersKey
 from compress.distill.objective import Objective
 from compress.training.recipe import Trained, Training
 
@@ -18,13 +19,14 @@ class HealTraining(Training):
     autocast: StrictBool = True
 
 
-class Heal(Trained):
+class Heal(Trained, AnswersKey):
     """A stage that teaches a pruned model to answer like the original again, by distillation.
 
     kl             weight of the forward KL to the original's next-token distribution, at `temperature`.
     cross_entropy  weight of the text itself.
     hidden         weight of the squared distance to the original's hidden states over their mean square: after every
                    block, or after the last one where blocks are gone.
+    answers        keeps the original's answers to some windows on disk, and trains on these (`Answers`).
     optimizer      of the blocks' matrices; muon needs matrices of which no single weights were pruned.
     """
 

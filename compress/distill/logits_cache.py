@@ -37,6 +37,10 @@ class TopLogits:
     tokens: Tensor
     log_probs: Tensor
 
+    def to(self, device: torch.device) -> "TopLogits":
+        """The same on another device."""
+        return TopLogits(self.tokens.to(device), self.log_probs.to(device))
+
     def divergence(self, student: Tensor, kind: Divergence, beta: float = 0.5, weights: Tensor | None = None) -> Tensor:
         """The mean divergence over k + 1 classes of student logits (n, T, V) at the cache's temperature, in nats."""
         rows = collapse(student.flatten(0, -2), self.tokens.flatten(0, -2))

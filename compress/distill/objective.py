@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.distill.logits_cache import LogitsCache
 from compress.distill.losses import cross_entropy, forward_kl, hidden_mse
 from compress.training.task import Loss
 
@@ -37,17 +38,25 @@ class Objective:
         return self.kl > 0 or self.hidden > 0
 
 
-def objective_loss(objective: Objective, student: Any, teacher: Any | None, batch: Tensor) -> Loss:
+def objective_loss(objective: Objective, student: Any, teacher: Any | LogitsCache | None, batch: Tensor) -> Loss:
     """The weighted loss of transformers models on windows (B, length + 1) int64.
 
-    teacher  None where the objective does not ask for it: ValueError where it does.
+    teacher  a model, or its kept answers: each window then begins with its number. None where the objective does not
+             ask for one: ValueError where it does.
     """
     watched = objective.hidden > 0
+    numbers = None
+    if isinstance(teacher, LogitsCache):
+        numbers, batch = batch[:, 0], batch[:, 1:]
     inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
     given = student(input_ids=inputs, use_cache=False, output_hidden_states=watched)
     rows = given.logits.flatten(0, 1)
     parts: dict[str, Tensor] = {}
-    if objective.needs_teacher:
+    if isinstance(teacher, LogitsCache):
+        assert numbers is not None
+        answers = teacher.take(numbers.cpu()).to(given.logits.device)
+        parts["kl"] = answers.divergence(given.logits, "forward_kl")
+    elif objective.needs_teacher:
         if teacher is None:
             raise ValueError("an objective with kl or hidden states needs a teacher, found none")
         with torch.no_grad():

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from compress.distill.answers_recipe import AnswersKey
 from compress.recipe_stages import Quantize, check_patterns
 from compress.training.recipe import Trained, Training
 
@@ -20,12 +21,13 @@ class RoundedTraining(Training):
     default_minutes: ClassVar[float] = 60.0
 
 
-class _Rounded(Trained):
+class _Rounded(Trained, AnswersKey):
     """Keys that both stages have.
 
     targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
     kl, cross_entropy, hidden, temperature  how much each loss counts (`compress.distill.objective.Objective`): to the
                      original's next-token distribution, on the text itself, to the original's hidden states.
+    answers          keeps the original's answers to some windows on disk, and trains on these (`Answers`).
     optimizer        of the rounded matrices.
     rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
     checkpointing    activations are computed twice instead of kept: slower, in less memory.

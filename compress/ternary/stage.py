@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.distill.kept_answers import keep
 from compress.plan import make_plan
 from compress.survey import survey
 from compress.ternary.convert import RoundedModel, bit_linear, convert, freeze_experts, quantized_linear
@@ -12,6 +13,7 @@ from compress.ternary.train import RoundedTask
 from compress.training import plain_model
 from compress.training.batches import PackedBatches
 from compress.training.loop import train
+from compress.training.task import Batches
 from runtime.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
@@ -37,10 +39,13 @@ def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
     frozen = freeze_experts(model, structure)
     rounded = plain_model.held_out_loss(model, given.held_out)
     objective = stage.objective()
-    teacher = original if objective.needs_teacher else None
+    teacher: Any = original if objective.needs_teacher else None
     del original
+    packed = PackedBatches(given.tokens, given.settings)
+    batches: Batches = packed
+    if stage.answers is not None:
+        teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
     task = RoundedTask(model, teacher, given.held_out, objective, stage.manner(), given.settings.autocast)
-    batches = PackedBatches(given.tokens, given.settings)
     result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage=kind)
     written = RoundedModel(model, checkpoint, structure, plan)
     records = written.write(out, given.work / "parts", given.shard_bytes)

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from compress.distill.logits_cache import LogitsCache
 from compress.distill.objective import Objective, objective_loss
 from compress.ternary.convert import rounded_layers, set_share
 from compress.training import plain_model
@@ -43,13 +44,13 @@ class RoundedTask:
     ):
         """
         model     a transformers causal language model, converted; float32.
-        teacher   the original; None where the objective does not ask for it.
+        teacher   the original, or its kept answers; None where the objective does not ask for it.
         held_out  (E, length) int64: windows to evaluate on.
         autocast  whether evaluation, too, computes in bfloat16.
         """
         self.model, self.teacher, self.held_out = model, teacher, held_out
         self.objective, self.manner, self.autocast = objective, manner, autocast
-        if teacher is not None:
+        if teacher is not None and not isinstance(teacher, LogitsCache):
             teacher.eval().requires_grad_(False)
         if manner.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -48,10 +48,11 @@ class PackedBatches:
         """This process's rows of micro-batch `micro` of a step: (B / processes, length + 1) int64."""
         settings, world = self._settings, self._world
         first = (step * settings.accumulate + micro) * settings.batch
-        rows = [self._row(first + row) for row in range(world.rank, settings.batch, world.size)]
+        rows = [self.window(first + row) for row in range(world.rank, settings.batch, world.size)]
         return torch.from_numpy(np.stack(rows))
 
-    def _row(self, index: int) -> NDArray[np.int64]:
+    def window(self, index: int) -> NDArray[np.int64]:
+        """(length + 1,): the window at place `index` of all epochs one after the other."""
         epoch, place = divmod(index, self.windows)
         if epoch != self._epoch:
             chooser = np.random.default_rng((self._settings.seed, epoch))

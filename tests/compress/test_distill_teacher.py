@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from compress.distill import logits_cache, policy
 from compress.distill.distributions import DIVERGENCES, divergence
+from compress.distill.kept_answers import NumberedBatches
 from compress.distill.logits_cache import LogitsCache
 from compress.distill.policy import Shares, decoder_writer, gumbel_sample, model_writer, snapshot, write_samples
 from compress.distill.teacher import Teacher, ensemble, narrowed, of_decoder, of_model
 from compress.errors import UserError
+from compress.training.parallel import World
+from compress.training.settings import Settings
 from runtime import load
 
 TOKENS = torch.randint(0, 320, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -85,6 +88,26 @@ def test_kept_logits_are_a_proper_distribution(tmp_path: Path) -> None:
         same = found.divergence(teacher(TOKENS[[2, 0]]), kind).item()
         assert same == pytest.approx(0, abs=1e-5)
         assert found.divergence(greedy, kind).item() > same + 0.01
+
+
+def test_numbered_windows_are_all_taken_in_every_epoch() -> None:
+    windows = torch.randint(0, 320, (5, 9), generator=torch.Generator().manual_seed(2))
+    batches = NumberedBatches(windows, Settings(batch=2, accumulate=2, length=8))
+    rows = [row for step in range(5) for micro in range(2) for row in batches.take(step, micro)]
+    numbers = [int(row[0]) for row in rows]
+    assert all(torch.equal(row[1:], windows[row[0]]) for row in rows)
+    epochs = [numbers[first : first + 5] for first in range(0, 20, 5)]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+    # Any step by itself, and dealt out to two processes.
+    assert torch.equal(
+        NumberedBatches(windows, Settings(batch=2, accumulate=2, length=8)).take(3, 1), rows_of(rows, 14)
+    )
+    dealt = [NumberedBatches(windows, Settings(batch=2, length=8), World(rank, 2)).take(3, 0) for rank in (0, 1)]
+    assert torch.equal(torch.cat(dealt), rows_of(rows, 6))
+
+
+def rows_of(rows: list[Tensor], first: int) -> Tensor:
+    return torch.stack(rows[first : first + 2])
 
 
 def test_a_damaged_cache_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress import journal as journals
 from compress.artifact import Artifact
-from compress.distill import heal
+from compress.distill import heal, logits_cache
 from compress.distill.objective import objective_loss
 from compress.errors import USER_ERRORS, UserError
 from compress.pipeline import Options, Progress, run, silent, unsaid
@@ -154,6 +154,45 @@ def test_resuming_gives_the_same_bytes(tiny: Tiny, go: Go, tmp_path: Path, stage
     assert content(resumed) == content(straight)
     assert told(facts)["steps"] == 4
     assert any("training goes on after step 2 of 4" in note for note in notes) == (stage == "heal")
+
+
+KEPT = {"heal": {"training": TRAINING, "answers": {"windows": 6, "top": 8}}}
+
+
+@pytest.mark.parametrize(("stage", "number"), [("teacher", 1), ("heal", 4)])
+def test_kept_answers_teach_and_survive_a_stop(
+    tiny: Tiny, go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, number: int
+) -> None:
+    straight, facts = go(tiny("llama"), [DEPTH, KEPT], out="straight")
+    assert told(facts)["steps"] == 4 and told(facts)["perplexity"]["healed"] < told(facts)["perplexity"]["pruned"]
+    with pytest.raises(KeyboardInterrupt):
+        go(tiny("llama"), [DEPTH, KEPT], progress=StopAt(stage, number))
+    answers = tmp_path / "out.partial/stages/01-heal/work/answers"
+    assert answers.exists() == (stage == "heal")
+    if stage == "heal":
+        # What is there is not written a second time.
+        monkeypatch.setattr(logits_cache, "write", None)
+    resumed, _ = go(tiny("llama"), [DEPTH, KEPT], resume=True)
+    assert content(resumed) == content(straight)
+
+
+def test_ternary_weights_learn_from_kept_answers(tiny: Tiny, go: Go) -> None:
+    training = TRAINING | {"tokens": 40 * 4 * 16, "evaluate_every": 10, "save_every": 40}
+    _, facts = go(tiny("llama"), [{"ternary": {"training": training, "answers": {"windows": 8, "top": 300}}}])
+    losses = [point["loss"] for point in told(facts, "ternary")["curve"] if point.get("loss")]
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"windows": 100_000}, "answers.windows: expected at most"),
+        ({"windows": 4, "top": 320}, "answers.top: expected"),
+    ],
+)
+def test_answers_that_cannot_be_kept(tiny: Tiny, go: Go, answers: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        go(tiny("llama"), [DEPTH, {"heal": {"training": TRAINING, "answers": answers}}])
 
 
 def test_another_budget_does_not_resume(tiny: Tiny, go: Go) -> None:
