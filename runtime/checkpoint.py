@@ -86,11 +86,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except OSError as error:
         raise UserError(f"{path} cannot be looked into: {error.strerror or error}") from error
     config = read_json(inside(directory, "config.json", "config.json"))
+    if config.get("quantization_config") is None and (older := _older_quantization(directory)) is not None:
+        config["quantization_config"] = older
     try:
         formats.check_supported(config.get("quantization_config"))
     except UserError as error:
         raise UserError(f"{directory.name}/{error}") from error
     return Checkpoint(directory, config, Shards(directory))
+
+
+def _older_quantization(directory: Path) -> dict[str, Any] | None:
+    """What files of their own say where config.json says nothing: AutoGPTQ's and AutoAWQ's first form."""
+    if (directory / "quantize_config.json").is_file():
+        return {"quant_method": "gptq"} | read_json(inside(directory, "quantize_config.json", "quantize_config.json"))
+    if (directory / "quant_config.json").is_file():
+        found = read_json(inside(directory, "quant_config.json", "quant_config.json"))
+        renamed = {new: found[old] for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")) if old in found}
+        return {"quant_method": "awq"} | found | renamed
+    return None
 
 
 def locate(path: str | Path) -> Path:

@@ -278,7 +278,7 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
                 experts.per_token,
                 experts.renormalize,
             )
-        old = f"{base}.experts.0.w1.weight" in reader.names or f"{base}.experts.0.w1.weight_packed" in reader.names
+        old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
         gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
         parts = [f"{base}.experts.{i}" for i in range(experts.count)]
         return Mixture(

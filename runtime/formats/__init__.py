@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats import compressed, int4, int8, nf4, ternary
+from runtime.formats import awq, compressed, gptq, int4, int8, llm_int8, nf4, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors, take
 
@@ -68,17 +68,22 @@ def check_supported(quantization: Any) -> None:
     if method == "bitsandbytes":
         kind = quantization.get("bnb_4bit_quant_type")
         four = quantization.get("load_in_4bit") or quantization.get("_load_in_4bit")
-        if not four or kind != "nf4":
-            found = f"bnb_4bit_quant_type {kind!r}" if four else "8-bit weights"
-            raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 is read, found {found}")
+        eight = quantization.get("load_in_8bit") or quantization.get("_load_in_8bit")
+        if bool(four) == bool(eight) or (four and kind != "nf4"):
+            found = f"bnb_4bit_quant_type {kind!r}" if four else f"load_in_4bit {four!r} and load_in_8bit {eight!r}"
+            raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 and LLM.int8 are read, found {found}")
     elif method == "compressed-tensors":
         compressed.check(quantization)
     elif method == "bitnet":
         ternary.check(quantization)
+    elif method == "gptq":
+        gptq.check(quantization)
+    elif method == "awq":
+        awq.check(quantization)
     else:
         raise UserError(
-            f"{_WHERE}.quant_method {method!r} is not read yet; use a plain checkpoint, bitsandbytes nf4,"
-            " compressed-tensors int8, int4, int3 or int2, or bitnet"
+            f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
+            " compressed-tensors int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
         )
 
 
@@ -95,6 +100,12 @@ def read(
     method = None if quantization is None else _method(quantization)
     if method == "bitsandbytes" and nf4.holds(tensors, prefix):
         packed = nf4.from_tensors(tensors, prefix, unpack).plain()
+    elif method == "bitsandbytes" and llm_int8.holds(tensors, prefix):
+        packed = llm_int8.from_tensors(tensors, prefix)
+    elif method == "gptq" and quantization is not None and gptq.holds(tensors, prefix):
+        packed = gptq.from_tensors(quantization, tensors, prefix)
+    elif method == "awq" and quantization is not None and gptq.holds(tensors, prefix):
+        packed = awq.from_tensors(quantization, tensors, prefix)
     elif method == "compressed-tensors" and quantization is not None:
         packed = compressed.read(quantization, tensors, prefix, unpack)
     elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):

@@ -28,7 +28,9 @@ def read_order(name: str, index: Tensor, inputs: int, groups: int) -> Tensor | N
     if bool((index == -1).all()):
         return None
     width = inputs // groups
-    if int(index.min()) < 0 or not torch.equal(torch.bincount(index), torch.full((groups,), width)):
+    # Looked at first: counts are as many as the largest index says.
+    inside = int(index.min()) >= 0 and int(index.max()) < groups
+    if not inside or not torch.equal(torch.bincount(index, minlength=groups), torch.full((groups,), width)):
         raise UserError(
             f"tensor {name} must put {width} of the {inputs} inputs into each of {groups} groups, and does not; the"
             " weights are damaged, so fetch them again"

@@ -1,0 +1,79 @@
+"""bitsandbytes' LLM.int8: one absmax per output row (Dettmers et al. 2022).
+
+    weight         int8 [N, K]
+    SCB            float32 [N]: the rows' absmax; weights are code · SCB / 127
+    weight_format  uint8 scalar, 0: row by row
+
+The library multiplies by SCB first and by 1 / 127 then; here both are one factor, so that a weight can differ by two
+units in float32's last place. Its kernels also keep inputs above a threshold in float16: ours round all to int8.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.formats import int8
+from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import Tensors, as_stored, check_finite, expect_dtype, expect_shape, read_bias, take
+
+
+def holds(tensors: Tensors, prefix: str) -> bool:
+    """Whether the layer is stored in this layout."""
+    return f"{prefix}.SCB" in tensors
+
+
+def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
+    """Reads a layer. Raises UserError naming the tensor that is missing, misshapen, non-finite or laid out otherwise."""
+    name = f"{prefix}.weight"
+    codes = expect_dtype(name, take(tensors, name), torch.int8)
+    if codes.ndim != 2 or 0 in codes.shape:
+        raise UserError(f"tensor {name} must have two dimensions and values, found shape {list(codes.shape)}")
+    n = codes.shape[0]
+    name = f"{prefix}.weight_format"
+    if name in tensors and bool(tensors[name].any()):
+        raise UserError(f"tensor {name}: codes row by row (0) are read, found another layout; save the model again")
+    name = f"{prefix}.SCB"
+    absmax = check_finite(name, expect_shape(name, expect_dtype(name, take(tensors, name), torch.float32), (n,)))
+    scale = (absmax / 127.0).unsqueeze(1)
+    return PackedWeight(int8.scheme(), codes, scale, bias=read_bias(tensors, prefix, n))
+
+
+def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The layer's tensors for a file; `dtype` is the bias's.
+
+    Raises ValueError where the layout cannot hold the weight exactly: anything but symmetric int8 rows, and scales
+    whose absmax does not give them back.
+    """
+    kind, size = packed.scheme.kind, packed.scheme.group_size
+    if kind != "int8" or size or packed.offset is not None or packed.perm is not None:
+        raise ValueError(f"{prefix}: LLM.int8 holds symmetric int8 rows in input order, found {packed.scheme}")
+    scale = packed.scale.flatten()
+    absmax = (scale.double() * 127).float()
+    if not torch.equal(absmax / 127.0, scale):
+        raise ValueError(f"{prefix}.SCB: float32 cannot hold 127 times these scales exactly")
+    tensors = {
+        f"{prefix}.weight": packed.codes.contiguous(),
+        f"{prefix}.SCB": absmax,
+        f"{prefix}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    if packed.bias is not None:
+        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
+    return tensors
+
+
+def hf_config(skip: Sequence[str] = ()) -> dict[str, Any]:
+    """`quantization_config` of config.json; `skip` are the linear modules that stay as they are."""
+    return {
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": False,
+        "_load_in_8bit": True,
+        "load_in_4bit": False,
+        "load_in_8bit": True,
+        "llm_int8_skip_modules": list(skip),
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_threshold": 6.0,
+    }
