@@ -6,6 +6,7 @@ import torch
 
 from compress import shards
 from compress.errors import UserError
+from compress.export import check_names
 from compress.training.settings import MOST_MINUTES
 
 
@@ -18,6 +19,7 @@ class Options:
     shard_bytes    most bytes in one file of weights.
     memory_budget  bytes of memory that the work on the weights may take; None: what is free. Where activations do not
                    fit into it they stay in a file; the result is the same.
+    export         forms to export the finished model to, besides the recipe's (compress.export).
     minutes, tokens  the budget of each stage that trains, in place of the recipe's; at most one of the two.
     """
 
@@ -38,6 +40,7 @@ class Options:
     memory_budget: int | None = None
     minutes: float | None = None
     tokens: int | None = None
+    export: tuple[str, ...] = ()
 
 
 # option: (least, most)
@@ -62,6 +65,8 @@ def check_ranges(options: Options) -> None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
+    if options.export:
+        check_names(options.export)
     if options.minutes is not None:
         if options.tokens is not None:
             raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")

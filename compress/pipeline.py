@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress import manifest, model_stages, passes, preflight, shards, workspace
+from compress import export, manifest, model_stages, passes, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
+from compress.export import record
 from compress.files import write_atomic
 from compress.options import Options, check_ranges
 from compress.plan import Plan, make_plan
+from compress.quantize import rtn
 from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.sources import Source, open_sources
@@ -133,6 +135,9 @@ def _run(
     first = passes.first_stages(recipe)
     packing = recipe if first is None else first
     plan = make_plan(target.shapes(), structure, packing.quantize, changed=recipe.changes)
+    exports = tuple(dict.fromkeys((*(recipe.export or ()), *options.export)))
+    if exports:
+        _check_exports(exports, plan, recipe)
     if recipe.kv is not None:
         from compress import kv_cache
 
@@ -183,6 +188,9 @@ def _run(
                 "versions": versions,
                 "calibration": samples,
             }
+            exported = _export(place.folder, exports, progress)
+            if exported:
+                about["exports"] = list(exported)
             if made.told:
                 about["training"] = {kind: model_stages.for_manifest(told) for kind, told in made.told.items()}
             manifest.write(place.folder, about)
@@ -203,12 +211,30 @@ def _run(
                 seed=options.seed,
                 versions=versions,
                 pruned=made.pruned,
+                exports=exported,
             )
             report(facts, settings, progress)
         # Nothing more to train: the other processes leave.
         world.share(None)
         place.finish(journal)
     return Artifact(place.out)
+
+
+def _check_exports(names: tuple[str, ...], plan: Plan, recipe: Recipe) -> None:
+    """Raises UserError where a form cannot hold what the recipe packs: before the work, not after it."""
+    trained = [stage.ternary or stage.qat for stage in recipe.stages]
+    schemes = [layer.scheme for layer in plan.layers.values()]
+    schemes += [str(stage.quantize().scheme) for stage in trained if stage is not None]
+    export.check_kinds(names, {rtn.describe(scheme, 0).kind for scheme in schemes})
+
+
+def _export(folder: Path, names: tuple[str, ...], progress: Progress) -> tuple[dict[str, Any], ...]:
+    """The finished model in other engines' forms: `exports/<name>/`, made anew where a resumed run has some."""
+    made = []
+    for name in sorted(names):
+        out = folder / record.FOLDER / name
+        made.append(export.run(name, folder / "model", out, progress, force=True).to_dict())
+    return tuple(made)
 
 
 def _settings(recipe: Recipe, options: Options) -> ReportOptions:
@@ -342,7 +368,7 @@ def _fingerprint(
 ) -> dict[str, Any]:
     """Everything that the journalled bytes depend on."""
     return {
-        "recipe": {key: value for key, value in recipe.to_dict().items() if key != "about"},
+        "recipe": {key: value for key, value in recipe.to_dict().items() if key not in ("about", "export")},
         "model": target.fingerprint(),
         "draft": None if draft is None else draft.fingerprint(),
         "versions": versions,

@@ -33,6 +33,11 @@ _TITLES = {
 _EVERY = 5.0  # seconds between plain lines of one stage
 
 
+def title_of(stage: str) -> str:
+    """What a stage is called on the screen."""
+    return f"Exporting {stage.removeprefix('export ')}" if stage.startswith("export ") else _TITLES.get(stage, stage)
+
+
 class Lines:
     """Plain lines for logs: a stage's begin and end, and every few seconds in between."""
 
@@ -52,7 +57,7 @@ class Lines:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        title = _TITLES.get(stage, stage)
+        title = title_of(stage)
         if stage != self._stage or (self._ended and done < total):
             self._stage, self._begun, self._shown, self._ended = stage, now, now, False
             if done < total:
@@ -105,7 +110,7 @@ class Bars:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(_TITLES.get(stage, stage), total=total)
+            self._tasks[stage] = self._bars.add_task(title_of(stage), total=total)
         self._bars.update(self._tasks[stage], completed=done, total=total)
 
     def note(self, line: str) -> None:

@@ -8,6 +8,7 @@ A recipe is a mapping with the keys
     stages       what to do, in order (recipe_order.py): to blocks (recipe_stages.py) and by training (training/)
     kv           how the runtime is to keep keys and values: scheme
     calibration  source, samples, seq_len: defaults for --calib, --samples and --seq-len
+    export       forms that other engines read, made of the finished model (compress.export), as --export does
 
 `extends` merges key by key: a mapping is merged into the mapping below it, anything else (a value or a list, so also
 `stages`) replaces what was there. `name` and `about` are never inherited.
@@ -22,6 +23,7 @@ import yaml
 from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from compress.errors import UserError
+from compress.export import check_names
 from compress.recipe_errors import NOT_BUILT, sentence
 from compress.recipe_order import ORDER, Stage, check_order
 from compress.recipe_stages import Prune, Quantize, Smooth, Strict
@@ -54,6 +56,7 @@ class Recipe(Strict):
     stages: tuple[Stage, ...] = ()
     kv: KeyValue | None = None
     calibration: Calibration = Calibration()
+    export: tuple[StrictStr, ...] | None = None
 
     @field_validator("name")
     @classmethod
@@ -67,6 +70,14 @@ class Recipe(Strict):
     def _ordered(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         check_order(stages)
         return stages
+
+    @field_validator("export")
+    @classmethod
+    def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            return None if names is None else check_names(names)
+        except UserError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _does_something(self) -> "Recipe":

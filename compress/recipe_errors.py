@@ -10,7 +10,6 @@ from pydantic import ValidationError
 # Keys and values that the format reserves and this version cannot do yet.
 NOT_BUILT = {
     "draft": "drafts are made by a stage: write the key under stages, or name a draft with --draft",
-    "export": "exports besides the Hugging Face directory are not built yet: remove the key",
 }
 _SCHEMES_NOT_BUILT = ("fp8", "nested")
 # Our own validators put the key that they speak of in front.

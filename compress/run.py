@@ -53,6 +53,9 @@ def main(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens for each stage that trains.", show_default="the recipe's")
     ] = None,
+    export: Annotated[
+        str, typer.Option(help="Forms for other engines, by commas: gptq, awq, … (python -m compress.export).")
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
@@ -80,6 +83,7 @@ def main(
                 "memory_budget": memory_budget,
                 "minutes": minutes,
                 "tokens": tokens,
+                "export": export,
                 "resume": resume,
                 "force": force,
                 "speed": not no_speed,
@@ -103,11 +107,13 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
                 f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one"
             )
         chosen = Recipe.load(recipe)
+        from compress.export import names_in
         from compress.options import Options, check_ranges
         from compress.pipeline import run
         from compress.preflight import parse_size
         from compress.training.parallel import follows
 
+        given["export"] = tuple(names_in(given["export"]))
         if given["memory_budget"] is not None:
             given["memory_budget"] = parse_size(given["memory_budget"])
         options = Options(**given)
@@ -159,6 +165,8 @@ def command_line(recipe: str, model: str | None, out: str | None, options: Any) 
             continue
         if field.name == "speed":
             words.append("--no-speed")
+        elif field.name == "export":
+            words += ["--export", ",".join(value)]
         else:
             words += ["--" + field.name.replace("_", "-"), _shown(value)]
     return shlex.join(words)

@@ -4,16 +4,18 @@ An exporter is a function `(model, out, progress) -> Exported`: `model` is the a
 `runtime.checkpoint.open_checkpoint` takes), `out` an empty folder that it fills, `progress` counts layers as
 `progress("export NAME", done, total)`. It repacks calibrated codes wherever its form can hold them; where it rounds
 again it says so, layer by layer, in `Exported.losses`; where it can do neither it raises UserError. `run` makes the
-folder, so that a failed export leaves nothing.
+folder, so that a failed export leaves nothing. A module may also have `refusal(kinds) -> str | None`, which says before
+a run begins why layers of these kinds (runtime.formats.packed.Kind, as a frozenset) cannot be exported.
 """
 
 import importlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compress import files
 from compress.errors import UserError
 
 FORMATS: dict[str, str] = {
@@ -24,6 +26,9 @@ FORMATS: dict[str, str] = {
     "bitnet": "compress.export.bitnet:write",
 }
 """Name → "module:function" of its exporter, imported when it is used."""
+
+ABOUT = "export.json"
+"""In every export: its `Exported`, and the mark by which a folder is known for one."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,6 +63,17 @@ class Exported:
         """The layer that lost most; None where none lost anything."""
         return max(self.losses, key=lambda loss: loss.error, default=None)
 
+    def sentences(self) -> list[str]:
+        """What was kept, what was lost, and the notes."""
+        out = [f"{self.repacked} layers repacked: exactly the artifact's weights."] if self.repacked else []
+        if (worst := self.worst) is not None:
+            mean = sum(loss.error for loss in self.losses) / len(self.losses)
+            out.append(
+                f"{len(self.losses)} layers rounded again: relative error {mean:.2g} on average,"
+                f" {worst.error:.2g} at worst ({worst.layer})."
+            )
+        return [*out, *self.notes]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as report.json and manifest.json have it."""
         worst = self.worst
@@ -69,6 +85,11 @@ class Exported:
             "worst": None if worst is None else asdict(worst),
             "notes": list(self.notes),
         }
+
+
+def names_in(text: str) -> list[str]:
+    """The names in "gptq, awq"."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -85,6 +106,14 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def check_kinds(names: Sequence[str], kinds: Collection[str]) -> None:
+    """Raises UserError where one of the forms cannot hold layers of these kinds: known before any work is done."""
+    for name in check_names(names):
+        refusal = getattr(importlib.import_module(FORMATS[name].split(":")[0]), "refusal", None)
+        if refusal is not None and (why := refusal(frozenset(kinds))) is not None:
+            raise UserError(f"export {name}: {why}")
+
+
 def run(name: str, model: Path, out: Path, progress: Progress = silent, force: bool = False) -> Exported:
     """Exports a model directory to the folder `out`, which appears when all of it is there.
 
@@ -97,6 +126,10 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     there = out.is_dir() and any(out.iterdir())
     if there and not force:
         raise UserError(f"{out.name} is not empty: replace it with --force, or choose another folder with --out")
+    if there and not (out / ABOUT).is_file():
+        raise UserError(
+            f"{out.name} was not written by an export, so --force does not replace it: choose another --out"
+        )
     module, function = FORMATS[name].split(":")
     exporter: Callable[[Path, Path, Progress], Exported] = getattr(importlib.import_module(module), function)
     partial = out.with_name(out.name + ".partial")
@@ -104,6 +137,7 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     partial.mkdir(parents=True)
     try:
         exported = exporter(model, partial, progress)
+        files.write_json(partial / ABOUT, exported.to_dict())
         if out.exists():
             shutil.rmtree(out)
         partial.rename(out)
@@ -113,4 +147,15 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     return exported
 
 
-__all__ = ["FORMATS", "Exported", "Loss", "Progress", "check_names", "run", "silent"]
+__all__ = [
+    "ABOUT",
+    "FORMATS",
+    "Exported",
+    "Loss",
+    "Progress",
+    "check_kinds",
+    "check_names",
+    "names_in",
+    "run",
+    "silent",
+]

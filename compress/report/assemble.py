@@ -102,6 +102,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         "calibration": calibration,
         "left_alone": [asdict(entry) for entry in facts.left_alone],
         "sample": measured.sample,
+        "exports": list(facts.exports),
         "not_measured": missing | uncalibrated,
     }
     validate(report)

@@ -51,7 +51,8 @@ class LeftAlone:
 class RunFacts:
     """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one).
 
-    pruned  linear layers, by their names in `model`, of which single weights were set to zero.
+    pruned   linear layers, by their names in `model`, of which single weights were set to zero.
+    exports  what was made of `model` for other engines: Exported.to_dict() of each.
     """
 
     recipe: dict[str, Any]
@@ -68,6 +69,7 @@ class RunFacts:
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
     pruned: tuple[str, ...] = ()
+    exports: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,24 @@ class LeftAloneEntry(_Strict):
     why: str
 
 
+class ExportLoss(_Strict):
+    """A layer that an export had to round again: ‖W' − W‖ / ‖W‖ against the artifact's weight."""
+
+    layer: str
+    error: float
+
+
+class ExportEntry(_Strict):
+    """The model in another engine's form: bytes of its weights, layers kept exactly, layers rounded again."""
+
+    name: str
+    bytes: int
+    repacked: int
+    requantized: list[ExportLoss]
+    worst: ExportLoss | None
+    notes: list[str]
+
+
 class Sample(_Strict):
     """The same prompt continued greedily by both models."""
 
@@ -298,6 +316,7 @@ class Report(_Strict):
     calibration: Calibration
     left_alone: list[LeftAloneEntry]
     sample: Sample | None
+    exports: list[ExportEntry] = []
     not_measured: dict[str, str]
 
     @model_validator(mode="after")
@@ -315,6 +334,7 @@ _STATEMENTS = (
     "asked.*",
     "size.sparsity",
     "quality.corpus.python",
+    "exports.*.worst",
     "quality.layers.*.output_error",
     "quality.layers.*.damping",
     "speed.baselines.*.why",

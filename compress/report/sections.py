@@ -84,7 +84,31 @@ def measured(report: dict[str, Any]) -> list[Section]:
         out.append(_experts(report))
     if training.stages(report):
         out.append(_training(report))
+    if report.get("exports"):
+        out.append(_exports(report))
     return out
+
+
+def _exports(report: dict[str, Any]) -> Section:
+    """The model in other engines' forms: its bytes there, and what the forms could not hold."""
+    rows: list[Row] = []
+    for entry in report["exports"]:
+        lost, worst = entry["requantized"], entry["worst"]
+        mean = sum(loss["error"] for loss in lost) / len(lost) if lost else 0.0
+        rows.append(
+            (
+                entry["name"],
+                megabytes(entry["bytes"]),
+                str(entry["repacked"]),
+                str(len(lost)),
+                "none" if not lost else f"{mean:.2g}",
+                "none" if worst is None else f"{worst['error']:.2g} ({worst['layer']})",
+            )
+        )
+    headers = ("export", "weights", "layers as they are", "layers rounded again", "their error, mean", "worst")
+    text = [f"{entry['name']}: {note}" for entry in report["exports"] for note in entry["notes"]]
+    note = "Errors are relative, ‖W' − W‖ / ‖W‖ of the export's weights against this artifact's."
+    return Section("Exports", "", "", text, [Table(headers, rows, note, wide=True)])
 
 
 def _training(report: dict[str, Any]) -> Section:

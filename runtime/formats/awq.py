@@ -17,7 +17,16 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats import int4
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import Tensors, as_stored, check_finite, expect_dtype, expect_shape, read_bias, take
+from runtime.formats.tensors import (
+    Tensors,
+    as_stored,
+    check_codes,
+    check_finite,
+    expect_dtype,
+    expect_shape,
+    read_bias,
+    take,
+)
 from runtime.formats.zero_points import whole_zeros
 
 # Column of a word's eight that each nibble holds, the lowest first.
@@ -96,7 +105,7 @@ def to_tensors(
     """
     n, k = packed.shape
     zeros = whole_zeros(packed)
-    if packed.scheme.kind != "int4" or packed.perm is not None or zeros is None:
+    if packed.scheme.kind not in ("int4", "ternary") or packed.perm is not None or zeros is None:
         raise ValueError(f"{prefix}: AWQ's layout holds 4-bit integers with whole zero points in input order")
     if n % _PER_WORD:
         raise ValueError(f"{prefix}: AWQ packs outputs in eights, and {n} is no multiple of 8")
@@ -108,6 +117,7 @@ def to_tensors(
         raise ValueError(f"{prefix}: groups of {own} cannot be cut into groups of {size}")
     scale = as_stored(f"{prefix}.scales", packed.scale, torch.float16).repeat_interleave(own // size, dim=1)
     zeros = zeros.repeat_interleave(own // size, dim=1)
+    check_codes(prefix, packed.codes, -8, 7)
     tensors = {
         f"{prefix}.qweight": _pack(packed.codes.t()),
         f"{prefix}.qzeros": _pack(zeros.to(torch.int8).t()),

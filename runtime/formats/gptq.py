@@ -6,12 +6,12 @@
     g_idx    int32 [K]: the group of each input; k // group_size, or in activation order any
     bias     [N]
 
-Weights are (code − zero) · scale, of 2, 3, 4 or 8 bits; codes of 3 bits run across the borders of words. In memory codes
-are signed, 2^(bits − 1) less than here, and so are zero points: a layer whose zero points are all 2^(bits − 1) is
-symmetric, whatever config.json says.
+Weights are (code − zero) · scale, of 2, 3, 4 or 8 bits; codes of 3 bits run across the borders of words. In memory
+codes are signed, 2^(bits − 1) less than here, and so are zero points: a layer whose zero points are all 2^(bits − 1)
+is symmetric, whatever config.json says.
 
-"gptq" stores a zero point of 0 as the highest code, for it wraps around. Readers that add one to a whole word instead of
-to each field carry into the neighbour there, so such weights are written as "gptq_v2".
+"gptq" stores a zero point of 0 as the highest code, for it wraps around. Readers that add one to a whole word instead
+of to each field carry into the neighbour there, so such weights are written as "gptq_v2".
 """
 
 import re
@@ -58,7 +58,9 @@ def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a configuration that is malformed, or whose layout is not read."""
     layout = _layout(config)
     if layout not in _LAYOUTS:
-        raise UserError(f"{_WHERE}: of GPTQ's layouts 'gptq' and 'gptq_v2' are read, found {layout!r}; convert the model")
+        raise UserError(
+            f"{_WHERE}: of GPTQ's layouts 'gptq' and 'gptq_v2' are read, found {layout!r}; convert the model"
+        )
     if (words := config.get("pack_dtype", "int32")) not in ("int32", "torch.int32"):
         raise UserError(f"{_WHERE}.pack_dtype must be 'int32', found {words!r}; pack the model into 32-bit words")
     if config.get("is_marlin_format"):

@@ -26,7 +26,7 @@ def holds(tensors: Tensors, prefix: str) -> bool:
 
 
 def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
-    """Reads a layer. Raises UserError naming the tensor that is missing, misshapen, non-finite or laid out otherwise."""
+    """Reads a layer. Raises UserError naming the tensor that is missing, misshapen, not finite or in another layout."""
     name = f"{prefix}.weight"
     codes = expect_dtype(name, take(tensors, name), torch.int8)
     if codes.ndim != 2 or 0 in codes.shape:

@@ -1,0 +1,68 @@
+"""Export "bitsandbytes": nf4, or LLM.int8 where every layer is int8 by rows, for transformers and vLLM on GPUs."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.errors import UserError
+from compress.export import Exported, Progress, directory
+from compress.export.directory import Form
+from compress.export.layers import NOTHING_PACKED, Facts, Model, survey
+from compress.export.rounding import to_int8_rows, to_nf4
+from runtime.formats import int8, llm_int8, nf4
+from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import stored_scale_dtype
+
+
+def refusal(kinds: frozenset[str]) -> str | None:
+    """Why models with layers of these kinds cannot be exported; None where they can."""
+    if not kinds:
+        return NOTHING_PACKED
+    if "ternary" in kinds:
+        return "bitsandbytes has no ternary format, and nf4 would double the file for nothing: export to bitnet or gguf"
+    return None
+
+
+def write(model: Path, out: Path, progress: Progress) -> Exported:
+    """See compress.export."""
+    found = survey(model)
+    if found.method == "bitsandbytes":
+        return directory.copy("bitsandbytes", found, out, progress)
+    if (why := refusal(frozenset(layer.scheme.kind for layer in found.packed))) is not None:
+        raise UserError(f"export bitsandbytes: {why}")
+    eight = all(layer.scheme.kind == "int8" for layer in found.packed)
+    return directory.write("bitsandbytes", found, _int8(found) if eight else _nf4(found), out, progress)
+
+
+def _int8(model: Model) -> Form:
+    def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
+        row = weight.scheme.group_size == 0 and weight.offset is None and weight.perm is None
+        ready = weight if row else to_int8_rows(weight, stored_scale_dtype(model.dtype))
+        return llm_int8.to_tensors(ready, layer.prefix, model.dtype)
+
+    notes = ["LLM.int8 multiplies inputs above its threshold in 16 bits, which Specpress' kernels do not."]
+    if any(layer.static for layer in model.packed):
+        notes.append("The static steps of the inputs are left out: this layout rounds inputs per token.")
+    return Form(llm_int8.hf_config(model.skipped), store, (*notes, *_experts(model)))
+
+
+def _nf4(model: Model) -> Form:
+    plain = [layer for layer in model.packed if layer.shape[1] % nf4.BLOCK]
+
+    def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
+        if layer in plain:
+            return directory.dense(layer, weight, model)
+        return nf4.to_tensors(to_nf4(weight), layer.prefix, model.dtype)
+
+    compute = str(model.dtype).removeprefix("torch.")
+    config = nf4.hf_config([*model.skipped, *(layer.prefix for layer in plain)], compute=compute)
+    notes = ["Integers have no place among nf4's levels, so every layer is rounded again."]
+    if plain:
+        notes.append(f"{len(plain)} layers have rows that blocks of {nf4.BLOCK} do not divide and are stored plain.")
+    return Form(config, store, (*notes, *_experts(model)))
+
+
+def _experts(model: Model) -> tuple[str, ...]:
+    if any(int8.is_expert(layer.prefix) for layer in model.packed):
+        return ("transformers' bitsandbytes loader leaves experts alone, so it does not load these.",)
+    return ()

@@ -1,0 +1,119 @@
+"""The layers of a finished model as exporters need to know them before they write the first."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+import torch
+
+from compress.errors import UserError
+from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.zero_points import whole_zeros
+
+# A packed layer has one of these, whatever its format; a plain one has none.
+_MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")
+# Caches' static scales, which only compressed-tensors' loaders know.
+CACHE_SCALES = (".k_scale", ".v_scale")
+NOTHING_PACKED = "expected packed weights, found plain ones only: compress with a recipe that quantises"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A packed layer, without its codes.
+
+    shape      (outputs N, inputs K).
+    reordered  whether its inputs are in activation order.
+    zeros      lowest and highest zero point, counted as the codes are; None where they are no whole numbers.
+    static     whether its inputs have a static step.
+    """
+
+    prefix: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    reordered: bool
+    zeros: tuple[int, int] | None
+    static: bool
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.scheme.group_size or self.shape[1]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, what is packed in it by name, and the linear modules that config.json says are not."""
+
+    checkpoint: Checkpoint
+    packed: tuple[Facts, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def method(self) -> str | None:
+        """Whose format its weights are in."""
+        quantization = self.checkpoint.quantization
+        return None if quantization is None else str(quantization.get("quant_method", "bitsandbytes"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that its plain weights are meant to have."""
+        config = self.checkpoint.config
+        return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+
+
+def survey(path: Path) -> Model:
+    """Opens a model and looks at every packed layer. Raises UserError where none is packed, or one cannot be read."""
+    checkpoint = open_checkpoint(path)
+    found = prefixes(checkpoint.names())
+    if not found:
+        raise UserError(f"{checkpoint.path.name}: {NOTHING_PACKED}")
+    return Model(checkpoint, tuple(_facts(checkpoint, prefix) for prefix in found), _skipped(checkpoint))
+
+
+def prefixes(names: Sequence[str]) -> list[str]:
+    """The packed layers among the tensors of a checkpoint, in the order of their names."""
+    found = {name.removesuffix(mark): None for name in names for mark in _MARKS if name.endswith(mark)}
+    return list(found)
+
+
+def _facts(checkpoint: Checkpoint, prefix: str) -> Facts:
+    weight = checkpoint.weight(prefix)
+    if not isinstance(weight, PackedWeight):
+        raise UserError(
+            f"{checkpoint.path.name}: expected packed weights in {prefix}, which has scales, found plain ones: the"
+            " checkpoint is damaged, so write it again"
+        )
+    zeros = whole_zeros(weight)
+    return Facts(
+        prefix,
+        weight.scheme,
+        weight.shape,
+        weight.perm is not None,
+        None if zeros is None else (int(zeros.min()), int(zeros.max())),
+        weight.input_scale is not None,
+    )
+
+
+def _skipped(checkpoint: Checkpoint) -> tuple[str, ...]:
+    quantization = checkpoint.quantization or {}
+    for key in ("ignore", "llm_int8_skip_modules", "modules_to_not_convert"):
+        if isinstance(names := quantization.get(key), list):
+            return tuple(str(name) for name in names)
+    # GPTQ names none: what is outside the blocks is not packed.
+    return ("lm_head",) if not any(name.startswith("lm_head.q") for name in checkpoint.names()) else ()
+
+
+def common_group(layers: Sequence[Facts]) -> int:
+    """The largest group size that all layers can be cut into without changing a weight; −1: each has one per row."""
+    if all(layer.group == layer.shape[1] for layer in layers):
+        return -1
+    return gcd(*(layer.group for layer in layers))
+
+
+def common_bits(layers: Sequence[Facts]) -> int:
+    """The bits of most layers."""
+    return Counter(layer.scheme.bits for layer in layers).most_common(1)[0][0]

@@ -1,0 +1,54 @@
+"""Where exports of a run go, and how its manifest and report learn of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress import manifest
+from compress.artifact import Artifact
+from compress.errors import UserError
+from compress.export import Exported
+
+FOLDER = "exports"
+
+
+@dataclass(frozen=True)
+class Place:
+    """model: what is exported; exports: the folder of folders; run: the run folder that keeps them, if one does."""
+
+    model: Path
+    exports: Path
+    run: Path | None
+
+
+def place(artifact: str | Path, out: Path | None = None) -> Place:
+    """The model of a run folder or model directory, and where its exports go (`out`, else the run's exports/).
+
+    Raises UserError where there is no model, and for a model that is in no run folder without `out`.
+    """
+    from runtime.checkpoint import locate
+
+    model = locate(artifact).resolve()
+    run = model.parent if model.name == "model" and manifest.is_run_folder(model.parent) else None
+    if out is not None:
+        return Place(model, out, None)
+    if run is None:
+        raise UserError(f"{model.name} is in no run folder, so its exports have no place: name one with --out")
+    return Place(model, run / FOLDER, run)
+
+
+def add(run: Path, made: Sequence[Exported]) -> None:
+    """Enters exports into manifest.json and, where the run has one, into the report."""
+    from compress.report.assemble import write_report
+
+    new = {exported.name: exported.to_dict() for exported in made}
+    about = manifest.read(run)
+    known = {entry["name"]: entry for entry in about.get("exports", [])}
+    entries = [entry for _, entry in sorted((known | new).items())]
+    about = {key: value for key, value in about.items() if key not in ("schema", "files")}
+    manifest.write(run, {**about, "exports": entries})
+    if not (run / "report.json").is_file():
+        return
+    report: dict[str, Any] = Artifact(run).report
+    write_report({**report, "exports": entries}, run)
