@@ -127,7 +127,7 @@ def check(config: Mapping[str, Any]) -> None:
         if not isinstance(weights, dict):
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
         form = group.get("format") or config.get("format")
-        if form not in _BITS:
+        if not isinstance(form, str) or form not in _BITS:
             raise UserError(f"{where}: format {form!r} is not read yet; int-quantized and pack-quantized are")
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
         if found[0] != "int" or found[1] not in _BITS[form] or not isinstance(found[2], bool):

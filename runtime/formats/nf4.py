@@ -198,8 +198,8 @@ def _read_nested(tensors: Tensors, prefix: str, codes: Tensor, state: dict[str, 
 def _read_state(tensors: Tensors, name: str) -> dict[str, Any]:
     """The JSON beside a weight, with every value checked that is used."""
     try:
-        state = json.loads(bytes(expect_dtype(name, take(tensors, name), torch.uint8).tolist()))
-    except ValueError as error:
+        state = json.loads(bytes(expect_dtype(name, take(tensors, name), torch.uint8).flatten().tolist()))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"tensor {name} must hold JSON in UTF-8: {error}") from error
     if not isinstance(state, dict) or state.get("quant_type") != "nf4":
         raise UserError(f"tensor {name} must describe an nf4 weight, found {str(state)[:80]}")
