@@ -8,15 +8,22 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.export import Exported, Progress, directory
 from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, common_group, survey
+from compress.export.layers import (
+    LEAST_GROUP,
+    NOTHING_PACKED,
+    Facts,
+    Model,
+    check_group,
+    common_group,
+    group_notes,
+    survey,
+)
 from compress.export.rounding import to_int4, with_scale_in, with_whole_zeros
 from runtime.formats import awq, int8
 from runtime.formats.packed import PackedWeight
 
-_LEAST_GROUP = 8
-_USUAL_GROUPS = (-1, 16, 32, 64, 128)
-# For layers that are rounded again where no other layer says a size.
-_GROUP = 128
+# For layers that are rounded again where no other layer says a size: the largest that divides all of their rows.
+_GROUPS = (128, 64, 32, 16)
 
 
 def refusal(kinds: frozenset[str]) -> str | None:
@@ -44,14 +51,10 @@ def write(model: Path, out: Path, progress: Progress) -> Exported:
 def _form(model: Model) -> Form:
     exact = [layer for layer in model.packed if _is_held(layer)]
     rounded = [layer for layer in model.packed if _fits(layer) and not _is_held(layer)]
-    size = common_group(exact) if exact else _GROUP
+    size = common_group(exact) if exact else _dividing(rounded)
+    check_group("awq", exact, size)
     if size != -1:
         rounded = [layer for layer in rounded if layer.shape[1] % size == 0]
-        if size < _LEAST_GROUP:
-            raise UserError(
-                f"export awq: the layers' groups of {', '.join(map(str, sorted({e.group for e in exact})))} inputs have"
-                f" only parts of {size} in common: export compressed-tensors, which takes one size per layer"
-            )
     plain = [layer for layer in model.packed if layer not in exact and layer not in rounded]
     if not exact and not rounded:
         raise UserError(f"export awq: no layer has outputs in eights and groups of {size}: export compressed-tensors")
@@ -68,27 +71,28 @@ def _form(model: Model) -> Form:
     return Form(awq.hf_config(size, skip), store, tuple(_notes(exact, rounded, plain, size)))
 
 
+def _dividing(layers: list[Facts]) -> int:
+    """The largest usual group size that divides the rows of all layers, or else of most."""
+    return max(_GROUPS, key=lambda size: (sum(layer.shape[1] % size == 0 for layer in layers), size))
+
+
 def _fits(layer: Facts) -> bool:
     return layer.shape[0] % 8 == 0
 
 
 def _is_held(layer: Facts) -> bool:
-    """Whether the codes can be repacked: at most 4 bits, in input order."""
-    return _fits(layer) and layer.scheme.bits <= 4 and not layer.reordered
+    """Whether the codes can be repacked: at most 4 bits, in input order, in groups that are not tiny."""
+    return _fits(layer) and layer.group >= LEAST_GROUP and layer.scheme.bits <= 4 and not layer.reordered
 
 
 def _notes(exact: list[Facts], rounded: list[Facts], plain: list[Facts], size: int) -> list[str]:
-    notes = []
-    if len({layer.group for layer in exact}) > 1 and size != -1:
-        notes.append(f"Layers had groups of several sizes: all are cut into groups of {size}, which changes no weight.")
-    if size not in _USUAL_GROUPS:
-        notes.append(f"Groups of {size} inputs are not what fast kernels take: those want 32, 64 or 128.")
+    notes = group_notes(exact, size)
     if any(layer.scheme.bits < 4 for layer in exact):
         notes.append("Codes of fewer bits are stored in 4, the only width of this layout: same weights, larger file.")
     if rounded:
         notes.append(
-            f"{len(rounded)} layers have more than 4 bits or inputs in activation order, which this layout cannot hold:"
-            " they are rounded again."
+            f"{len(rounded)} layers have more than 4 bits, inputs in activation order or small groups, which this"
+            " layout cannot hold: they are rounded again."
         )
     if plain:
         notes.append(f"{len(plain)} layers have rows or groups that do not fit and are stored plain.")

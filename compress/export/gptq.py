@@ -10,14 +10,20 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.export import Exported, Progress, directory
 from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, common_bits, common_group, survey
+from compress.export.layers import (
+    LEAST_GROUP,
+    NOTHING_PACKED,
+    Facts,
+    Model,
+    check_group,
+    common_bits,
+    common_group,
+    group_notes,
+    survey,
+)
 from compress.export.rounding import with_scale_in, with_whole_zeros
 from runtime.formats import gptq, int8
 from runtime.formats.packed import PackedWeight
-
-# Groups below this make scales and zero points larger than the codes, and no engine takes them.
-_LEAST_GROUP = 8
-_USUAL_GROUPS = (-1, 16, 32, 64, 128)
 
 
 def refusal(kinds: frozenset[str]) -> str | None:
@@ -43,16 +49,15 @@ def write(model: Path, out: Path, progress: Progress) -> Exported:
 
 
 def _form(model: Model) -> Form:
-    held = [layer for layer in model.packed if _fills_words(layer)]
-    plain = [layer for layer in model.packed if not _fills_words(layer)]
+    held = [layer for layer in model.packed if _is_held(layer)]
+    plain = [layer for layer in model.packed if not _is_held(layer)]
     if not held:
-        raise UserError("export gptq: no layer's rows and columns fill words of 32 bits: export compressed-tensors")
-    bits, size = common_bits(held), common_group(held)
-    if size != -1 and size < _LEAST_GROUP:
         raise UserError(
-            f"export gptq: the layers' groups of {', '.join(map(str, sorted({h.group for h in held})))} inputs have"
-            f" only parts of {size} in common: export compressed-tensors, which takes one size per layer"
+            f"export gptq: no layer's rows and columns fill words of 32 bits in groups of {LEAST_GROUP} and more:"
+            " export compressed-tensors"
         )
+    bits, size = common_bits(held), common_group(held)
+    check_group("gptq", held, size)
     # Zero points that are not whole are made so, anywhere in the range.
     lowest = min(0 if h.zeros is None else h.zeros[0] + (1 << h.scheme.bits - 1) for h in held)
     layout: Literal["gptq", "gptq_v2"] = "gptq" if lowest >= 1 else "gptq_v2"
@@ -80,22 +85,18 @@ def _form(model: Model) -> Form:
     return Form(config, store, tuple(_notes(held, plain, others, size, layout)))
 
 
-def _fills_words(layer: Facts) -> bool:
-    return all(size * layer.scheme.bits % 32 == 0 for size in layer.shape)
+def _is_held(layer: Facts) -> bool:
+    return layer.group >= LEAST_GROUP and all(size * layer.scheme.bits % 32 == 0 for size in layer.shape)
 
 
 def _notes(held: list[Facts], plain: list[Facts], others: list[Facts], size: int, layout: str) -> list[str]:
-    notes = []
-    if len({layer.group for layer in held}) > 1 and size != -1:
-        notes.append(f"Layers had groups of several sizes: all are cut into groups of {size}, which changes no weight.")
-    if size not in _USUAL_GROUPS:
-        notes.append(f"Groups of {size} inputs are read by GPTQModel's plain kernels; fast ones take 32, 64 and 128.")
+    notes = group_notes(held, size)
     if layout == "gptq_v2":
         notes.append("Some zero points are 0, which layout gptq cannot say safely: written as gptq_v2.")
     if others:
         notes.append("Layers of other bits stand under `dynamic`, which GPTQModel and vLLM read and transformers not.")
     if plain:
-        notes.append(f"{len(plain)} layers do not fill words of 32 bits and are stored plain.")
+        notes.append(f"{len(plain)} layers do not fill words of 32 bits, or have small groups, and are stored plain.")
     if any(layer.static for layer in held):
         notes.append("The static steps of the inputs are left out: this layout rounds weights only.")
     if any(int8.is_expert(layer.prefix) for layer in held):

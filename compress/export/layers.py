@@ -18,6 +18,9 @@ _MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_
 # Caches' static scales, which only compressed-tensors' loaders know.
 CACHE_SCALES = (".k_scale", ".v_scale")
 NOTHING_PACKED = "expected packed weights, found plain ones only: compress with a recipe that quantises"
+# Smaller groups take more for their scales than for their codes.
+LEAST_GROUP = 8
+_USUAL_GROUPS = (-1, 16, 32, 64, 128)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -112,6 +115,26 @@ def common_group(layers: Sequence[Facts]) -> int:
     if all(layer.group == layer.shape[1] for layer in layers):
         return -1
     return gcd(*(layer.group for layer in layers))
+
+
+def check_group(form: str, layers: Sequence[Facts], size: int) -> None:
+    """Raises UserError where the groups that layers have in common are too small for any engine."""
+    if size != -1 and size < LEAST_GROUP:
+        shown = ", ".join(map(str, sorted({layer.group for layer in layers})))
+        raise UserError(
+            f"export {form}: the layers' groups of {shown} inputs have only parts of {size} in common: export"
+            " compressed-tensors, which takes one size per layer"
+        )
+
+
+def group_notes(layers: Sequence[Facts], size: int) -> list[str]:
+    """What a user has to know of a group size that is not all layers' own, or not what kernels are made for."""
+    notes = []
+    if size != -1 and len({layer.group for layer in layers}) > 1:
+        notes.append(f"Layers had groups of several sizes: all are cut into groups of {size}, which changes no weight.")
+    if size not in _USUAL_GROUPS:
+        notes.append(f"Groups of {size} inputs are read by plain kernels only: fast ones take 32, 64 and 128.")
+    return notes
 
 
 def common_bits(layers: Sequence[Facts]) -> int:

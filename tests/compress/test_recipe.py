@@ -115,7 +115,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("calibration: {windows: 3}\n" + MINIMAL, "expected one of source, samples, seq_len"),
         # Reserved for later: refused, never accepted and ignored.
         ("draft: {layers: 2}\n" + MINIMAL, "draft: drafts are made by a stage"),
-        ("export: [onnx]\n" + MINIMAL, "export: exports besides the Hugging Face directory are not built yet"),
+        ("export: [onyx]\n" + MINIMAL, "export 'onyx' is unknown: expected one of gptq"),
         ("stages:\n  - quantize: {scheme: nested}\n", "nested is not built yet"),
         ("stages:\n  - quantize: {scheme: ternary, method: gptq}\n", "method: expected rtn with scheme ternary"),
         # Keys that belong together, or do not.
