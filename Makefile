@@ -57,8 +57,9 @@ peers: .peers/installed
 	.peers/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
-# GPTQModel and llm-compressor, for examples/compare/compressors.py: they want another transformers than we and than
-# the peers do. gptqmodel's build needs to see torch and numpy, so it is built without an environment of its own.
+# GPTQModel and llm-compressor, for examples/compare/compressors.py and the slow tests of exports: they want another
+# transformers than we and than the peers do. gptqmodel's build needs to see torch and numpy, so it is built without an
+# environment of its own. optimum is what transformers loads GPTQ checkpoints with.
 COMPRESSORS_PIP := .compressors/bin/python -m pip install --disable-pip-version-check --quiet \
 	--constraint examples/compare/constraints-compressors.txt
 
@@ -68,7 +69,7 @@ compressors: .compressors/installed
 	$(PYTHON) -m venv .compressors
 	$(COMPRESSORS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(COMPRESSORS_PIP) numpy setuptools wheel
-	$(COMPRESSORS_PIP) llmcompressor transformers accelerate
+	$(COMPRESSORS_PIP) llmcompressor transformers accelerate optimum
 	$(COMPRESSORS_PIP) --no-build-isolation gptqmodel
 	@touch $@
 
