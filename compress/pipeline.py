@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress import export, manifest, model_stages, passes, preflight, shards, workspace
+from compress import manifest, model_stages, passes, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
 from compress.export import record
 from compress.files import write_atomic
 from compress.options import Options, check_ranges
 from compress.plan import Plan, make_plan
-from compress.quantize import rtn
 from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.sources import Source, open_sources
@@ -135,9 +134,7 @@ def _run(
     first = passes.first_stages(recipe)
     packing = recipe if first is None else first
     plan = make_plan(target.shapes(), structure, packing.quantize, changed=recipe.changes)
-    exports = tuple(dict.fromkeys((*(recipe.export or ()), *options.export)))
-    if exports:
-        _check_exports(exports, plan, recipe)
+    exports = record.wanted(recipe, options.export, plan)
     if recipe.kv is not None:
         from compress import kv_cache
 
@@ -188,7 +185,7 @@ def _run(
                 "versions": versions,
                 "calibration": samples,
             }
-            exported = _export(place.folder, exports, progress)
+            exported = record.make(place.folder, exports, progress)
             if exported:
                 about["exports"] = list(exported)
             if made.told:
@@ -218,23 +215,6 @@ def _run(
         world.share(None)
         place.finish(journal)
     return Artifact(place.out)
-
-
-def _check_exports(names: tuple[str, ...], plan: Plan, recipe: Recipe) -> None:
-    """Raises UserError where a form cannot hold what the recipe packs: before the work, not after it."""
-    trained = [stage.ternary or stage.qat for stage in recipe.stages]
-    schemes = [layer.scheme for layer in plan.layers.values()]
-    schemes += [str(stage.quantize().scheme) for stage in trained if stage is not None]
-    export.check_kinds(names, {rtn.describe(scheme, 0).kind for scheme in schemes})
-
-
-def _export(folder: Path, names: tuple[str, ...], progress: Progress) -> tuple[dict[str, Any], ...]:
-    """The finished model in other engines' forms: `exports/<name>/`, made anew where a resumed run has some."""
-    made = []
-    for name in sorted(names):
-        out = folder / record.FOLDER / name
-        made.append(export.run(name, folder / "model", out, progress, force=True).to_dict())
-    return tuple(made)
 
 
 def _settings(recipe: Recipe, options: Options) -> ReportOptions:

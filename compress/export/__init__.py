@@ -138,13 +138,22 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     try:
         exported = exporter(model, partial, progress)
         files.write_json(partial / ABOUT, exported.to_dict())
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        _replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return exported
+
+
+def _replace(partial: Path, out: Path) -> None:
+    """Puts a finished folder in its place; an older one there is moved aside first and deleted last."""
+    aside = out.with_name(out.name + ".replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if out.exists():
+        files.rename(out, aside)
+    files.rename(partial, out)
+    files.sync_folder(out.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 __all__ = [

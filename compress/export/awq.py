@@ -77,7 +77,7 @@ def _dividing(layers: list[Facts]) -> int:
 
 
 def _fits(layer: Facts) -> bool:
-    return layer.shape[0] % 8 == 0
+    return layer.shape[0] % 8 == 0 and not layer.is_head
 
 
 def _is_held(layer: Facts) -> bool:
@@ -95,7 +95,9 @@ def _notes(exact: list[Facts], rounded: list[Facts], plain: list[Facts], size: i
             " layout cannot hold: they are rounded again."
         )
     if plain:
-        notes.append(f"{len(plain)} layers have rows or groups that do not fit and are stored plain.")
+        notes.append(
+            f"{len(plain)} layers have shapes or groups that do not fit, or are the head, and are stored plain."
+        )
     if any(int8.is_expert(layer.prefix) for layer in (*exact, *rounded)):
         notes.append("transformers does not load experts in this layout; vLLM does.")
     return notes

@@ -47,7 +47,7 @@ def _int8(model: Model) -> Form:
 
 
 def _nf4(model: Model) -> Form:
-    plain = [layer for layer in model.packed if layer.shape[1] % nf4.BLOCK]
+    plain = [layer for layer in model.packed if layer.shape[1] % nf4.BLOCK or layer.is_head]
 
     def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
         if layer in plain:
@@ -58,7 +58,9 @@ def _nf4(model: Model) -> Form:
     config = nf4.hf_config([*model.skipped, *(layer.prefix for layer in plain)], compute=compute)
     notes = ["Integers have no place among nf4's levels, so every layer is rounded again."]
     if plain:
-        notes.append(f"{len(plain)} layers have rows that blocks of {nf4.BLOCK} do not divide and are stored plain.")
+        notes.append(
+            f"{len(plain)} layers have rows that blocks of {nf4.BLOCK} do not divide, or are the head: stored plain."
+        )
     return Form(config, store, (*notes, *_experts(model)))
 
 

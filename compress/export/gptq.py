@@ -70,6 +70,7 @@ def _form(model: Model) -> Form:
         layers=[layer.prefix for layer in held],
         plain=[layer.prefix for layer in plain],
     )
+    config["lm_head"] = any(layer.is_head for layer in held)
     others = [layer for layer in held if layer.scheme.bits != bits]
     if others:
         over = {f"+:^{re.escape(layer.prefix)}$": {"bits": layer.scheme.bits} for layer in others}
@@ -95,6 +96,8 @@ def _notes(held: list[Facts], plain: list[Facts], others: list[Facts], size: int
         notes.append("Some zero points are 0, which layout gptq cannot say safely: written as gptq_v2.")
     if others:
         notes.append("Layers of other bits stand under `dynamic`, which GPTQModel and vLLM read and transformers not.")
+    if any(layer.is_head for layer in held):
+        notes.append("The head is packed too, which GPTQModel and vLLM read and transformers not.")
     if plain:
         notes.append(f"{len(plain)} layers do not fill words of 32 bits, or have small groups, and are stored plain.")
     if any(layer.static for layer in held):

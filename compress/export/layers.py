@@ -42,6 +42,11 @@ class Facts:
     static: bool
 
     @property
+    def is_head(self) -> bool:
+        """Whether it is the model's head, which loaders leave as it is or treat as a case of its own."""
+        return self.prefix in ("lm_head", "embed_out")
+
+    @property
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.scheme.group_size or self.shape[1]

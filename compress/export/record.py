@@ -1,14 +1,21 @@
 """Where exports of a run go, and how its manifest and report learn of them."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress import manifest
 from compress.artifact import Artifact
 from compress.errors import UserError
-from compress.export import Exported
+from compress.export import Exported, Progress, check_kinds
+from compress.export import run as export
+from compress.quantize import rtn
+
+if TYPE_CHECKING:
+    from compress.plan import Plan
+    from compress.recipe import Recipe
 
 FOLDER = "exports"
 
@@ -36,6 +43,26 @@ def place(artifact: str | Path, out: Path | None = None) -> Place:
     if run is None:
         raise UserError(f"{model.name} is in no run folder, so its exports have no place: name one with --out")
     return Place(model, run / FOLDER, run)
+
+
+def wanted(recipe: "Recipe", asked: Sequence[str], plan: "Plan") -> tuple[str, ...]:
+    """The recipe's exports and those asked for, each once.
+
+    Raises UserError where a form cannot hold what the recipe packs: before the work, not after it.
+    """
+    names = tuple(dict.fromkeys((*(recipe.export or ()), *asked)))
+    if names:
+        trained = [stage.ternary or stage.qat for stage in recipe.stages]
+        schemes = [layer.scheme for layer in plan.layers.values()]
+        schemes += [str(stage.quantize().scheme) for stage in trained if stage is not None]
+        check_kinds(names, {rtn.describe(scheme, 0).kind for scheme in schemes})
+    return names
+
+
+def make(run: Path, names: Sequence[str], progress: Progress) -> tuple[dict[str, Any], ...]:
+    """Exports a run that is being made: each one's `Exported.to_dict()`. What a killed run has left there goes away."""
+    shutil.rmtree(run / FOLDER, ignore_errors=True)
+    return tuple(export(name, run / "model", run / FOLDER / name, progress).to_dict() for name in sorted(names))
 
 
 def add(run: Path, made: Sequence[Exported]) -> None:

@@ -14,16 +14,16 @@ is symmetric, whatever config.json says.
 of to each field carry into the neighbour there, so such weights are written as "gptq_v2".
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.activation_order import group_index
+from runtime.formats.gptq_config import Layout, check, hf_config, layout, options
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import (
     Tensors,
@@ -38,10 +38,6 @@ from runtime.formats.tensors import (
 from runtime.formats.words import pack_words, unpack_words
 from runtime.formats.zero_points import whole_zeros
 
-BITS = (2, 3, 4, 8)
-Layout = Literal["gptq", "gptq_v2"]
-_LAYOUTS = ("gptq", "gptq_v2")
-_WHERE = "config.json: quantization_config"
 # Where the last group is short, all are cut into equal parts, and parts below this are a damaged file.
 _SMALLEST = 4
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,20 +48,6 @@ def scheme(bits: int, group_size: int, symmetric: bool) -> Scheme:
     if bits == 8:
         return Scheme("int8", 8, group_size, symmetric, "float")
     return Scheme("int4", bits, group_size, symmetric, "int8-group")
-
-
-def check(config: Mapping[str, Any]) -> None:
-    """Raises UserError for a configuration that is malformed, or whose layout is not read."""
-    layout = _layout(config)
-    if layout not in _LAYOUTS:
-        raise UserError(
-            f"{_WHERE}: of GPTQ's layouts 'gptq' and 'gptq_v2' are read, found {layout!r}; convert the model"
-        )
-    if (words := config.get("pack_dtype", "int32")) not in ("int32", "torch.int32"):
-        raise UserError(f"{_WHERE}.pack_dtype must be 'int32', found {words!r}; pack the model into 32-bit words")
-    if config.get("is_marlin_format"):
-        raise UserError(f"{_WHERE}.is_marlin_format: Marlin's own layout is not read; save the model as 'gptq'")
-    _options(config)
 
 
 def holds(tensors: Tensors, prefix: str) -> bool:
@@ -86,7 +68,7 @@ def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> Pa
     stored = unpack_words(expect_shape(name, zeros, (groups, -(-n * bits // 32))), n, bits)
     # Signed and with v1's one added back, modulo 2^bits: field by field.
     half = 1 << bits - 1
-    raw = stored.to(torch.int16) + half + (1 if _layout(config) == "gptq" else 0)
+    raw = stored.to(torch.int16) + half + (1 if layout(config) == "gptq" else 0)
     zero = ((raw & (2 * half - 1)) - half).float().t()
     steps = scale.float().t()
     codes = unpack_words(words.t(), inputs, bits)
@@ -130,8 +112,8 @@ def _fit(config: Mapping[str, Any], tensors: Tensors, prefix: str, rows: int, gr
     """(bits, group size, inputs K) of the option of config.json that fits the layer's shapes."""
     name = f"{prefix}.g_idx"
     known = tensors[name].numel() if name in tensors else None
-    options, fitting = _options(config), []
-    for bits, wanted in options:
+    known_options, fitting = options(config), []
+    for bits, wanted in known_options:
         inputs = known if known is not None else rows * 32 // bits
         size = inputs if wanted == -1 else wanted
         if inputs and -(-inputs * bits // 32) == rows and -(-inputs // size) == groups:
@@ -142,35 +124,12 @@ def _fit(config: Mapping[str, Any], tensors: Tensors, prefix: str, rows: int, gr
         fitting = [option for option in fitting if min(option[1], option[2]) == first] or fitting
     if fitting:
         return fitting[0]
-    shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in options)
+    shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in known_options)
     raise UserError(
         f"tensor {prefix}.qweight has {rows} rows of words and {prefix}.scales {groups} groups"
         f"{'' if known is None else f' for {known} inputs'}, which is not {shown} as config.json has it; the two do"
         " not belong together"
     )
-
-
-def _options(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(bits, group size) of the model and of its `dynamic` overrides. Raises UserError for what is not read."""
-    base = {key: config.get(key, default) for key, default in (("bits", None), ("group_size", 128))}
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):
-        raise UserError(f"{_WHERE}.dynamic must map expressions to mappings, found {str(dynamic)[:80]}")
-    found: dict[tuple[int, int], None] = {}
-    for where, over in [("", {}), *((f".dynamic[{key!r}]", value) for key, value in dynamic.items())]:
-        bits, size = (over.get(key, value) for key, value in base.items())
-        if type(bits) is not int or bits not in BITS or type(size) is not int or (size != -1 and size < 1):
-            raise UserError(
-                f"{_WHERE}{where}: GPTQ is read with 2, 3, 4 or 8 bits in groups of 1 and more inputs or -1, found bits"
-                f" {bits!r}, group_size {size!r}"
-            )
-        found[bits, size] = None
-    return list(found)
-
-
-def _layout(config: Mapping[str, Any]) -> Any:
-    # AutoGPTQ and GPTQModel before 6 say checkpoint_format, the others format; the first files say neither.
-    return config.get("checkpoint_format") or config.get("format") or "gptq"
 
 
 def _order(name: str, tensors: Tensors, inputs: int, size: int, groups: int) -> Tensor | None:
@@ -249,36 +208,4 @@ def _stored_scale(prefix: str, scale: Tensor) -> Tensor:
     raise ValueError(f"{prefix}.scales: neither float16 nor bfloat16 holds these scales exactly")
 
 
-def hf_config(
-    bits: int,
-    group_size: int,
-    *,
-    symmetric: bool,
-    reordered: bool,
-    layout: Layout = "gptq",
-    layers: Sequence[str] | None = None,
-    plain: Sequence[str] = (),
-) -> dict[str, Any]:
-    """`quantization_config` of config.json.
-
-    layers  all packed linear modules of the blocks, where some of the blocks' are left as they are (`plain`): the first
-            list is for transformers, the second for GPTQModel. The head is outside the blocks and needs no mention.
-    """
-    config: dict[str, Any] = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group_size,
-        "desc_act": reordered,
-        "sym": symmetric,
-        "lm_head": False,
-        "true_sequential": True,
-        "static_groups": False,
-        # transformers wants one, whatever the calibration was.
-        "damp_percent": 0.01,
-        "checkpoint_format": layout,
-        "pack_dtype": "int32",
-    }
-    if plain:
-        config["modules_in_block_to_quantize"] = [list(layers or ())]
-        config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in plain}
-    return config
+__all__ = ["check", "from_tensors", "hf_config", "holds", "scheme", "to_tensors"]

@@ -20,10 +20,11 @@ from compress.export.__main__ import app
 from compress.files import write_atomic
 from compress.pipeline import Options, run
 from compress.quantize.rtn import relative_error
-from runtime import formats
+from runtime import formats, load
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
+from runtime.rows import Rows
 
 Tiny = Callable[..., Path]
 Pack = Callable[[str, Tensor], PackedWeight]
@@ -277,6 +278,43 @@ def test_offsets_that_are_no_zero_points() -> None:
     error = (formats.dequantize(whole) - formats.dequantize(odd)).abs()
     clipped = (whole.codes == -8) | (whole.codes == 7)
     assert bool((error <= 0.5001 * step)[~clipped].all()) and float(error.max()) > 0
+
+
+def test_a_packed_head(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "head.yaml").write_text("stages: [{quantize: {scheme: int8-dynamic, head: int8}}]\n")
+    folder = run(str(tiny("qwen2")), Recipe.load(tmp_path / "head.yaml"), tmp_path / "run", Options(), report=nothing)
+    found = {name: export.run(name, folder.model, tmp_path / name) for name in ("gptq", "awq", "bitsandbytes")}
+    assert found["gptq"].repacked == found["bitsandbytes"].repacked == 15
+    said = open_checkpoint(tmp_path / "gptq").quantization or {}
+    assert said["lm_head"] is True and any("The head is packed too" in note for note in found["gptq"].notes)
+    # AWQ's loaders leave the head as it is, so it is stored so: int8's values in float32, exactly.
+    head = open_checkpoint(tmp_path / "awq").weight("lm_head")
+    whole = open_checkpoint(folder.model).weight("lm_head")
+    assert isinstance(head, Tensor) and isinstance(whole, PackedWeight)
+    assert torch.equal(head, formats.dequantize(whole)) and found["awq"].repacked == 1
+
+
+def nothing(*_: Any) -> dict[str, Any]:
+    """In place of a report."""
+    return {}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("int4", "bitsandbytes"), ("int8", "bitsandbytes"), ("ternary", "bitnet")])
+def test_transformers_runs_exports(packed: Callable[..., Path], tmp_path: Path, kind: str, name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM
+
+    export.run(name, packed(kind), tmp_path / name)
+    theirs, said = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    text = torch.randint(1, 320, (48,), generator=torch.Generator().manual_seed(3))
+    decoder: Any = load(tmp_path / name, threads=1).decoder
+    cache = decoder.new_cache()
+    ours = decoder.forward(text, Rows.chains([(cache.open(64), 0, 48)]), cache).logits
+    with torch.no_grad():
+        logits = theirs(text.view(1, -1)).logits[0].float()
+    # A random model, inputs of 8 bits here and of 16 there: what kernels do, not what the file says.
+    assert float((ours - logits).norm() / logits.norm()) < 0.1
 
 
 # The command, the run folder and the report.

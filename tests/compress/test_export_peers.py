@@ -6,6 +6,7 @@ transformers loads our GPTQ and AWQ exports with GPTQModel's kernels; GPTQModel'
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def peer(*words: object) -> None:
     """Runs the script in the compressors' environment: GPTQModel refuses two cores unless it is told a number."""
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "GPTQMODEL_CPU_WORKERS": "4"}
     command = [str(PYTHON), str(HERE / "export_peer.py"), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    # It writes logs where it stands.
+    with tempfile.TemporaryDirectory() as here:
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
