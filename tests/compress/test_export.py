@@ -299,7 +299,7 @@ def nothing(*_: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("int4", "bitsandbytes"), ("int8", "bitsandbytes"), ("ternary", "bitnet")])
+@pytest.mark.parametrize(("kind", "name"), [("int4", "bitsandbytes"), ("int8", "bitsandbytes")])
 def test_transformers_runs_exports(packed: Callable[..., Path], tmp_path: Path, kind: str, name: str) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM
