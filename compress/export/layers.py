@@ -111,8 +111,11 @@ def _skipped(checkpoint: Checkpoint) -> tuple[str, ...]:
     for key in ("ignore", "llm_int8_skip_modules", "modules_to_not_convert"):
         if isinstance(names := quantization.get(key), list):
             return tuple(str(name) for name in names)
-    # GPTQ names none: what is outside the blocks is not packed.
-    return ("lm_head",) if not any(name.startswith("lm_head.q") for name in checkpoint.names()) else ()
+    # GPTQ names none by name: every matrix that is plain. An embedding among them does no harm, a loader packs none.
+    packed = set(prefixes(checkpoint.names()))
+    plain = [name.removesuffix(".weight") for name in checkpoint.names() if name.endswith(".weight")]
+    found = [name for name in plain if len(checkpoint.shape(f"{name}.weight")) == 2 and name not in packed]
+    return tuple(dict.fromkeys([*([] if "lm_head" in packed else ["lm_head"]), *found]))
 
 
 def common_group(layers: Sequence[Facts]) -> int:

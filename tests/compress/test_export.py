@@ -215,6 +215,8 @@ def test_odd_shapes_stay_plain_and_are_named_to_loaders(tiny: Tiny, tmp_path: Pa
     listed = {key.removeprefix("-:^").removesuffix("$").replace("\\", "") for key in quantization["dynamic"]}
     assert listed == plain and not plain & set(quantization["modules_in_block_to_quantize"][0])
     assert any("6 layers do not fill words" in note for note in exported.notes)
+    export.run("compressed-tensors", tmp_path / "gptq", tmp_path / "back")
+    assert {"lm_head", *plain} <= set((open_checkpoint(tmp_path / "back").quantization or {})["ignore"])
     _, after = made("awq", model, tmp_path)
     assert plain <= {"lm_head", *(after.quantization or {})["modules_to_not_convert"]}
 
