@@ -105,8 +105,9 @@ def _open(place: str, name: str | None = None) -> Source:
     checkpoint = open_checkpoint(place)
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.get("quant_method", "some format")
+        where = "" if checkpoint.path.is_file() else "/config.json"
         raise UserError(
-            f"{checkpoint.path.name}/config.json: expected weights in full precision, found {method}: name the original"
+            f"{checkpoint.path.name}{where}: expected weights in full precision, found {method}: name the original"
         )
     # A directory goes by its own name, a model of the hub by its name there.
     found = checkpoint.path.resolve().name if Path(place).expanduser().is_dir() else place

@@ -22,8 +22,8 @@ _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.ji
 class Checkpoint:
     """A model directory whose headers have been read and checked.
 
-    path    the directory itself (for a run folder its `model/`).
-    config  config.json.
+    path    the directory itself (for a run folder its `model/`); or a GGUF file (runtime/gguf/).
+    config  config.json, or what the GGUF file's metadata says in its words.
     shards  the tensors, read when asked for.
     """
 
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a model directory, a run folder (its `model/`), or a model of the hub by name ("org/name").
+    """Opens a model directory, a run folder (its `model/`), a GGUF file, or a model of the hub by name ("org/name").
 
     Reads config.json and the headers of the weight files, no weights. Raises UserError, in one sentence that names the
     file, for a missing directory or file, broken JSON, pickled, truncated or escaping weight files, and quantised
@@ -85,6 +85,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         directory = locate(path)
     except OSError as error:
         raise UserError(f"{path} cannot be looked into: {error.strerror or error}") from error
+    if directory.is_file():
+        from runtime.gguf.checkpoint import open_gguf
+
+        return open_gguf(directory)
     config = read_json(inside(directory, "config.json", "config.json"))
     if config.get("quantization_config") is None and (older := _older_quantization(directory)) is not None:
         config["quantization_config"] = older
@@ -107,7 +111,7 @@ def _older_quantization(directory: Path) -> dict[str, Any] | None:
 
 
 def locate(path: str | Path) -> Path:
-    """The model directory that a path or hub name means; downloads what the hub's cache lacks.
+    """The model directory or GGUF file that a path or hub name means; downloads what the hub's cache lacks.
 
     Raises UserError where there is no such directory, where it has no config.json, or where the hub does not give it.
     """
@@ -118,8 +122,10 @@ def locate(path: str | Path) -> Path:
             if (candidate / "config.json").exists():
                 return candidate.resolve() if candidate.name in ("", "..") else candidate
         raise UserError(f"{given}: no config.json there nor in model/; give a model directory or a run folder")
+    if where.is_file() and where.suffix == ".gguf":
+        return where
     if where.exists() and given:
-        raise UserError(f"{given} is a file; give the model's directory")
+        raise UserError(f"{given} is a file; give the model's directory, or a .gguf file")
     if (partial := where.with_name(where.name + ".partial") if where.name else where).is_dir() and given:
         raise UserError(f"{given} does not exist, but {partial.name} does: that run has not ended, so resume it first")
     # A path whose first part is a folder here is a mistyped path, not a name to ask the hub for.

@@ -63,6 +63,9 @@ def transformers_configuration(checkpoint: Checkpoint) -> Any:
             " knows; use one of its decoder-only architectures"
         )
     try:
+        if checkpoint.path.is_file():
+            plain = ("model_type", "quantization_config")
+            return AutoConfig.for_model(kind, **{k: v for k, v in checkpoint.config.items() if k not in plain})
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         why = " ".join(str(error).split())

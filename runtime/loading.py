@@ -33,7 +33,7 @@ Weight = PackedWeight | Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, the directory it came from, and (read at first use) its tokenizer."""
+    """A decoder, the directory or GGUF file it came from, and (read at first use) its tokenizer."""
 
     decoder: Decoder
     path: Path
@@ -41,7 +41,11 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The directory's tokenizer. Raises UserError where it has none."""
+        """The directory's or file's tokenizer. Raises UserError where it has none."""
+        if self.path.is_file():
+            from runtime.gguf.tokenizer import read_tokenizer
+
+            return read_tokenizer(self.path)
         from transformers import AutoTokenizer
 
         try:
@@ -84,7 +88,7 @@ def load(
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
 
-    path     a model directory, a run folder, or a hub name.
+    path     a model directory, a run folder, a GGUF file, or a hub name.
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
@@ -104,6 +108,11 @@ def load(
     if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
         from runtime.adapter import adapt
 
+        if checkpoint.path.is_file():
+            raise UserError(
+                f"{checkpoint.path.name}: only Specpress' own decoder runs a GGUF file, and it does not run this one as"
+                " asked; give the original model directory"
+            )
         if planes:
             raise UserError(
                 f"{checkpoint.path.name}: transformers runs this model, and `nested` needs Specpress' own kernels;"
