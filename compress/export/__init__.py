@@ -24,6 +24,7 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "compress.export.compressed_tensors:write",
     "bitsandbytes": "compress.export.bitsandbytes:write",
     "bitnet": "compress.export.bitnet:write",
+    "gguf": "compress.export.gguf:write",
 }
 """Name → "module:function" of its exporter, imported when it is used."""
 
