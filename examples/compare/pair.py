@@ -66,12 +66,18 @@ def _openvino(shop: Workshop, checkpoint: Path) -> Path:
 
 
 def _gguf(shop: Workshop, checkpoint: Path) -> Path:
+    """Our own export in float32, quantised by llama.cpp itself."""
+    from compress.export import silent
+    from compress.export.gguf import write
+
     out = shop.folder / f"{checkpoint.name}-Q8_0.gguf"
     if not out.exists():
         shop.say(f"making {out.name} (once)")
         with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as room:
             made = Path(room) / out.name
-            run_maker(shop, True, "makers.gguf_checkpoint", str(checkpoint), str(shop.threads), f"Q8_0={made}")
+            write(checkpoint, Path(room), silent, floats="f32")
+            (source,) = Path(room).glob("*.gguf")
+            run_maker(shop, True, "makers.gguf_quantized", str(source), str(shop.threads), f"Q8_0={made}")
             made.rename(out)
     return out
 

@@ -1,0 +1,86 @@
+"""llama.cpp runs our GGUF files as we run them, or the models they were made from. It wants `make peers`."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from calib import corpora
+from calib.prompts import prompts
+from compress.export import silent
+from compress.export.gguf import write
+from compress.pair import default_pair
+from runtime import load
+from runtime.loading import Model
+from runtime.rows import Rows
+
+pytest.importorskip("gguf")
+PEERS = Path(__file__).parents[1] / ".peers" / "bin" / "python"
+WINDOW = 192
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PEERS.is_file(), reason="no .peers environment: make peers"),
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return prompts(corpora.load("stdlib"), 20, 0)
+
+
+def _export(model: Path, out: Path, **options: str) -> Path:
+    out.mkdir()
+    write(model, out, silent, **options)  # type: ignore[arg-type]
+    (file,) = out.iterdir()
+    return file
+
+
+def _theirs(
+    file: Path, tokens: list[list[int]], texts: list[str], out: Path
+) -> tuple[list[np.ndarray], list[list[int]]]:
+    out.mkdir()
+    (out / "given.json").write_text(json.dumps({"tokens": tokens, "texts": texts}))
+    script = Path(__file__).with_name("llama_cpp_logits.py")
+    subprocess.run([PEERS, script, file, out / "given.json", out], check=True, timeout=600)
+    return [np.load(out / f"{i}.npy") for i in range(len(tokens))], json.loads((out / "ids.json").read_text())
+
+
+def _ours(model: Model, tokens: list[int]) -> np.ndarray:
+    cache = model.decoder.new_cache()
+    rows = Rows.chains([(cache.open(len(tokens)), 0, len(tokens))])
+    return model.decoder.forward(torch.tensor(tokens), rows, cache).logits.numpy()
+
+
+def _compare(ours: Model, file: Path, texts: list[str], out: Path) -> tuple[float, float]:
+    """Share of equal argmax over all positions, and the relative norm of the difference of logits."""
+    ids = [ours.tokenizer(text)["input_ids"] for text in texts]
+    tokens = [list(found[-WINDOW:]) for found in ids]
+    theirs, their_ids = _theirs(file, tokens, texts, out)
+    assert their_ids == ids
+    found = [_ours(ours, one) for one in tokens]
+    mine, other = np.concatenate(found), np.concatenate(theirs)
+    agreement = float((mine.argmax(-1) == other.argmax(-1)).mean())
+    return agreement, float(np.linalg.norm(mine - other) / np.linalg.norm(mine))
+
+
+def test_a_float_file_gives_the_same_next_tokens(texts: list[str], tmp_path: Path) -> None:
+    source = default_pair()[0]
+    file = _export(source, tmp_path / "f32", floats="f32")
+    agreement, difference = _compare(load(source), file, texts, tmp_path / "out")
+    print(f"float32: argmax agreement {agreement:.5f}, logits differ by {difference:.2e}")
+    assert agreement >= 0.995 and difference < 1e-3
+
+
+@pytest.mark.parametrize("recipe", ["int8-dynamic", "int4-rtn", "ternary"])
+def test_a_quantised_file_gives_the_same_logits(
+    recipe: str, texts: list[str], pair_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = _export(pair_target(recipe), tmp_path / "out")
+    agreement, difference = _compare(load(file), file, texts[:8], tmp_path / "theirs")
+    print(f"{recipe}: argmax agreement {agreement:.5f}, logits differ by {difference:.2e}")
+    assert difference < 0.02
