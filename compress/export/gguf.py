@@ -30,7 +30,7 @@ from runtime.gguf.types import BF16, F16, F32, BlockType
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-NAME = "gguf"
+NAME, FILE = "gguf", "model.gguf"
 Floats = Literal["keep", "f32", "f16"]
 _FLOATS = {"f32": F32, "f16": F16}
 _EMBEDDING = "model.embed_tokens"
@@ -47,15 +47,15 @@ class Part:
 
 
 def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep") -> Exported:
-    """Writes `out/NAME.gguf`, NAME being the artifact's (for a run's `model/` the run's).
+    """Writes `out/model.gguf`: equal models give equal bytes, whatever their folders are called.
 
     floats  how plain matrices are stored: as they are, or all as one type. Vectors are float32 always, and so is what
             chooses experts: llama.cpp wants it so.
 
     Raises UserError without the gguf package, and for architectures, tokenizers and values that the format cannot hold.
     """
-    if find_spec("gguf") is None:
-        raise UserError("gguf: expected the gguf package, found none: pip install 'specpress[gguf]'")
+    if (why := refusal(frozenset())) is not None:
+        raise UserError(f"export {NAME}: {why}")
     from gguf import GGUFWriter
 
     checkpoint = open_checkpoint(model)
@@ -63,15 +63,13 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     kind, a = metadata.architecture(shown, checkpoint.config)
     parameters, factors = metadata.rope(shown, checkpoint.config, a)
     vocabulary = tokenizers.read(checkpoint.path, a.vocab)
-    folder = checkpoint.path.resolve()
-    name = folder.parent.name if folder.name == "model" else folder.name
     parts = list(_parts(checkpoint, kind, a))
     plans = [_plan(checkpoint, part, _FLOATS.get(floats)) for part in parts]
     kinds = [found for found, _ in plans]
-    file = out / f"{name}.gguf"
+    file = out / FILE
     writer = GGUFWriter(file, kind)
     try:
-        metadata.add(writer, name, checkpoint.config, a, parameters)
+        metadata.add(writer, a, parameters)
         writer.add_file_type(_file_type(kinds))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
         _announce(writer, parts, plans, factors)
@@ -86,6 +84,13 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     lost = {entry.layer for entry in losses}
     notes = _notes(kinds, vocabulary, parameters, metadata.context(a)[1])
     return Exported(NAME, file.stat().st_size, linear - len(lost), tuple(losses), notes)
+
+
+def refusal(kinds: frozenset[str]) -> str | None:
+    """Why layers of these kinds cannot be exported; known before a run begins. Blocks hold every kind, or round it."""
+    if find_spec("gguf") is None:
+        return "expected the gguf package, found none: pip install 'specpress[gguf]'"
+    return None
 
 
 def _parts(checkpoint: Checkpoint, kind: str, a: Architecture) -> Iterator[Part]:
@@ -247,4 +252,4 @@ def _notes(
     return tuple(notes)
 
 
-__all__ = ["NAME", "write"]
+__all__ = ["FILE", "NAME", "refusal", "write"]

@@ -82,11 +82,14 @@ def reads_back(parameters: dict[str, Any]) -> bool:
     return parameters["rope_type"] != "llama3" or found == (LOW, HIGH, ORIGINAL)
 
 
-def add(writer: "GGUFWriter", name: str, config: dict[str, Any], a: Architecture, parameters: dict[str, Any]) -> None:
-    """Adds general and architecture keys; `parameters` come from `rope`."""
+def add(writer: "GGUFWriter", a: Architecture, parameters: dict[str, Any]) -> None:
+    """Adds general and architecture keys; `parameters` come from `rope`.
+
+    The name is transformers' model_type, which llama.cpp's architecture may not tell (mistral is a llama there).
+    """
     from gguf import GGML_QUANT_VERSION, RopeScalingType
 
-    writer.add_name(name)
+    writer.add_name(a.model_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_context_length(context(a)[0])
     writer.add_embedding_length(a.hidden)

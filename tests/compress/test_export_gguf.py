@@ -280,11 +280,15 @@ def test_a_context_beyond_a_sliding_window_is_cut_and_said(splitting: Callable[.
     assert any("24 tokens, the model's sliding window" in note for note in result.notes)
 
 
+def test_equal_models_give_equal_bytes(splitting: Callable[..., Path], tmp_path: Path) -> None:
+    files = [exported(splitting("llama"), tmp_path / name)[0].read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+
+
 def test_the_registry_writes_a_folder_or_nothing(splitting: Callable[..., Path], tmp_path: Path) -> None:
     model, out = splitting("llama"), tmp_path / "exports" / "gguf"
     assert run("gguf", model, out).name == "gguf"
-    assert [path.name for path in out.iterdir()] == ["llama.gguf"]
-    assert isinstance(open_checkpoint(out / "llama.gguf"), GgufCheckpoint)
+    assert isinstance(open_checkpoint(out / "model.gguf"), GgufCheckpoint)
     with pytest.raises(UserError, match="not empty"):
         run("gguf", model, out)
 
@@ -295,7 +299,7 @@ def test_compressing_a_gguf_file_is_refused(splitting: Callable[..., Path], tmp_
     model = splitting("llama")
     assert open_sources(str(model), "none")[0].name == "llama"
     file, _ = exported(model, tmp_path / "out")
-    with pytest.raises(UserError, match=r"llama\.gguf: expected weights in full precision, found gguf"):
+    with pytest.raises(UserError, match=r"model\.gguf: expected weights in full precision, found gguf"):
         open_sources(str(file), "none")
 
 
