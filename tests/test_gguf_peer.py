@@ -1,6 +1,7 @@
 """llama.cpp runs our GGUF files as we run them, or the models they were made from. It wants `make peers`."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,26 @@ def test_a_float_file_gives_the_same_next_tokens(texts: list[str], tmp_path: Pat
     agreement, difference = _compare(load(source), file, texts, tmp_path / "out")
     print(f"float32: argmax agreement {agreement:.5f}, logits differ by {difference:.2e}")
     assert agreement >= 0.995 and difference < 1e-3
+
+
+FAMILY = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma")
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_every_architecture_is_computed_as_here(kind: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    model = tmp_path / kind
+    # llama.cpp's Qwen3-MoE has no other way of weighing experts.
+    shutil.copytree(tiny(kind, **({"norm_topk_prob": True} if kind == "qwen3_moe" else {})), model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["use_regex"] = True
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    file = _export(model, tmp_path / "out", floats="f32")
+    tokens = torch.randint(1, 320, (33,), generator=torch.Generator().manual_seed(1)).tolist()
+    ((theirs,), _) = _theirs(file, [tokens], [], tmp_path / "theirs")
+    ours = _ours(load(model), tokens)
+    difference = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+    print(f"{kind}: logits differ by {difference:.2e}")
+    assert difference < 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["int8-dynamic", "int4-rtn", "ternary"])

@@ -5,8 +5,7 @@ K-quants are read and not written: the gguf package does not quantise to them, a
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +19,12 @@ from compress.export import Exported, Loss, Progress
 from compress.export import gguf_metadata as metadata
 from compress.export import gguf_tokenizer as tokenizers
 from compress.export.gguf_blocks import choose, loss, pack
+from compress.export.gguf_parts import Part, parts, read
 from compress.files import sync
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.family import Architecture
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.names import ROPE_FACTORS, Place, rows_there, to_gguf
+from runtime.gguf.names import ROPE_FACTORS, Place, rows_there
 from runtime.gguf.types import BF16, F16, F32, BlockType
 
 if TYPE_CHECKING:
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 NAME, FILE = "gguf", "model.gguf"
 Floats = Literal["keep", "f32", "f16"]
 _FLOATS = {"f32": F32, "f16": F16}
-_EMBEDDING = "model.embed_tokens"
-Weight = PackedWeight | Tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of the file: `names` are transformers' tensors, one, or one for each expert of a stack."""
-
-    place: Place
-    names: tuple[str, ...]
-    linear: bool
 
 
 def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep") -> Exported:
@@ -63,8 +52,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     kind, a = metadata.architecture(shown, checkpoint.config)
     parameters, factors = metadata.rope(shown, checkpoint.config, a)
     vocabulary = tokenizers.read(checkpoint.path, a.vocab)
-    parts = list(_parts(checkpoint, kind, a))
-    plans = [_plan(checkpoint, part, _FLOATS.get(floats)) for part in parts]
+    held = list(parts(checkpoint, kind, a))
+    plans = [_plan(checkpoint, part, _FLOATS.get(floats)) for part in held]
     kinds = [found for found, _ in plans]
     file = out / FILE
     writer = GGUFWriter(file, kind)
@@ -72,15 +61,15 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
         metadata.add(writer, a, parameters)
         writer.add_file_type(_file_type(kinds))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
-        _announce(writer, parts, plans, factors)
-        losses = _write(writer, checkpoint, a, parts, kinds, progress)
+        _announce(writer, held, plans, factors)
+        losses = _write(writer, checkpoint, a, held, kinds, progress)
         if factors is not None:
             writer.write_tensor_data(factors)
     finally:
         writer.close()
     with file.open("r+b") as opened:
         sync(opened)
-    linear = sum(len(part.names) for part in parts if part.linear)
+    linear = sum(len(part.names) for part in held if part.linear)
     lost = {entry.layer for entry in losses}
     notes = _notes(kinds, vocabulary, parameters, metadata.context(a)[1])
     return Exported(NAME, file.stat().st_size, linear - len(lost), tuple(losses), notes)
@@ -93,68 +82,9 @@ def refusal(kinds: frozenset[str]) -> str | None:
     return None
 
 
-def _parts(checkpoint: Checkpoint, kind: str, a: Architecture) -> Iterator[Part]:
-    """What the file is to hold, in llama.cpp's usual order. Raises UserError for a tensor that has no name there."""
-    names = frozenset(checkpoint.names())
-    yield _part([f"{_EMBEDDING}.weight"], kind, linear=False)
-    if not a.tied:
-        yield _part(["lm_head.weight"], kind)
-    yield _part(["model.norm.weight"], kind, linear=False)
-    for number in range(a.layers):
-        prefix = f"model.layers.{number}"
-        vectors = ["input_layernorm", "post_attention_layernorm"]
-        vectors += ["self_attn.q_norm", "self_attn.k_norm"] if a.query_key_norm else []
-        for vector in vectors:
-            yield _part([f"{prefix}.{vector}.weight"], kind, linear=False)
-        layers = ["self_attn.qkv_proj"] if a.fused else [f"self_attn.{part}_proj" for part in "qkv"]
-        layers.append("self_attn.o_proj")
-        if a.experts is None:
-            layers += ["mlp.gate_up_proj"] if a.fused else ["mlp.gate_proj", "mlp.up_proj"]
-            layers.append("mlp.down_proj")
-        for layer in layers:
-            yield _part([f"{prefix}.{layer}.weight"], kind)
-            if f"{prefix}.{layer}.bias" in names:
-                yield _part([f"{prefix}.{layer}.bias"], kind, linear=False)
-        if a.experts is not None:
-            yield from _mixture(names, prefix, kind, a)
-
-
-def _mixture(names: frozenset[str], prefix: str, kind: str, a: Architecture) -> Iterator[Part]:
-    assert a.experts is not None
-    base = next((f"{prefix}.{name}" for name in a.experts.names if f"{prefix}.{name}.gate.weight" in names), None)
-    if base is None:
-        raise UserError(f"{prefix}.mlp.gate.weight: expected a layer that chooses experts, found none")
-    yield _part([f"{base}.gate.weight"], kind, linear=False)
-    first = f"{base}.experts.0"
-    old = any(name.startswith(f"{first}.w1.") for name in names)
-    for part in ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj"):
-        yield _part([f"{base}.experts.{index}.{part}.weight" for index in range(a.experts.count)], kind)
-
-
-def _part(names: list[str], kind: str, linear: bool = True) -> Part:
-    place = to_gguf(names[0], kind)
-    assert place is not None, f"{names[0]} has no name in GGUF"
-    return Part(place, tuple(names), linear)
-
-
-def _read(checkpoint: Checkpoint, name: str) -> Weight:
-    """A tensor of the checkpoint: packed or plain, also out of experts that are fused in one tensor."""
-    prefix, _, part = name.rpartition(".")
-    if part == "bias" or name.endswith("norm.weight") or prefix == _EMBEDDING:
-        return checkpoint.tensor(name)
-    base, fused, rest = prefix.partition(".experts.")
-    if fused and f"{base}.experts.gate_up_proj" in checkpoint.shards:
-        index, _, layer = rest.partition(".")
-        stack = checkpoint.tensor(f"{base}.experts.{'down_proj' if layer == 'down_proj' else 'gate_up_proj'}")
-        if layer == "down_proj":
-            return stack[int(index)]
-        return stack[int(index)].chunk(2)[0 if layer == "gate_proj" else 1]
-    return checkpoint.weight(prefix)
-
-
 def _plan(checkpoint: Checkpoint, part: Part, plain: BlockType | None) -> tuple[BlockType, tuple[int, ...]]:
     """Type and shape of a tensor of the file, by the first that goes into it."""
-    weight = _read(checkpoint, part.names[0])
+    weight = read(checkpoint, part.names[0])
     shape = tuple(weight.shape) if part.place.expert is None else (len(part.names), *weight.shape)
     if len(weight.shape) == 1 or part.place.tensor.endswith("ffn_gate_inp.weight"):
         return F32, shape
@@ -163,14 +93,14 @@ def _plan(checkpoint: Checkpoint, part: Part, plain: BlockType | None) -> tuple[
 
 def _announce(
     writer: "GGUFWriter",
-    parts: list[Part],
+    held: list[Part],
     plans: list[tuple[BlockType, tuple[int, ...]]],
     factors: NDArray[np.float32] | None,
 ) -> None:
     """Writes the header: metadata, and where each tensor is going to be."""
     from gguf import GGMLQuantizationType
 
-    for part, (kind, shape) in zip(parts, plans, strict=True):
+    for part, (kind, shape) in zip(held, plans, strict=True):
         size = int(np.prod(shape[:-1])) * kind.row_bytes(shape[-1])
         # float32 so that the shape is taken as it is: the package would read uint8's as bytes.
         number = GGMLQuantizationType(kind.number)
@@ -186,14 +116,14 @@ def _write(
     writer: "GGUFWriter",
     checkpoint: Checkpoint,
     a: Architecture,
-    parts: list[Part],
+    held: list[Part],
     kinds: list[BlockType],
     progress: Progress,
 ) -> list[Loss]:
     """Streams the tensors, one in memory at a time; says what was rounded."""
     losses: list[Loss] = []
-    for done, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
-        progress(f"export {NAME}", done, len(parts))
+    for done, (part, kind) in enumerate(zip(held, kinds, strict=True)):
+        progress(f"export {NAME}", done, len(held))
         rows = []
         for name in part.names:
             packed, error = _rows(checkpoint, a, part.place, name, kind)
@@ -201,7 +131,7 @@ def _write(
             if error:
                 losses.append(Loss(name.removesuffix(".weight"), error))
         writer.write_tensor_data(rows[0] if len(rows) == 1 else np.stack(rows))
-    progress(f"export {NAME}", len(parts), len(parts))
+    progress(f"export {NAME}", len(held), len(held))
     return losses
 
 
@@ -209,7 +139,7 @@ def _rows(
     checkpoint: Checkpoint, a: Architecture, place: Place, name: str, kind: BlockType
 ) -> tuple[NDArray[np.uint8], float]:
     """A tensor's bytes, (N, bytes of a row), rows in llama.cpp's order, and what rounding cost."""
-    weight = _read(checkpoint, name)
+    weight = read(checkpoint, name)
     vector = len(weight.shape) == 1
     if vector and isinstance(weight, Tensor):
         weight = (weight.float() + (1.0 if place.plus_one else 0.0)).unsqueeze(1)

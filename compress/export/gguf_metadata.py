@@ -85,11 +85,12 @@ def reads_back(parameters: dict[str, Any]) -> bool:
 def add(writer: "GGUFWriter", a: Architecture, parameters: dict[str, Any]) -> None:
     """Adds general and architecture keys; `parameters` come from `rope`.
 
-    The name is transformers' model_type, which llama.cpp's architecture may not tell (mistral is a llama there).
+    The name tells transformers' model_type, which llama.cpp's architecture may not (mistral is a llama there). It is
+    not the bare word: transformers takes files called "mistral" for an architecture that it then does not find.
     """
     from gguf import GGML_QUANT_VERSION, RopeScalingType
 
-    writer.add_name(a.model_type)
+    writer.add_name(f"specpress-{a.model_type}")
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_context_length(context(a)[0])
     writer.add_embedding_length(a.hidden)

@@ -49,7 +49,7 @@ def read(folder: Path, size: int) -> Vocabulary | None:
         return None
     content = read_json(path)
     model = content.get("model") or {}
-    if model.get("type") != "BPE":
+    if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UserError(f"{folder.name}/tokenizer.json: expected a BPE tokenizer for GGUF, found {model.get('type')!r}")
     added = {int(token["id"]): token for token in content.get("added_tokens") or ()}
     tokens = {number: token for token, number in model["vocab"].items()}

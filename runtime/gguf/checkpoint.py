@@ -15,7 +15,7 @@ from runtime.formats import dequantize, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import check_finite
 from runtime.gguf.blocks import Groups, unpack
-from runtime.gguf.config import EMBEDDING, HEAD, configure
+from runtime.gguf.config import HEAD, configure
 from runtime.gguf.header import Header, TensorEntry, read_header
 from runtime.gguf.names import ROPE_FACTORS, Place, from_gguf, rows_here
 from runtime.gguf.types import BF16, F16
@@ -76,7 +76,7 @@ class GgufTensors(Shards):
         stored, place = self._find(name)
         rows = self._rows(stored, place)
         if not stored.kind.plain:
-            return _packed(self.header.path.name, stored, unpack(stored.kind, rows))
+            return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
         values = torch.from_numpy(rows.view({F16: "<f2", BF16: "<i2"}.get(stored.kind, "<f4")))
         values = values.view(torch.bfloat16) if stored.kind == BF16 else values
         values = values.reshape(self.entry(name).shape)
@@ -144,8 +144,8 @@ def _check_shape(shown: str, entry: TensorEntry, experts: int | None) -> None:
         )
 
 
-def _packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
-    """Blocks as a packed weight: the same values."""
+def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
+    """Blocks as a packed weight: the same values. Raises UserError for scales that are not finite and damaged codes."""
     kind, bits = _KINDS[stored.kind.name]
     codes, scale = torch.from_numpy(groups.codes), torch.from_numpy(groups.scale)
     offset = None if groups.offset is None else torch.from_numpy(groups.offset)
@@ -196,4 +196,4 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     return GgufCheckpoint(path, config, GgufTensors(header, config))
 
 
-__all__ = ["EMBEDDING", "GgufCheckpoint", "GgufTensors", "open_gguf"]
+__all__ = ["GgufCheckpoint", "GgufTensors", "open_gguf", "to_packed"]

@@ -8,7 +8,8 @@ import torch
 
 from runtime.formats.packed import PackedWeight
 from runtime.gguf.blocks import unpack
-from runtime.gguf.checkpoint import open_gguf
+from runtime.gguf.checkpoint import open_gguf, to_packed
+from runtime.gguf.header import TensorEntry
 from runtime.gguf.names import rows_here, rows_there
 from runtime.gguf.types import TYPES, BlockType
 from runtime.kernels.dispatch import Kernel, linear
@@ -85,13 +86,10 @@ def test_a_file_of_the_package_is_read_exactly(kind: BlockType, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_kernels_run_every_type(kind: BlockType, native_path: str, tmp_path: Path) -> None:
-    from runtime.gguf.checkpoint import _packed
-    from runtime.gguf.header import TensorEntry
-
     n, blocks = 37, 3
     raw = random_rows(kind, n, blocks)
     entry = TensorEntry("x", kind, (n, blocks * kind.weights), 0, raw.size)
-    weight = _packed("x.gguf", entry, unpack(kind, raw))
+    weight = to_packed("x.gguf", entry, unpack(kind, raw))
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0))
     exact = x @ torch.from_numpy(dequantized(kind, raw)).t()
     kernels = [Kernel(name, True, "", True, 1 if name == native_path else 0) for name in ("reference", native_path)]
