@@ -1,7 +1,7 @@
-"""Run by test_gguf_peer.py in the peers' environment: `python llama_cpp_logits.py MODEL GIVEN.json OUT`.
+"""Run by tests in the peers' environment: `python llama_cpp_logits.py MODEL GIVEN.json OUT`.
 
-Writes the logits of every position of each list of tokens to OUT/N.npy, and the ids that llama.cpp gives
-for the texts to OUT/ids.json. The cache is float32, without flash attention.
+Writes the logits of every position of each list of tokens to OUT/N.npy, and the ids that llama.cpp gives for the texts
+to OUT/ids.json; with no tokens nothing but the vocabulary is loaded. The cache is float32, without flash attention.
 """
 
 import json
@@ -16,9 +16,10 @@ GGML_TYPE_F32 = 0
 
 def main(model: str, file: Path, out: Path) -> None:
     given = json.loads(file.read_text())
-    longest = max(map(len, given["tokens"]))
+    longest = max(map(len, given["tokens"]), default=0)
     llm = llama_cpp.Llama(
         model,
+        vocab_only=not given["tokens"],
         n_ctx=longest + 1,
         n_batch=longest + 1,
         n_threads=1,

@@ -58,7 +58,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     file = out / FILE
     writer = GGUFWriter(file, kind)
     try:
-        metadata.add(writer, a, parameters)
+        called = metadata.name(a, () if vocabulary is None else vocabulary.tokens)
+        metadata.add(writer, called, a, parameters)
         writer.add_file_type(_file_type(kinds))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
         _announce(writer, held, plans, factors)

@@ -1,5 +1,6 @@
 """What a GGUF file says of the architecture, from config.json."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
+_PHI_3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
 _YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
@@ -82,15 +84,22 @@ def reads_back(parameters: dict[str, Any]) -> bool:
     return parameters["rope_type"] != "llama3" or found == (LOW, HIGH, ORIGINAL)
 
 
-def add(writer: "GGUFWriter", a: Architecture, parameters: dict[str, Any]) -> None:
-    """Adds general and architecture keys; `parameters` come from `rope`.
+def name(a: Architecture, tokens: Collection[str]) -> str:
+    """What the file calls the model: transformers' model_type, which llama.cpp's architecture may not tell.
 
-    The name tells transformers' model_type, which llama.cpp's architecture may not (mistral is a llama there). It is
-    not the bare word: transformers takes files called "mistral" for an architecture that it then does not find.
+    It is not the bare word: transformers takes files called "mistral" for an architecture that it then does not find.
+    And llama.cpp looks for certain tokens in files that are called phi3, and fails where they have none of that name.
     """
+    if a.model_type == "phi3" and not set(tokens) >= _PHI_3_TOKENS:
+        return "specpress"
+    return f"specpress-{a.model_type}"
+
+
+def add(writer: "GGUFWriter", called: str, a: Architecture, parameters: dict[str, Any]) -> None:
+    """Adds general and architecture keys; `called` comes from `name`, `parameters` from `rope`."""
     from gguf import GGML_QUANT_VERSION, RopeScalingType
 
-    writer.add_name(f"specpress-{a.model_type}")
+    writer.add_name(called)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_context_length(context(a)[0])
     writer.add_embedding_length(a.hidden)

@@ -1,6 +1,7 @@
 """Tokenizers through GGUF: by the tokenizer.json that the file carries, by its lists, and by transformers' reading."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from runtime.gguf.splits import LLAMA_3, QWEN_2, SPLITS
 
 gguf = pytest.importorskip("gguf")
 
+PEERS = Path(__file__).parents[2] / ".peers" / "bin" / "python"
 TEXTS = (
     "class Counter:\n    def __init__(self, start=1234567):\n        self.count = start  # don't\n",
     "  two spaces, a tab\tand more…   ",
@@ -143,6 +145,20 @@ def test_transformers_own_reading_gives_the_same_ids(kind: str, tmp_path: Path) 
     # Where a text begins with spaces, its SentencePiece puts none before them; llama.cpp and tokenizer.json do.
     for text in TEXTS[: 1 if model == "llama" else 2]:
         assert theirs.encode(text, add_special_tokens=False).ids == built.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEERS.is_file(), reason="no .peers environment: make peers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
+    make, model, _ = KINDS[kind]
+    built = make()
+    path = _written(built, tmp_path / "x", model == "llama")
+    (tmp_path / "given.json").write_text(json.dumps({"tokens": [], "texts": TEXTS}))
+    script = Path(__file__).parents[1] / "llama_cpp_logits.py"
+    subprocess.run([PEERS, script, path, tmp_path / "given.json", tmp_path], check=True, timeout=60)
+    found = json.loads((tmp_path / "ids.json").read_text())
+    assert found == [built.encode(text, add_special_tokens=False).ids for text in TEXTS]
 
 
 def test_ids_without_a_token_are_filled(tmp_path: Path) -> None:
