@@ -49,6 +49,8 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
 
     checkpoint = open_checkpoint(model)
     shown = checkpoint.path.name
+    if checkpoint.path.is_file():
+        raise UserError(f"{shown}: expected a model directory to export, found a GGUF file: name the artifact")
     kind, a = metadata.architecture(shown, checkpoint.config)
     parameters, factors = metadata.rope(shown, checkpoint.config, a)
     vocabulary = tokenizers.read(checkpoint.path, a.vocab)

@@ -238,6 +238,36 @@ def test_an_artifact_keeps_its_codes(form: str, splitting: Callable[..., Path], 
     assert difference < 0.05
 
 
+def test_experts_fused_on_disk_give_the_same_file(splitting: Callable[..., Path], tmp_path: Path) -> None:
+    apart, fused = splitting("qwen3_moe"), splitting("qwen3_moe")
+    tensors = load_file(fused / "model.safetensors")
+    for number in range(2):
+        base = f"model.layers.{number}.mlp.experts"
+        parts = {
+            part: torch.stack([tensors.pop(f"{base}.{index}.{part}_proj.weight") for index in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{base}.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), dim=1)
+        tensors[f"{base}.down_proj"] = parts["down"]
+    save_file(tensors, fused / "model.safetensors", metadata={"format": "pt"})
+    files = [exported(model, tmp_path / str(number))[0] for number, model in enumerate((apart, fused))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_packed_experts_keep_their_codes(splitting: Callable[..., Path], tmp_path: Path) -> None:
+    make = FORMS["int4"][0]
+    model = _packed(splitting("qwen3_moe"), tmp_path / "model", make, torch.bfloat16)
+    file, result = exported(model, tmp_path / "out")
+    assert result.losses == () and result.repacked == 2 * (4 + 3 * 4) + 1
+    stacks = [t for t in gguf.GGUFReader(file).tensors if "_exps" in t.name]
+    assert {(t.tensor_type.name, len(t.shape)) for t in stacks} == {("Q4_0", 3)} and len(stacks) == 6
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    found, wanted = open_gguf(file).weight(name), open_checkpoint(model).weight(name)
+    assert isinstance(found, PackedWeight) and isinstance(wanted, PackedWeight)
+    assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+    assert float((logits(file) - logits(model)).norm() / logits(model).norm()) < 0.01
+
+
 def test_rows_of_queries_and_keys_lie_as_llama_cpp_wants_them(splitting: Callable[..., Path], tmp_path: Path) -> None:
     model = splitting("llama")
     file, _ = exported(model, tmp_path / "out")
@@ -291,6 +321,12 @@ def test_the_registry_writes_a_folder_or_nothing(splitting: Callable[..., Path],
     assert isinstance(open_checkpoint(out / "model.gguf"), GgufCheckpoint)
     with pytest.raises(UserError, match="not empty"):
         run("gguf", model, out)
+
+
+def test_exporting_a_gguf_file_is_refused(splitting: Callable[..., Path], tmp_path: Path) -> None:
+    file, _ = exported(splitting("llama"), tmp_path / "out")
+    with pytest.raises(UserError, match="expected a model directory to export, found a GGUF file"):
+        run("gguf", file, tmp_path / "again")
 
 
 def test_compressing_a_gguf_file_is_refused(splitting: Callable[..., Path], tmp_path: Path) -> None:
