@@ -42,10 +42,10 @@ def _export(model: Path, out: Path, **options: str) -> Path:
 
 
 def _theirs(
-    file: Path, tokens: list[list[int]], texts: list[str], out: Path
+    file: Path, tokens: list[list[int]], texts: list[str], vocabulary: int, out: Path
 ) -> tuple[list[np.ndarray], list[list[int]]]:
     out.mkdir()
-    (out / "given.json").write_text(json.dumps({"tokens": tokens, "texts": texts}))
+    (out / "given.json").write_text(json.dumps({"tokens": tokens, "texts": texts, "vocabulary": vocabulary}))
     script = Path(__file__).with_name("llama_cpp_logits.py")
     subprocess.run([PEERS, script, file, out / "given.json", out], check=True, timeout=600)
     return [np.load(out / f"{i}.npy") for i in range(len(tokens))], json.loads((out / "ids.json").read_text())
@@ -61,7 +61,7 @@ def _compare(ours: Model, file: Path, texts: list[str], out: Path) -> tuple[floa
     """Share of equal argmax over all positions, and the relative norm of the difference of logits."""
     ids = [ours.tokenizer(text)["input_ids"] for text in texts]
     tokens = [list(found[-WINDOW:]) for found in ids]
-    theirs, their_ids = _theirs(file, tokens, texts, out)
+    theirs, their_ids = _theirs(file, tokens, texts, ours.decoder.vocab_size, out)
     assert their_ids == ids
     found = [_ours(ours, one) for one in tokens]
     mine, other = np.concatenate(found), np.concatenate(theirs)
@@ -90,7 +90,7 @@ def test_every_architecture_is_computed_as_here(kind: str, tiny: Callable[..., P
     (model / "tokenizer.json").write_text(json.dumps(content))
     file = _export(model, tmp_path / "out", floats="f32")
     tokens = torch.randint(1, 320, (33,), generator=torch.Generator().manual_seed(1)).tolist()
-    ((theirs,), _) = _theirs(file, [tokens], [], tmp_path / "theirs")
+    ((theirs,), _) = _theirs(file, [tokens], [], 320, tmp_path / "theirs")
     ours = _ours(load(model), tokens)
     difference = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
     print(f"{kind}: logits differ by {difference:.2e}")
