@@ -72,10 +72,10 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
         writer.close()
     with file.open("r+b") as opened:
         sync(opened)
-    linear = sum(len(part.names) for part in held if part.linear)
-    lost = {entry.layer for entry in losses}
-    notes = _notes(kinds, vocabulary, parameters, metadata.context(a)[1])
-    return Exported(NAME, file.stat().st_size, linear - len(lost), tuple(losses), notes)
+    linear = {name.removesuffix(".weight") for part in held if part.linear for name in part.names}
+    kept = linear - {entry.layer for entry in losses}
+    notes = (*_notes(kinds, vocabulary, parameters, metadata.context(a)[1]), *_left_out(checkpoint))
+    return Exported(NAME, file.stat().st_size, len(kept), tuple(losses), notes)
 
 
 def refusal(kinds: frozenset[str]) -> str | None:
@@ -183,6 +183,16 @@ def _notes(
     if not metadata.reads_back(parameters):
         notes.append("the rotary factors are not those of Llama 3's releases: llama.cpp reads them, Specpress does not")
     return tuple(notes)
+
+
+def _left_out(checkpoint: Checkpoint) -> list[str]:
+    """What the artifact has that a GGUF file has no place for."""
+    notes = []
+    if any(name.endswith(".input_scale") for name in checkpoint.names()):
+        notes.append("the static input scales are left out: llama.cpp rounds inputs block by block")
+    if "kv_cache" in checkpoint.config.get("specpress", {}):
+        notes.append("the cache's scheme is left out: llama.cpp has its own, --cache-type-k and --cache-type-v")
+    return notes
 
 
 __all__ = ["FILE", "NAME", "refusal", "write"]

@@ -71,7 +71,11 @@ def _part(names: list[str], kind: str, linear: bool = True) -> Part:
 def read(checkpoint: Checkpoint, name: str) -> Weight:
     """A tensor of the checkpoint: packed or plain, also out of experts that are fused in one tensor."""
     prefix, _, part = name.rpartition(".")
-    if part == "bias" or name.endswith("norm.weight") or prefix == _EMBEDDING:
+    if part == "bias":
+        # A packed layer's is what it adds, which in some layouts is not what is stored.
+        whole = checkpoint.weight(prefix)
+        return whole.bias if isinstance(whole, PackedWeight) and whole.bias is not None else checkpoint.tensor(name)
+    if name.endswith("norm.weight") or prefix == _EMBEDDING:
         return checkpoint.tensor(name)
     base, fused, rest = prefix.partition(".experts.")
     if fused and f"{base}.experts.gate_up_proj" in checkpoint.shards:
