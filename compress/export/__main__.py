@@ -15,7 +15,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     artifact: Annotated[str, typer.Argument(help="Run folder, or a directory with packed weights.")],
     to: Annotated[
-        str, typer.Option(help="Forms, by commas: gptq, awq, compressed-tensors, bitsandbytes, bitnet.")
+        str, typer.Option(help="Forms, by commas: gptq, awq, compressed-tensors, bitsandbytes, bitnet, gguf.")
     ] = "",
     out: Annotated[
         Path | None,
