@@ -1,1 +1,116 @@
-"""Ways to write an artifact for other programs, one file per kind."""
+"""Exports: a finished model in the forms that other engines read. One line of `FORMATS` per form.
+
+An exporter is a function `(model, out, progress) -> Exported`: `model` is the artifact's `model/` (any directory that
+`runtime.checkpoint.open_checkpoint` takes), `out` an empty folder that it fills, `progress` counts layers as
+`progress("export NAME", done, total)`. It repacks calibrated codes wherever its form can hold them; where it rounds
+again it says so, layer by layer, in `Exported.losses`; where it can do neither it raises UserError. `run` makes the
+folder, so that a failed export leaves nothing.
+"""
+
+import importlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.errors import UserError
+
+FORMATS: dict[str, str] = {
+    "gptq": "compress.export.gptq:write",
+    "awq": "compress.export.awq:write",
+    "compressed-tensors": "compress.export.compressed_tensors:write",
+    "bitsandbytes": "compress.export.bitsandbytes:write",
+    "bitnet": "compress.export.bitnet:write",
+}
+"""Name → "module:function" of its exporter, imported when it is used."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A layer that was rounded again. error: ‖W' − W‖ / ‖W‖, W the artifact's weight and W' the export's."""
+
+    layer: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export came to.
+
+    name      the form.
+    bytes     of its weights, all files.
+    repacked  layers whose weights are exactly the artifact's.
+    losses    those that were rounded again.
+    notes     sentences on what a user of the export has to know: who reads it, what was left out.
+    """
+
+    name: str
+    bytes: int
+    repacked: int
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> Loss | None:
+        """The layer that lost most; None where none lost anything."""
+        return max(self.losses, key=lambda loss: loss.error, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as report.json and manifest.json have it."""
+        worst = self.worst
+        return {
+            "name": self.name,
+            "bytes": self.bytes,
+            "repacked": self.repacked,
+            "requantized": [asdict(loss) for loss in self.losses],
+            "worst": None if worst is None else asdict(worst),
+            "notes": list(self.notes),
+        }
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress for those who do not want to see any."""
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once. Raises UserError for one that is unknown, and for none."""
+    for name in names:
+        if name not in FORMATS:
+            raise UserError(f"export {name!r} is unknown: expected one of {', '.join(FORMATS)}: correct the name")
+    if not names:
+        raise UserError(f"exports: expected at least one of {', '.join(FORMATS)}, found none: name one")
+    return tuple(dict.fromkeys(names))
+
+
+def run(name: str, model: Path, out: Path, progress: Progress = silent, force: bool = False) -> Exported:
+    """Exports a model directory to the folder `out`, which appears when all of it is there.
+
+    force  replace an export that is there. Raises UserError for an unknown name, a folder that is not empty, and what
+    the form cannot hold.
+    """
+    check_names([name])
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out.name}: expected a folder for the export, found a file: choose another with --out")
+    there = out.is_dir() and any(out.iterdir())
+    if there and not force:
+        raise UserError(f"{out.name} is not empty: replace it with --force, or choose another folder with --out")
+    module, function = FORMATS[name].split(":")
+    exporter: Callable[[Path, Path, Progress], Exported] = getattr(importlib.import_module(module), function)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        exported = exporter(model, partial, progress)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return exported
+
+
+__all__ = ["FORMATS", "Exported", "Loss", "Progress", "check_names", "run", "silent"]
