@@ -22,6 +22,8 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "compress.export.compressed_tensors:write",
     "bitsandbytes": "compress.export.bitsandbytes:write",
     "bitnet": "compress.export.bitnet:write",
+    "onnx": "compress.export.onnx:write",
+    "onnx-fp16": "compress.export.onnx:write_fp16",
 }
 """Name → "module:function" of its exporter, imported when it is used."""
 
