@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
-# A protobuf file holds at most 2 GB, and is built in memory whole, so larger weights get a file of their own well before.
+# A protobuf file holds at most 2 GB and is built in memory whole: weights get a file of their own well before that.
 ONE_FILE = 1 << 29
-_TORCH_TO_NUMPY = {torch.float32: "FLOAT", torch.float16: "FLOAT16"}
+_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16"}
 
 
 def write(model: Path, out: Path, progress: Progress) -> Exported:
@@ -127,7 +127,7 @@ class Filled:
             product.replace_input_with(1, value)
             graph.remove(before, safe=True)
             value.shape = ir.Shape(shape[::-1])
-        kind = getattr(ir.DataType, _TORCH_TO_NUMPY[self.dtype])
+        kind = getattr(ir.DataType, _NAMES[self.dtype])
 
         def read() -> ir.TensorProtocol:
             found = self.weights.weight(name)

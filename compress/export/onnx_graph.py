@@ -2,8 +2,8 @@
 
 Inputs   input_ids and position_ids (batch, sequence) int64, attention_mask (batch, past + sequence) int64, and
          past_key_values.N.key and .value (batch, kv heads, past, head dim); past may be 0.
-Outputs  logits (batch, sequence, vocabulary), hidden_states (batch, sequence, hidden), the final ones, and present.N.key
-         and .value (batch, kv heads, past + sequence, head dim).
+Outputs  logits (batch, sequence, vocabulary), the final hidden_states (batch, sequence, hidden), and present.N.key and
+         .value (batch, kv heads, past + sequence, head dim).
 
 The names are those that Optimum and ONNX Runtime GenAI use. Initialisers have the names of transformers' parameters.
 """
@@ -77,9 +77,10 @@ class _Step(nn.Module):
 def trace(folder: Path, dtype: torch.dtype = torch.float32) -> tuple["ir.Model", Sizes]:
     """The graph of the model that `folder`/config.json describes; weights, keys and values are of `dtype`.
 
-    No weights are read or allocated: initialisers that are parameters have names, shapes and no values. Raises UserError
-    for architectures whose state is more than keys and values, or that torch.onnx cannot trace, and where the packages
-    of the extra `onnx` are missing.
+    No weights are read or allocated: initialisers that are parameters have names, shapes and no values.
+
+    Raises UserError for architectures whose state is more than keys and values, or that torch.onnx cannot trace, and
+    where the packages of the extra `onnx` are missing.
     """
     require_packages()
     import onnxscript.optimizer

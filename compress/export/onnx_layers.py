@@ -1,12 +1,10 @@
 """Linear layers of a traced graph as operators over our codes.
 
-| artifact                     | operator                                                                              |
-|------------------------------|---------------------------------------------------------------------------------------|
-| int8, inputs per token       | MatMulInteger over inputs that the graph rounds per token, as our kernels do           |
-| int8, static inputs          | QuantizeLinear and DequantizeLinear around both factors, inputs unsigned               |
-| int8 otherwise, int4/3/2, ternary | MatMulNBits (3 bits in 4)                                                        |
-| nf4                          | MatMulBnb4                                                                            |
-| experts                      | GatherBlockQuantized in place of the gather of float experts                          |
+    int8, inputs per token   MatMulInteger over inputs that the graph rounds per token, as our kernels do
+    int8, static inputs      QuantizeLinear and DequantizeLinear around both factors (QDQ), inputs unsigned
+    other integers           MatMulNBits: int8, int4, int3 (in 4 bits), int2, ternary
+    nf4                      MatMulBnb4
+    experts                  GatherBlockQuantized in place of the gather of float experts
 
 Activation order is a Gather of the inputs.
 """
@@ -48,7 +46,7 @@ class Linear:
 
 
 def find(graph: "ir.Graph", name: str) -> Linear | None:
-    """The linear layer whose weight is the initialiser `name`; None where it is used in another way, or more than once."""
+    """The linear layer whose weight is the initialiser `name`; None where it is used otherwise, or more than once."""
     weight = graph.initializers[name]
     uses = list(weight.uses())
     if len(uses) != 1:
