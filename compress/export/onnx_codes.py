@@ -18,8 +18,6 @@ from runtime.formats.zero_points import whole_zeros
 
 # The operator's least block, and the largest for which ONNX Runtime has quick kernels on CPUs.
 LEAST, MOST = 16, 128
-# Inputs that share a scale where a row has only one: any block will do then.
-_ROW_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,16 @@ def container(packed: PackedWeight) -> int:
 
 
 def block_size(name: str, packed: PackedWeight) -> int:
-    """Inputs of a block: the largest power of two that divides the weight's groups.
+    """Inputs of a block: the largest power of two that divides the weight's groups, at most 128.
 
-    Raises UserError naming the layer where that is less than 16, the operator's least.
+    Where a row has one scale any block will do: one that divides the row, if there is any.
+
+    Raises UserError naming the layer where no block of 16, the operator's least, divides a group.
     """
     inputs, group = packed.shape[1], packed.scheme.group_size
     if group == 0:
-        return max(LEAST, min(_ROW_BLOCK, 1 << (inputs - 1).bit_length()))
+        whole = min(inputs & -inputs, MOST)
+        return whole if whole >= LEAST else min(MOST, max(LEAST, 1 << (inputs - 1).bit_length()))
     size = min(group & -group, MOST)
     if size < LEAST:
         raise UserError(
