@@ -11,7 +11,7 @@ The folder is also a model for `runtime.load`, and has Optimum's layout.
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from compress.export import Exported, Loss, Progress, onnx_genai, onnx_graph, on
 from compress.export.huggingface import copy_companions
 from compress.export.onnx_weights import Weights
 from compress.files import write_json
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import expect_shape
 
@@ -44,6 +45,15 @@ def write_fp16(model: Path, out: Path, progress: Progress) -> Exported:
     return export(model, out, progress, torch.float16)
 
 
+def refusal(kinds: frozenset[str]) -> str | None:
+    """Why no model can be exported here: a package is missing. Layers of all `kinds` can be."""
+    try:
+        onnx_graph.require_packages()
+    except UserError as error:
+        return str(error).removeprefix("export onnx: ")
+    return None
+
+
 def export(model: Path, out: Path, progress: Progress, dtype: torch.dtype, one_file: int = ONE_FILE) -> Exported:
     """Fills the folder `out` with the model directory `model` as ONNX; floats are float32 or float16.
 
@@ -52,13 +62,26 @@ def export(model: Path, out: Path, progress: Progress, dtype: torch.dtype, one_f
     Packed weights are held as they are packed, plain ones one at a time. Raises UserError for what `open_checkpoint`,
     the tracer or the operators do not take, and for weights that float16 does not hold.
     """
-    name = "onnx" if dtype == torch.float32 else "onnx-fp16"
     checkpoint = open_checkpoint(model)
-    graph_model, sizes = onnx_graph.trace(checkpoint.path, dtype)
+    graph, sizes = onnx_graph.trace(checkpoint.path, dtype)
+    return assemble(checkpoint, graph, sizes, out, progress, dtype, one_file)
+
+
+def assemble(
+    checkpoint: Checkpoint,
+    graph: "ir.Model",
+    sizes: onnx_graph.Sizes,
+    out: Path,
+    progress: Progress,
+    dtype: torch.dtype,
+    one_file: int = ONE_FILE,
+) -> Exported:
+    """`export` from the traced graph on, which is filled with the checkpoint's weights."""
+    name = "onnx" if dtype == torch.float32 else "onnx-fp16"
     filled = Filled(Weights(checkpoint), dtype)
-    filled.fill(graph_model, lambda done, total: progress(f"export {name}", done, total))
-    total = sum(v.const_value.nbytes for v in graph_model.graph.initializers.values() if v.const_value is not None)
-    save(graph_model, out, external=total > one_file)
+    filled.fill(graph, lambda done, total: progress(f"export {name}", done, total))
+    total = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    save(graph, out, external=total > one_file)
     copy_companions(checkpoint.path, out)
     # The graph says how its weights are held; these would tell a loader of safetensors.
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "auto_map", "specpress")}
@@ -159,9 +182,7 @@ def save(model: "ir.Model", out: Path, external: bool) -> None:
     ir.save(model, out / GRAPH, format="protobuf", external_data=DATA if external else None)
 
 
-def _dense(weight: Any) -> Tensor:
-    from runtime.formats import dequantize
-
+def _dense(weight: PackedWeight | Tensor) -> Tensor:
     return dequantize(weight) if isinstance(weight, PackedWeight) else weight
 
 

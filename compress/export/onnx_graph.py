@@ -218,12 +218,17 @@ def _tidy(model: "ir.Model", sizes: Sizes) -> None:
     graph = model.graph
     for value in list(graph.initializers.values()):
         assert value.name is not None
+        value.metadata_props.clear()
         if value.name.startswith(_PREFIX):
             value.name = value.name.removeprefix(_PREFIX)
     for node in graph:
+        # Where in whose source each node came from, with paths of this machine.
+        node.metadata_props.clear()
+        node.doc_string = None
         for value in node.outputs:
             # They carry the tracer's symbols; ONNX Runtime infers its own.
             value.shape = None
+            value.metadata_props.clear()
     for value in (*graph.inputs, *graph.outputs):
         assert value.name is not None
         stem, dtype = value.name.split(".")[0], value.dtype
@@ -237,8 +242,10 @@ def _tidy(model: "ir.Model", sizes: Sizes) -> None:
             axes = ["batch", "sequence"]
         value.shape = ir.Shape(axes)
         value.dtype = dtype
+        value.metadata_props.clear()
     model.metadata_props.clear()
-    graph.name = "model"
+    graph.metadata_props.clear()
+    graph.name, graph.doc_string = "model", None
 
 
 @contextmanager
