@@ -32,7 +32,7 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 # Sizes that the tracer must not take for constants: all different, none of them 0 or 1.
 _BATCH, _SEQUENCE, _PAST = 2, 3, 5
 _PREFIX = "model."
-_LOGGERS = ("torch.onnx", "torch.export", "onnx_ir", "onnxscript")
+_LOGGERS = ("torch.onnx", "torch.export", "torch.__trace", "onnx_ir", "onnxscript")
 
 
 @dataclass(frozen=True)
