@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compress.errors import UserError
+from compress.errors import USER_ERRORS, UserError
 from compress.export import Exported, Loss, Progress, onnx_genai, onnx_graph, onnx_layers
 from compress.export.huggingface import copy_companions
 from compress.export.onnx_weights import Weights
@@ -179,7 +179,16 @@ def save(model: "ir.Model", out: Path, external: bool) -> None:
     """Writes model.onnx into `out`, with its weights in model.onnx.data where `external`."""
     import onnx_ir as ir
 
-    ir.save(model, out / GRAPH, format="protobuf", external_data=DATA if external else None)
+    try:
+        ir.save(model, out / GRAPH, format="protobuf", external_data=DATA if external else None)
+    except Exception as error:
+        # Weights are read while they are written, and onnx_ir wraps what that raises.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, USER_ERRORS):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        raise
 
 
 def _dense(weight: PackedWeight | Tensor) -> Tensor:

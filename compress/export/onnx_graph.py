@@ -193,11 +193,11 @@ def _example(sizes: Sizes, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _dynamic(sizes: Sizes) -> dict[str, Any]:
-    free = torch.export.Dim.DYNAMIC
-    rows, past = {0: free, 1: free}, {0: free, 2: free}
+    batch, sequence, cached = (torch.export.Dim(name) for name in ("batch", "sequence", "past"))
+    rows, past = {0: batch, 1: sequence}, {0: batch, 2: cached}
     return {
         "input_ids": rows,
-        "attention_mask": rows,
+        "attention_mask": {0: batch, 1: torch.export.Dim.DYNAMIC},
         "position_ids": rows,
         "past": [(past, past) for _ in range(sizes.layers)],
     }

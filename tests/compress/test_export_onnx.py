@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 from compress.errors import UserError
 from compress.export import FORMATS, onnx, onnx_graph, run
 from runtime import formats, load
@@ -25,6 +21,10 @@ from runtime.rows import Rows
 from tests.compress.onnx_models import export, session, step
 from tests.compress.packed_models import SCHEMES, write_packed
 from tests.conftest import write_tiny
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
 
 Tiny = Callable[..., Path]
 # Whose products in the graph are ours: integers in, exact sums, one rounding scheme of inputs.
@@ -42,7 +42,8 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_float_logits_with_any_batch_and_past(kind: str, tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    source = tiny(kind)
+    # One layer of those that come besides, because tracing takes seconds a layer.
+    source = tiny(kind) if kind == "llama" else tiny(kind, num_hidden_layers=1)
     made = export(kind, source, tmp_path / "out")
     assert made.repacked == 0 and made.losses == ()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -92,15 +93,16 @@ def test_what_is_written_dequantises_to_exactly_our_weights(scheme: str, tiny: T
 
 def test_packed_experts_are_gathered_as_codes(tiny: Tiny, tmp_path: Path) -> None:
     experts = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-    source = write_packed(tiny("mixtral"), tmp_path / "model", "int4", experts)
+    source = write_packed(tiny("mixtral", num_hidden_layers=1), tmp_path / "model", "int4", experts)
     made = export("mixtral", source, tmp_path / "out")
-    assert made.repacked == 8 + 4 and any("experts" in note for note in made.notes)
+    assert made.repacked == 4 + 2 and any("experts" in note for note in made.notes)
     ids = tokens(1, 20)
     given = step(session(tmp_path / "out"), ids)[0][0]
     expected = _logits(source, ids[0])
     # Experts take floats here, and 8-bit inputs on our kernels.
     assert np.linalg.norm(given - expected) < 0.03 * np.linalg.norm(expected)
-    assert (tmp_path / "out/model.onnx").stat().st_size < 0.7 * (source / "model.safetensors").stat().st_size + 300_000
+    codes = _written(tmp_path / "out")[0]["model.layers.0.mlp.experts.gate_up_proj.codes"]
+    assert codes.dtype == torch.uint8 and codes.shape == (4, 2 * 192, 64 // 2)
 
 
 def test_weights_above_the_limit_lie_in_a_file_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
@@ -118,15 +120,16 @@ def test_weights_above_the_limit_lie_in_a_file_of_their_own(tiny: Tiny, tmp_path
 
 
 def test_float16_counts_what_it_rounds_and_refuses_what_it_cannot_hold(tiny: Tiny, tmp_path: Path) -> None:
-    made = export("llama", tiny("llama"), tmp_path / "out", torch.float16)
-    assert made.name == "onnx-fp16" and len(made.losses) == 15  # the table, which is the head, too
+    source = tiny("llama", num_hidden_layers=1)
+    made = export("llama", source, tmp_path / "out", torch.float16)
+    assert made.name == "onnx-fp16" and len(made.losses) == 8  # the table, which is the head, too
     assert made.worst is not None and made.worst.error < 5e-4
     ids = tokens(1, 12)
-    given, expected = step(session(tmp_path / "out"), ids), _logits(tiny("llama"), ids[0])
+    given, expected = step(session(tmp_path / "out"), ids), _logits(source, ids[0])
     assert given[2].dtype == np.float16
     assert np.linalg.norm(given[0][0].astype(np.float32) - expected) < 5e-3 * np.linalg.norm(expected)
 
-    large = write_tiny("llama", tmp_path / "large")
+    large = write_tiny("llama", tmp_path / "large", num_hidden_layers=1)
     _scale_up(large)
     with pytest.raises(UserError, match=r"q_proj.weight: expected weights that float16 holds, found .*export to onnx"):
         export("llama", large, tmp_path / "refused", torch.float16)
