@@ -6,8 +6,6 @@ out with other bits, and with the same bits at every other width. So a forward h
 and a plain step, too, takes the path that verifies drafts.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,8 @@ from torch import Tensor
 from runtime import onnx_files
 from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
+from runtime.onnx_cache import OnnxCache
+from runtime.onnx_signature import Signature, signature
 from runtime.rows import Cache, Out, Rows
 from runtime.shards import inside, read_json
 
@@ -26,138 +26,6 @@ from runtime.shards import inside, read_json
 LEAST_ROWS = 2
 # The most: the graph makes logits of every row, which is 64 MB for 128 rows of 128 k tokens.
 MOST_ROWS = 128
-_DTYPES: dict[str, np.dtype] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a session takes and gives.
-
-    past, present  names of keys and values, layer by layer, in the same order.
-    shape          (kv heads, head dim).
-    positions      whether it takes position_ids.
-    hidden         the final hidden states' size; 0 where it does not give them.
-    """
-
-    past: tuple[str, ...]
-    present: tuple[str, ...]
-    shape: tuple[int, int]
-    dtype: np.dtype
-    positions: bool
-    vocabulary: int
-    hidden: int
-
-
-def signature(session: Any, shown: str) -> Signature:
-    """Raises UserError, naming `shown`, for a session that is no decoder with keys and values."""
-    inputs = {value.name: value for value in session.get_inputs()}
-    outputs = {value.name: value for value in session.get_outputs()}
-    past = tuple(name for name in inputs if name.startswith("past_key_values."))
-    present = tuple(name.replace("past_key_values.", "present.") for name in past)
-    lacking = [name for name in ("input_ids", "attention_mask") if name not in inputs]
-    lacking += [name for name in ("logits", *present) if name not in outputs]
-    others = set(inputs) - {"input_ids", "attention_mask", "position_ids", *past}
-    if lacking or others or not past:
-        found = f"lacks {lacking[0]}" if lacking else f"wants {min(others)}" if others else "has no past_key_values"
-        raise UserError(
-            f"{shown}: a decoder with past_key_values.N.key and .value was expected, and this graph {found}; export it"
-            " with `python -m compress.export --to onnx`"
-        )
-    shape, kind = inputs[past[0]].shape, inputs[past[0]].type
-    sizes = (shape[1], shape[3], outputs["logits"].shape[-1]) if len(shape) == 4 else ()
-    if kind not in _DTYPES or not sizes or not all(isinstance(size, int) for size in sizes):
-        raise UserError(
-            f"{shown}: {past[0]} must be float32 or float16 (batch, heads, past, head dim) with known heads and sizes,"
-            f" found {kind} {shape}; export it again"
-        )
-    hidden = outputs["hidden_states"].shape[-1] if "hidden_states" in outputs else 0
-    return Signature(
-        past,
-        present,
-        (shape[1], shape[3]),
-        _DTYPES[kind],
-        "position_ids" in inputs,
-        outputs["logits"].shape[-1],
-        hidden,
-    )
-
-
-@dataclass
-class _Held:
-    """One request's keys and values (1, heads, slots, head dim) each; the first `length` slots count."""
-
-    length: int
-    states: list[np.ndarray]
-
-
-class OnnxCache:
-    """Keys and values per request, as the session gave them."""
-
-    def __init__(self, taken: Signature):
-        self._signature = taken
-        self._held: dict[int, _Held] = {}
-
-    def open(self, capacity: int) -> int:
-        """A handle; nothing is reserved, because the session makes new keys and values every time."""
-        heads, dim = self._signature.shape
-        empty = np.zeros((1, heads, 0, dim), dtype=self._signature.dtype)
-        return self._add(_Held(0, [empty] * len(self._signature.past)))
-
-    def close(self, request: int) -> None:
-        """Frees the request's keys and values."""
-        del self._held[request]
-
-    def fork(self, request: int) -> int:
-        """A handle for a request that holds the same; nothing is copied, because nothing is ever written to."""
-        held = self._held[request]
-        return self._add(_Held(held.length, list(held.states)))
-
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
-        """0: requests share nothing."""
-        return 0
-
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Does nothing, as `adopt`."""
-
-    def shortage(self, needs: Mapping[int, int]) -> int:
-        """0: there are no pages."""
-        return 0
-
-    def length(self, request: int) -> int:
-        """Tokens stored."""
-        return self._held[request].length
-
-    def truncate(self, request: int, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        held = self._held[request]
-        if not 0 <= length <= held.length:
-            raise ValueError(f"cannot truncate {held.length} tokens to {length}")
-        held.length = length
-
-    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
-        """Keeps a prefix of a chain; other paths need a tree, which `forward` refuses here."""
-        if list(path) != list(range(len(path))):
-            raise ValueError("ONNX graphs keep chains only")
-        self.truncate(request, length + len(path))
-
-    def bytes_per_token(self) -> int:
-        """Keys and values over all layers, in the graph's dtype."""
-        heads, dim = self._signature.shape
-        return len(self._signature.past) * heads * dim * self._signature.dtype.itemsize
-
-    def states(self, request: int) -> list[np.ndarray]:
-        """Keys and values of exactly the tokens stored, (1, heads, length, head dim)."""
-        held = self._held[request]
-        return [np.ascontiguousarray(state[:, :, : held.length]) for state in held.states]
-
-    def store(self, request: int, states: Sequence[np.ndarray], length: int) -> None:
-        """Takes what a forward gave; slots from `length` on are not the request's."""
-        self._held[request] = _Held(length, list(states))
-
-    def _add(self, held: _Held) -> int:
-        handle = next(i for i in range(len(self._held) + 1) if i not in self._held)
-        self._held[handle] = held
-        return handle
 
 
 class OnnxDecoder:

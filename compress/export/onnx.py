@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import USER_ERRORS, UserError
-from compress.export import Exported, Loss, Progress, onnx_genai, onnx_graph, onnx_layers
+from compress.export import Exported, Loss, Progress, onnx_experts, onnx_genai, onnx_graph, onnx_layers
 from compress.export.huggingface import copy_companions
+from compress.export.onnx_builder import MICROSOFT
 from compress.export.onnx_weights import Weights
 from compress.files import write_json
 from runtime.checkpoint import Checkpoint, open_checkpoint
@@ -115,7 +116,7 @@ class Filled:
         for done, name in enumerate(names):
             progress(done, len(names))
             experts = self.weights.packed_experts(name)
-            if experts is not None and onnx_layers.replace_experts(graph, name, experts, self.dtype):
+            if experts is not None and onnx_experts.replace(graph, name, experts, self.dtype):
                 self._count("experts")
                 continue
             found = None if experts is not None else self.weights.weight(name)
@@ -131,7 +132,7 @@ class Filled:
             else:
                 self._plain(graph, name, linear)
         progress(len(names), len(names))
-        model.opset_imports.setdefault(onnx_layers.MICROSOFT, 1)
+        model.opset_imports.setdefault(MICROSOFT, 1)
 
     def _count(self, kind: str) -> None:
         self.repacked += 1
@@ -202,7 +203,7 @@ def _notes(filled: Filled, dtype: torch.dtype) -> Iterator[str]:
             " VNNI ONNX Runtime's products of unsigned inputs can saturate"
         )
     if "ternary" in filled.kinds:
-        yield "ternary layers take their inputs as floats; Specpress' kernels round them to int8 per token"
+        yield "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token"
     if "experts" in filled.kinds:
         yield "experts take their inputs as floats"
     if dtype == torch.float16:

@@ -9,22 +9,19 @@
 Activation order is a Gather of the inputs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from compress.errors import UserError
 from compress.export import onnx_codes
+from compress.export.onnx_builder import MICROSOFT, Builder, present
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-MICROSOFT = "com.microsoft"
 # MatMulNBits: sums in float32, and inputs rounded to int8 per block, as our kernels for the same schemes do.
 _FLOAT_SUMS, _INT8_INPUTS = 0, 4
 # Inputs are unsigned in ONNX Runtime's quick kernels: ours are signed, and this is their 0.
@@ -54,55 +51,13 @@ def find(graph: "ir.Graph", name: str) -> Linear | None:
     node, place = uses[0].node, uses[0].idx
     if node.op_type == "Gemm" and place == 1:
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return Linear(name, (node,), _value(node.inputs[0]), node.outputs[0], bias)
+        return Linear(name, (node,), present(node.inputs[0]), node.outputs[0], bias)
     if node.op_type == "Transpose":
         transpose, inner = node, list(node.outputs[0].uses())
         if len(inner) == 1 and inner[0].node.op_type == "MatMul" and inner[0].idx == 1:
             node = inner[0].node
-            return Linear(name, (transpose, node), _value(node.inputs[0]), node.outputs[0])
+            return Linear(name, (transpose, node), present(node.inputs[0]), node.outputs[0])
     return None
-
-
-class Builder:
-    """New nodes and initialisers of a graph. Their names begin with the layer's."""
-
-    def __init__(self, graph: "ir.Graph", layer: str, dtype: torch.dtype):
-        self.graph, self.layer, self.dtype = graph, layer, dtype
-        self.nodes: list[ir.Node] = []
-
-    def constant(self, name: str, values: Tensor | np.ndarray) -> "ir.Value":
-        """An initialiser `layer.name`."""
-        import onnx_ir as ir
-
-        array = values.contiguous().numpy() if isinstance(values, Tensor) else values
-        full = f"{self.layer}.{name}"
-        value = ir.Value(
-            name=full,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=ir.Tensor(array, name=full),
-        )
-        self.graph.initializers.add(value)
-        return value
-
-    def node(self, kind: str, inputs: Sequence["ir.Value | None"], domain: str = "", **attributes: Any) -> "ir.Value":
-        """A node's only output."""
-        import onnx_ir as ir
-
-        name = f"{self.layer}/{kind}_{len(self.nodes)}"
-        made = ir.node(kind, list(inputs), attributes=attributes, domain=domain, name=name)
-        made.outputs[0].name = f"{name}_output"
-        self.nodes.append(made)
-        return made.outputs[0]
-
-    def cast(self, x: "ir.Value", to: torch.dtype) -> "ir.Value":
-        """`x` as another dtype."""
-        import onnx_ir as ir
-
-        return self.node("Cast", [x], to=int(getattr(ir.DataType, _NAMES[to])))
-
-
-_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.uint8: "UINT8", torch.int32: "INT32"}
 
 
 def replace(graph: "ir.Graph", linear: Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
@@ -138,7 +93,7 @@ def replace(graph: "ir.Graph", linear: Linear, packed: PackedWeight, dtype: torc
 
 def _nbits(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
     blocks = onnx_codes.to_blocks(builder.layer, packed)
-    inputs = [x, builder.constant("codes", blocks.codes), builder.constant("scales", scales(builder, blocks.scales))]
+    inputs = [x, builder.constant("codes", blocks.codes), builder.constant("scales", builder.floats(blocks.scales))]
     if blocks.zeros is not None:
         zeros = blocks.zeros if blocks.zeros.dtype == torch.uint8 else blocks.zeros.to(builder.dtype)
         inputs.append(builder.constant("zero_points", zeros))
@@ -150,14 +105,23 @@ def _nbits(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
         N=blocks.outputs,
         bits=blocks.bits,
         block_size=blocks.block,
-        accuracy_level=_INT8_INPUTS if packed.scheme.activation == "int8-group" else _FLOAT_SUMS,
+        accuracy_level=_FLOAT_SUMS if _takes_floats(packed) else _INT8_INPUTS,
     )
+
+
+def _takes_floats(packed: PackedWeight) -> bool:
+    """Whether a layer's inputs stay floats: as its scheme has it, but for ternary codes, whose rounding is finer here.
+
+    Our kernels round those per token, the operator per block. With float inputs it has no kernel of its own for 2 bits:
+    a step of the embedded pair's target took 17 times as long.
+    """
+    return packed.scheme.kind != "ternary" and packed.scheme.activation != "int8-group"
 
 
 def _bnb4(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
     codes, absmax = onnx_codes.nf4_bytes(packed)
     n, k = packed.shape
-    inputs = [x, builder.constant("codes", codes), builder.constant("absmax", scales(builder, absmax))]
+    inputs = [x, builder.constant("codes", codes), builder.constant("absmax", builder.floats(absmax))]
     return builder.node("MatMulBnb4", inputs, MICROSOFT, K=k, N=n, block_size=packed.scheme.group_size, quant_type=1)
 
 
@@ -184,75 +148,9 @@ def _per_token(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Val
 def _static(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
     """QDQ: both factors as DequantizeLinear of integers, which engines fuse into an integer product."""
     assert packed.input_scale is not None
-    step = builder.constant("input_scale", scales(builder, packed.input_scale.reshape(())))
+    step = builder.constant("input_scale", builder.floats(packed.input_scale.reshape(())))
     zero = builder.constant("input_zero_point", np.array(_ZERO, dtype=np.uint8))
     rounded = builder.node("DequantizeLinear", [builder.node("QuantizeLinear", [x, step, zero]), step, zero])
     codes = builder.constant("codes", packed.codes.T)
-    scale = builder.constant("scales", scales(builder, packed.scale[:, 0]))
+    scale = builder.constant("scales", builder.floats(packed.scale[:, 0]))
     return builder.node("MatMul", [rounded, builder.node("DequantizeLinear", [codes, scale], axis=1)])
-
-
-def replace_experts(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
-    """Gathers packed experts and dequantises only those; False where the graph uses the initialiser in another way.
-
-    packed  (E · N, K), as Weights.packed_experts has it. Raises UserError as `replace`.
-    """
-    from onnx_ir import convenience
-
-    weight = graph.initializers[name]
-    uses = list(weight.uses())
-    assert weight.shape is not None
-    count = int(weight.shape[0])
-    if len(uses) != 1 or uses[0].node.op_type != "GatherND" or uses[0].idx != 0:
-        return False
-    node = uses[0].node
-    builder = Builder(graph, name, dtype)
-    # The operator has 4 and 8 bits.
-    blocks = onnx_codes.to_blocks(name, packed, max(4, onnx_codes.container(packed)))
-    if blocks.inputs % blocks.block:
-        raise UserError(
-            f"{name}: expected rows of a multiple of {blocks.block} inputs, as GatherBlockQuantized has them, found"
-            f" {blocks.inputs}: leave the experts out of the recipe's targets"
-        )
-    if blocks.zeros is not None and blocks.zeros.dtype != torch.uint8:
-        raise UserError(f"{name}: expected experts with whole zero points, found others (HQQ): use another method")
-    places = builder.node(
-        "Squeeze", [_value(node.inputs[1]), builder.constant("last_axis", np.array([-1], dtype=np.int64))]
-    )
-    rows = blocks.outputs // count
-    inputs: list[ir.Value | None] = [
-        builder.constant("codes", blocks.codes.view(count, rows, -1)),
-        places,
-        builder.constant("scales", scales(builder, blocks.scales).view(count, rows, -1)),
-    ]
-    if blocks.zeros is not None:
-        inputs.append(builder.constant("zero_points", blocks.zeros.view(count, rows, -1)))
-    y = builder.node(
-        "GatherBlockQuantized",
-        inputs,
-        MICROSOFT,
-        bits=blocks.bits,
-        block_size=blocks.block,
-        gather_axis=0,
-        quantize_axis=2,
-    )
-    old = node.outputs[0]
-    convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, [old], [y])
-    graph.initializers.pop(name)
-    return True
-
-
-def scales(builder: Builder, values: Tensor) -> Tensor:
-    """Scales as the graph's floats. Raises UserError where float16 overflows or loses one altogether."""
-    cast = values.to(builder.dtype)
-    if builder.dtype == torch.float16 and not bool((torch.isfinite(cast) & ((cast != 0) | (values == 0))).all()):
-        raise UserError(
-            f"{builder.layer}: expected scales that float16 holds, found {float(values.abs().min()):.3g} to"
-            f" {float(values.abs().max()):.3g}: export to onnx, which has float32"
-        )
-    return cast
-
-
-def _value(value: "ir.Value | None") -> "ir.Value":
-    assert value is not None
-    return value

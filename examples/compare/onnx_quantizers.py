@@ -9,6 +9,7 @@ windows. ONNX Runtime's quantisers multiply by float inputs, as they do by defau
 """
 
 import argparse
+import logging
 import shutil
 import sys
 import time
@@ -91,6 +92,7 @@ def theirs(floats: Path, name: str, block: int, calibration: Tensor, out: Path) 
     """The float export by one of ONNX Runtime's quantisers."""
     from onnxruntime.quantization import matmul_nbits_quantizer as nbits
 
+    logging.getLogger(nbits.__name__).setLevel(logging.WARNING)  # a line a node otherwise
     algorithm, symmetric = THEIRS[name]
     configs: dict[str, Any] = {
         "DEFAULT": lambda: nbits.DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=symmetric),
