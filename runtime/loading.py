@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime import kv_scheme
+from runtime import kv_scheme, onnx_files
 from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
@@ -88,7 +88,7 @@ def load(
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
 
-    path     a model directory, a run folder, a GGUF file, or a hub name.
+    path     a model directory, a run folder, a GGUF file, a directory with a model.onnx (an export), or a hub name.
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
@@ -102,6 +102,15 @@ def load(
         if threads < 1:
             raise UserError(f"threads must be at least 1, found {threads}")
         torch.set_num_threads(threads)
+    if onnx_files.holds(folder := Path(path).expanduser()):
+        from runtime.onnx import open_decoder
+
+        if planes or adapter or kernels != "auto":
+            raise UserError(
+                f"{folder.name}/{onnx_files.GRAPH} runs on ONNX Runtime: leave out planes, the adapter and the kernels"
+            )
+        decoder, values = open_decoder(folder, where, threads)
+        return Model(decoder, folder, values)
     checkpoint = open_checkpoint(path)
     config = configuration(checkpoint)
     architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())

@@ -101,7 +101,7 @@ class Decoder(Protocol):
     vocab_size: int
     hidden_size: int
     max_positions: int
-    kernels: str  # a name of kernels.available(), or "transformers"
+    kernels: str  # a name of kernels.available(), or "transformers" or "onnxruntime"
     exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
     device: torch.device
     kv: CacheScheme  # what its artifact says of caches (kv_scheme.py)

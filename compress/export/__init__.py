@@ -25,6 +25,8 @@ FORMATS: dict[str, str] = {
     "bitsandbytes": "compress.export.bitsandbytes:write",
     "bitnet": "compress.export.bitnet:write",
     "gguf": "compress.export.gguf:write",
+    "onnx": "compress.export.onnx:write",
+    "onnx-fp16": "compress.export.onnx:write_fp16",
 }
 """Name → "module:function" of its exporter, imported when it is used."""
 

@@ -1,0 +1,210 @@
+"""`onnx` and `onnx-fp16`: a model as an ONNX graph over our codes, for ONNX Runtime and ONNX Runtime GenAI.
+
+    model.onnx            the graph (onnx_graph.py: names and axes), its layers as onnx_layers.py says
+    model.onnx.data       its weights, where they are too many for one file
+    genai_config.json     for ONNX Runtime GenAI
+    config.json, tokenizer files
+
+The folder is also a model for `runtime.load`, and has Optimum's layout.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compress.errors import USER_ERRORS, UserError
+from compress.export import Exported, Loss, Progress, onnx_experts, onnx_genai, onnx_graph, onnx_layers
+from compress.export.huggingface import copy_companions
+from compress.export.onnx_builder import MICROSOFT
+from compress.export.onnx_weights import Weights
+from compress.files import write_json
+from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.formats import dequantize
+from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import expect_shape
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+GRAPH, DATA = "model.onnx", "model.onnx.data"
+# A protobuf file holds at most 2 GB and is built in memory whole: weights get a file of their own well before that.
+ONE_FILE = 1 << 29
+_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16"}
+
+
+def write(model: Path, out: Path, progress: Progress) -> Exported:
+    """Fills `out` with a graph whose floats are float32."""
+    return export(model, out, progress, torch.float32)
+
+
+def write_fp16(model: Path, out: Path, progress: Progress) -> Exported:
+    """Fills `out` with a graph whose floats, keys and values are float16."""
+    return export(model, out, progress, torch.float16)
+
+
+def refusal(kinds: frozenset[str]) -> str | None:
+    """Why no model can be exported here: a package is missing. Layers of all `kinds` can be."""
+    try:
+        onnx_graph.require_packages()
+    except UserError as error:
+        return str(error).removeprefix("export onnx: ")
+    return None
+
+
+def export(model: Path, out: Path, progress: Progress, dtype: torch.dtype, one_file: int = ONE_FILE) -> Exported:
+    """Fills the folder `out` with the model directory `model` as ONNX; floats are float32 or float16.
+
+    one_file  bytes of weights up to which all is in model.onnx.
+
+    Packed weights are held as they are packed, plain ones one at a time. Raises UserError for what `open_checkpoint`,
+    the tracer or the operators do not take, and for weights that float16 does not hold.
+    """
+    checkpoint = open_checkpoint(model)
+    graph, sizes = onnx_graph.trace(checkpoint.path, dtype)
+    return assemble(checkpoint, graph, sizes, out, progress, dtype, one_file)
+
+
+def assemble(
+    checkpoint: Checkpoint,
+    graph: "ir.Model",
+    sizes: onnx_graph.Sizes,
+    out: Path,
+    progress: Progress,
+    dtype: torch.dtype,
+    one_file: int = ONE_FILE,
+) -> Exported:
+    """`export` from the traced graph on, which is filled with the checkpoint's weights."""
+    name = "onnx" if dtype == torch.float32 else "onnx-fp16"
+    filled = Filled(Weights(checkpoint), dtype)
+    filled.fill(graph, lambda done, total: progress(f"export {name}", done, total))
+    total = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    save(graph, out, external=total > one_file)
+    copy_companions(checkpoint.path, out)
+    # The graph says how its weights are held; these would tell a loader of safetensors.
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "auto_map", "specpress")}
+    write_json(out / "config.json", config)
+    generation = checkpoint.path / "generation_config.json"
+    said = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    write_json(out / onnx_genai.FILE, onnx_genai.genai_config(config, said, sizes, GRAPH))
+    size = sum((out / file).stat().st_size for file in (GRAPH, DATA) if (out / file).is_file())
+    losses = tuple(Loss(layer, error) for layer, error in sorted(filled.rounded.items()))
+    return Exported(name, size, filled.repacked, losses, tuple(_notes(filled, dtype)))
+
+
+class Filled:
+    """Puts weights into a traced graph, and keeps account of it.
+
+    repacked  layers whose codes are the artifact's.
+    rounded   layer → ‖W' − W‖ / ‖W‖, of plain weights that float16 rounded (known when they are written).
+    kinds     operators by which packed layers were replaced.
+    """
+
+    def __init__(self, weights: Weights, dtype: torch.dtype):
+        self.weights, self.dtype = weights, dtype
+        self.repacked = 0
+        self.rounded: dict[str, float] = {}
+        self.kinds: set[str] = set()
+
+    def fill(self, model: "ir.Model", progress: Callable[[int, int], None]) -> None:
+        """Gives every initialiser of the traced graph its value, packed layers as operators over their codes."""
+        graph = model.graph
+        names = [name for name, value in graph.initializers.items() if value.const_value is None]
+        for done, name in enumerate(names):
+            progress(done, len(names))
+            experts = self.weights.packed_experts(name)
+            if experts is not None and onnx_experts.replace(graph, name, experts, self.dtype):
+                self._count("experts")
+                continue
+            found = None if experts is not None else self.weights.weight(name)
+            linear = onnx_layers.find(graph, name)
+            if isinstance(found, PackedWeight):
+                if linear is None:
+                    raise UserError(
+                        f"{name}: expected a packed weight to be one linear layer's, found that the graph uses it in"
+                        " another way: leave this layer out of the recipe's targets"
+                    )
+                onnx_layers.replace(graph, linear, found, self.dtype)
+                self._count(found.scheme.activation if found.scheme.kind == "int8" else found.scheme.kind)
+            else:
+                self._plain(graph, name, linear)
+        progress(len(names), len(names))
+        model.opset_imports.setdefault(MICROSOFT, 1)
+
+    def _count(self, kind: str) -> None:
+        self.repacked += 1
+        self.kinds.add(kind)
+
+    def _plain(self, graph: "ir.Graph", name: str, linear: "onnx_layers.Linear | None") -> None:
+        import onnx_ir as ir
+
+        value = graph.initializers[name]
+        assert value.shape is not None
+        shape = tuple(int(size) for size in value.shape)  # type: ignore[arg-type]
+        transpose = linear is not None and len(linear.nodes) == 2
+        if linear is not None and transpose:
+            # The product wants (K, N): written so, rather than turned whenever the graph is loaded.
+            before, product = linear.nodes
+            product.replace_input_with(1, value)
+            graph.remove(before, safe=True)
+            value.shape = ir.Shape(shape[::-1])
+        kind = getattr(ir.DataType, _NAMES[self.dtype])
+
+        def read() -> ir.TensorProtocol:
+            found = self.weights.weight(name)
+            tensor = self._cast(name, expect_shape(name, _dense(found), shape))
+            return ir.Tensor((tensor.T if transpose else tensor).contiguous().numpy(), name=name)
+
+        value.type = ir.TensorType(kind)
+        value.const_value = ir.LazyTensor(read, kind, value.shape, name=name)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        cast = tensor.to(self.dtype)
+        if self.dtype == torch.float16:
+            if not bool(torch.isfinite(cast).all()):
+                raise UserError(
+                    f"{name}: expected weights that float16 holds, found {float(tensor.abs().max()):.3g}: export to"
+                    " onnx, which has float32"
+                )
+            whole = tensor.float()
+            error = float(torch.linalg.vector_norm(cast.float() - whole))
+            if error and tensor.ndim > 1:
+                self.rounded[name.removesuffix(".weight")] = error / float(torch.linalg.vector_norm(whole))
+        return cast
+
+
+def save(model: "ir.Model", out: Path, external: bool) -> None:
+    """Writes model.onnx into `out`, with its weights in model.onnx.data where `external`."""
+    import onnx_ir as ir
+
+    try:
+        ir.save(model, out / GRAPH, format="protobuf", external_data=DATA if external else None)
+    except Exception as error:
+        # Weights are read while they are written, and onnx_ir wraps what that raises.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, USER_ERRORS):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        raise
+
+
+def _dense(weight: PackedWeight | Tensor) -> Tensor:
+    return dequantize(weight) if isinstance(weight, PackedWeight) else weight
+
+
+def _notes(filled: Filled, dtype: torch.dtype) -> Iterator[str]:
+    if "int8-token" in filled.kinds:
+        yield (
+            "int8 layers round their inputs per token in the graph, as Specpress' kernels do; on x86 processors without"
+            " VNNI ONNX Runtime's products of unsigned inputs can saturate"
+        )
+    if "ternary" in filled.kinds:
+        yield "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token"
+    if "experts" in filled.kinds:
+        yield "experts take their inputs as floats"
+    if dtype == torch.float16:
+        yield "float16 is for GPUs: on a CPU ONNX Runtime turns most of it into float32"

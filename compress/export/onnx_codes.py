@@ -1,0 +1,133 @@
+"""Our codes as ONNX Runtime's contrib operators hold them: repacked, never rounded again.
+
+MatMulNBits (com.microsoft): `B` uint8 (N, blocks, block · bits / 8), codes from 0 up and the first in the lowest bits;
+scales (N, blocks); zero points either packed like the codes, (N, ceil(blocks · bits / 8)), or floats (N, blocks), and
+2^(bits − 1) where there are none. Blocks are powers of two from 16 on, and the last of a row may be cut short.
+MatMulBnb4: bitsandbytes' own bytes, (N · K / 2,), the first code in the high half, and one absmax per block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.errors import UserError
+from runtime.formats.bits import pack_bits
+from runtime.formats.packed import PackedWeight
+from runtime.formats.zero_points import whole_zeros
+
+# The operator's least block, and the largest for which ONNX Runtime has quick kernels on CPUs.
+LEAST, MOST = 16, 128
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A weight (N, K) = (`outputs`, `inputs`) as MatMulNBits takes it.
+
+    codes   (N, blocks, block · bits / 8) uint8.
+    scales  (N, blocks) float32.
+    zeros   (N, ceil(blocks · bits / 8)) uint8, (N, blocks) float32, or None: 2^(bits − 1).
+    """
+
+    bits: int
+    block: int
+    inputs: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.codes.shape[0]
+
+
+def container(packed: PackedWeight) -> int:
+    """Bits that a code takes: 3-bit codes lie in 4."""
+    if packed.scheme.kind == "ternary":
+        return 2
+    return {2: 2, 3: 4, 4: 4, 8: 8}[packed.scheme.bits]
+
+
+def block_size(name: str, packed: PackedWeight) -> int:
+    """Inputs of a block: the largest power of two that divides the weight's groups, at most 128.
+
+    Where a row has one scale any block will do: one that divides the row, if there is any.
+
+    Raises UserError naming the layer where no block of 16, the operator's least, divides a group.
+    """
+    inputs, group = packed.shape[1], packed.scheme.group_size
+    if group == 0:
+        whole = min(inputs & -inputs, MOST)
+        return whole if whole >= LEAST else min(MOST, max(LEAST, 1 << (inputs - 1).bit_length()))
+    size = min(group & -group, MOST)
+    if size < LEAST:
+        raise UserError(
+            f"{name}: expected groups of a multiple of {LEAST} inputs, as MatMulNBits has them, found {group}:"
+            f" compress it with group_size 32, 64 or 128"
+        )
+    return size
+
+
+def to_blocks(name: str, packed: PackedWeight, bits: int | None = None) -> Blocks:
+    """int8, int4, int3, int2 and ternary codes as MatMulNBits; codes in activation order stay in it.
+
+    bits  of the container (None: the least that holds the codes). Raises UserError as `block_size` does.
+    """
+    bits = container(packed) if bits is None else bits
+    block, half = block_size(name, packed), 1 << bits - 1
+    n, k = packed.shape
+    count = -(-k // block)
+    raw = (packed.codes.to(torch.int16) + half).to(torch.uint8)
+    # What lies behind the row meets inputs that are 0; the code for 0 keeps it harmless to any reader.
+    raw = torch.nn.functional.pad(raw, (0, count * block - k), value=half)
+    repeats = _repeats(packed, block, count)
+    scales = packed.scale.repeat_interleave(repeats, dim=1) if repeats > 1 else packed.scale
+    zeros = None
+    if packed.offset is not None:
+        whole = whole_zeros(packed)
+        if whole is None:
+            zeros = (packed.offset / packed.scale + half).repeat_interleave(repeats, dim=1)
+        else:
+            zeros = _pack_zeros((whole + half).repeat_interleave(repeats, dim=1).to(torch.uint8), bits)
+    codes = pack_bits(raw, bits).view(n, count, block * bits // 8)
+    return Blocks(bits, block, k, codes.contiguous(), scales.float().contiguous(), zeros)
+
+
+def dequantize(blocks: Blocks) -> Tensor:
+    """(N, K) float32: what MatMulNBits multiplies by, (code − zero) · scale."""
+    n, count = blocks.scales.shape
+    codes = _unpack(blocks.codes.view(n, -1), blocks.bits)[:, : count * blocks.block]
+    zeros: Tensor | float
+    if blocks.zeros is None:
+        zeros = float(1 << blocks.bits - 1)
+    elif blocks.zeros.dtype == torch.uint8:
+        zeros = _unpack(blocks.zeros, blocks.bits)[:, :count].float().unsqueeze(-1)
+    else:
+        zeros = blocks.zeros.unsqueeze(-1)
+    values = (codes.float().view(n, count, blocks.block) - zeros) * blocks.scales.unsqueeze(-1)
+    return values.view(n, -1)[:, : blocks.inputs]
+
+
+def nf4_bytes(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """MatMulBnb4's B (N · K / 2,) uint8 and absmax (N · K / block,) float32."""
+    codes = packed.codes.flatten().to(torch.uint8)
+    return codes[0::2] << 4 | codes[1::2], packed.scale.flatten().contiguous()
+
+
+def _repeats(packed: PackedWeight, block: int, count: int) -> int:
+    """Blocks that share one of our scales."""
+    return count if packed.scheme.group_size == 0 else packed.scheme.group_size // block
+
+
+def _pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """(N, blocks) to (N, ceil(blocks · bits / 8)): rows are padded to whole bytes."""
+    per_byte = 8 // bits
+    padded = torch.nn.functional.pad(zeros, (0, -zeros.shape[1] % per_byte))
+    return sum((padded[:, i::per_byte] << bits * i for i in range(per_byte)), torch.zeros_like(padded[:, ::per_byte]))
+
+
+def _unpack(octets: Tensor, bits: int) -> Tensor:
+    """(N, bytes) to (N, bytes · 8 / bits) uint8."""
+    places = range(0, 8, bits)
+    return torch.stack([octets >> place & (1 << bits) - 1 for place in places], dim=-1).flatten(1)

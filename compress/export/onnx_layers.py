@@ -1,0 +1,156 @@
+"""Linear layers of a traced graph as operators over our codes.
+
+    int8, inputs per token   MatMulInteger over inputs that the graph rounds per token, as our kernels do
+    int8, static inputs      QuantizeLinear and DequantizeLinear around both factors (QDQ), inputs unsigned
+    other integers           MatMulNBits: int8, int4, int3 (in 4 bits), int2, ternary
+    nf4                      MatMulBnb4
+    experts                  GatherBlockQuantized in place of the gather of float experts
+
+Activation order is a Gather of the inputs.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from compress.export import onnx_codes
+from compress.export.onnx_builder import MICROSOFT, Builder, present
+from runtime.formats.packed import PackedWeight
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# MatMulNBits: sums in float32, and inputs rounded to int8 per block, as our kernels for the same schemes do.
+_FLOAT_SUMS, _INT8_INPUTS = 0, 4
+# Inputs are unsigned in ONNX Runtime's quick kernels: ours are signed, and this is their 0.
+_ZERO = 128
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer's nodes in the graph, `nodes` in order, from `x` to `y`, without its bias.
+
+    bias  the value that is added afterwards where the node adds it itself (Gemm).
+    """
+
+    name: str
+    nodes: tuple["ir.Node", ...]
+    x: "ir.Value"
+    y: "ir.Value"
+    bias: "ir.Value | None" = None
+
+
+def find(graph: "ir.Graph", name: str) -> Linear | None:
+    """The linear layer whose weight is the initialiser `name`; None where it is used otherwise, or more than once."""
+    weight = graph.initializers[name]
+    uses = list(weight.uses())
+    if len(uses) != 1:
+        return None
+    node, place = uses[0].node, uses[0].idx
+    if node.op_type == "Gemm" and place == 1:
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        return Linear(name, (node,), present(node.inputs[0]), node.outputs[0], bias)
+    if node.op_type == "Transpose":
+        transpose, inner = node, list(node.outputs[0].uses())
+        if len(inner) == 1 and inner[0].node.op_type == "MatMul" and inner[0].idx == 1:
+            node = inner[0].node
+            return Linear(name, (transpose, node), present(node.inputs[0]), node.outputs[0])
+    return None
+
+
+def replace(graph: "ir.Graph", linear: Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
+    """Puts an operator over the codes in place of a layer's float product, whose weight leaves the graph.
+
+    dtype  of the graph's floats. Raises UserError where no operator holds the codes, or float16 the scales.
+    """
+    from onnx_ir import convenience
+
+    layer = linear.name.removesuffix(".weight")
+    builder = Builder(graph, layer, dtype)
+    x = linear.x
+    if packed.perm is not None:
+        x = builder.node("Gather", [x, builder.constant("input_order", packed.perm)], axis=-1)
+    scheme = packed.scheme
+    rows = scheme.kind == "int8" and scheme.group_size == 0 and packed.offset is None
+    if scheme.kind == "nf4":
+        y = _bnb4(builder, x, packed)
+    elif rows and scheme.activation == "int8-token":
+        y = _per_token(builder, x, packed)
+    elif rows and scheme.activation == "int8-tensor":
+        y = _static(builder, x, packed)
+    else:
+        y = _nbits(builder, x, packed)
+    if linear.bias is not None:
+        y = builder.node("Add", [y, linear.bias])
+    weight, old = graph.initializers[linear.name], list(linear.nodes)
+    y.name, linear.y.name = linear.y.name, f"{linear.y.name}.replaced"
+    convenience.replace_nodes_and_values(graph, old[-1], old, builder.nodes, [linear.y], [y])
+    assert weight.name is not None
+    graph.initializers.pop(weight.name)
+
+
+def _nbits(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+    blocks = onnx_codes.to_blocks(builder.layer, packed)
+    inputs = [x, builder.constant("codes", blocks.codes), builder.constant("scales", builder.floats(blocks.scales))]
+    if blocks.zeros is not None:
+        zeros = blocks.zeros if blocks.zeros.dtype == torch.uint8 else blocks.zeros.to(builder.dtype)
+        inputs.append(builder.constant("zero_points", zeros))
+    return builder.node(
+        "MatMulNBits",
+        inputs,
+        MICROSOFT,
+        K=blocks.inputs,
+        N=blocks.outputs,
+        bits=blocks.bits,
+        block_size=blocks.block,
+        accuracy_level=_FLOAT_SUMS if _takes_floats(packed) else _INT8_INPUTS,
+    )
+
+
+def _takes_floats(packed: PackedWeight) -> bool:
+    """Whether a layer's inputs stay floats: as its scheme has it, but for ternary codes, whose rounding is finer here.
+
+    Our kernels round those per token, the operator per block. With float inputs it has no kernel of its own for 2 bits:
+    a step of the embedded pair's target took 17 times as long.
+    """
+    return packed.scheme.kind != "ternary" and packed.scheme.activation != "int8-group"
+
+
+def _bnb4(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+    codes, absmax = onnx_codes.nf4_bytes(packed)
+    n, k = packed.shape
+    inputs = [x, builder.constant("codes", codes), builder.constant("absmax", builder.floats(absmax))]
+    return builder.node("MatMulBnb4", inputs, MICROSOFT, K=k, N=n, block_size=packed.scheme.group_size, quant_type=1)
+
+
+def _per_token(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+    """y = (q W) · step · scale, q = round(x / step), step = max |x| / 127 of each row; the product is exact int32."""
+    half = builder.dtype != torch.float32
+    x = builder.cast(x, torch.float32) if half else x
+    last = builder.constant("last_axis", np.array([-1], dtype=np.int64))
+    most = builder.node("ReduceMax", [builder.node("Abs", [x]), last], keepdims=1)
+    # A row of zeros has codes of 0 whatever it is divided by.
+    least = builder.constant("least_step", np.array(np.finfo(np.float32).tiny, dtype=np.float32))
+    limit = builder.constant("code_limit", np.array(127, dtype=np.float32))
+    step = builder.node("Max", [builder.node("Div", [most, limit]), least])
+    shift = builder.constant("code_shift", np.array(_ZERO, dtype=np.float32))
+    rounded = builder.node("Add", [builder.node("Round", [builder.node("Div", [x, step])]), shift])
+    zero = builder.constant("code_zero", np.array(_ZERO, dtype=np.uint8))
+    codes = builder.constant("codes", packed.codes.T)
+    product = builder.node("MatMulInteger", [builder.cast(rounded, torch.uint8), codes, zero])
+    scaled = builder.node("Mul", [builder.cast(product, torch.float32), builder.constant("scales", packed.scale[:, 0])])
+    y = builder.node("Mul", [scaled, step])
+    return builder.cast(y, builder.dtype) if half else y
+
+
+def _static(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+    """QDQ: both factors as DequantizeLinear of integers, which engines fuse into an integer product."""
+    assert packed.input_scale is not None
+    step = builder.constant("input_scale", builder.floats(packed.input_scale.reshape(())))
+    zero = builder.constant("input_zero_point", np.array(_ZERO, dtype=np.uint8))
+    rounded = builder.node("DequantizeLinear", [builder.node("QuantizeLinear", [x, step, zero]), step, zero])
+    codes = builder.constant("codes", packed.codes.T)
+    scale = builder.constant("scales", builder.floats(packed.scale[:, 0]))
+    return builder.node("MatMul", [rounded, builder.node("DequantizeLinear", [codes, scale], axis=1)])

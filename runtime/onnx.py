@@ -1,0 +1,149 @@
+"""The Decoder contract over an ONNX Runtime session: exports of ours, and other decoders with the same names.
+
+ONNX Runtime promises no order of operations, so the lossless class is `measured`, not `exact`. Measured on a CPU (1.31,
+AVX512, 1 and 2 threads; float32, int8, MatMulNBits, MatMulBnb4): a row that is alone takes a path of its own and comes
+out with other bits, and with the same bits at every other width. So a forward has at least two rows here,
+and a plain step, too, takes the path that verifies drafts.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime import onnx_files
+from runtime.errors import UserError
+from runtime.kv_kind import UNCALIBRATED, CacheKind
+from runtime.onnx_cache import OnnxCache
+from runtime.onnx_signature import Signature, signature
+from runtime.rows import Cache, Out, Rows
+from runtime.shards import inside, read_json
+
+# The least rows of a forward, by what the module's text says; the added one is dropped.
+LEAST_ROWS = 2
+# The most: the graph makes logits of every row, which is 64 MB for 128 rows of 128 k tokens.
+MOST_ROWS = 128
+
+
+class OnnxDecoder:
+    """A Decoder over a session; requests run one after the other."""
+
+    exact = False
+    kernels = "onnxruntime"
+    kv = UNCALIBRATED
+
+    def __init__(self, session: Any, taken: Signature, max_positions: int, threads: int, device: torch.device):
+        self.session, self.signature, self.max_positions = session, taken, max_positions
+        self.vocab_size, self.hidden_size = taken.vocabulary, taken.hidden
+        self.device = device
+        self._threads = threads
+        self._outputs = ["logits", *(["hidden_states"] if taken.hidden else []), *taken.present]
+
+    @property
+    def threads(self) -> int:
+        """The session's, inside an operator."""
+        return self._threads
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> OnnxCache:
+        """An empty cache. Raises UserError for quantised and paged ones."""
+        if kind != "float32" or pages is not None:
+            raise UserError(
+                "an ONNX graph holds its keys and values as it was exported, neither quantised nor paged; leave out the"
+                " kind of cache and the pages."
+            )
+        return OnnxCache(self.signature)
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises UserError for trees: the graph takes chains."""
+        if not isinstance(cache, OnnxCache):
+            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+        wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
+        ids = tokens.detach().cpu().numpy().astype(np.int64)
+        request, parent, position = rows.request.tolist(), rows.parent.tolist(), rows.position.tolist()
+        logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
+        hidden = np.empty((len(wanted) if self.hidden_size else 0, self.hidden_size), dtype=np.float32)
+        first = 0
+        while first < len(request):
+            end = first + 1
+            while end < len(request) and request[end] == request[first]:
+                end += 1
+            if parent[first:end] != [-1, *range(first, end - 1)]:
+                raise UserError(
+                    "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
+                )
+            if position[first] != cache.length(request[first]):
+                raise ValueError(f"row {first} is at position {position[first]}, the cache ends at another")
+            for begin in range(first, end, MOST_ROWS):
+                stop = min(begin + MOST_ROWS, end)
+                given = self._run(ids[begin:stop], request[first], cache)
+                for place, row in enumerate(wanted):
+                    if begin <= row < stop:
+                        logits[place] = given[0][0, row - begin]
+                        if self.hidden_size:
+                            hidden[place] = given[1][0, row - begin]
+            first = end
+        return Out(torch.from_numpy(logits), torch.from_numpy(hidden))
+
+    def _run(self, ids: np.ndarray, request: int, cache: OnnxCache) -> list[np.ndarray]:
+        """Appends a chain to the request's cache. Returns logits and, where there are any, hidden states."""
+        before, count = cache.length(request), len(ids)
+        rows = max(count, LEAST_ROWS)
+        # Rows behind the last are seen by none before them. They repeat its position: the next one may not exist.
+        spare = rows - count
+        feeds = {
+            "input_ids": np.pad(ids, (0, spare), mode="edge")[None],
+            "attention_mask": np.ones((1, before + rows), dtype=np.int64),
+            **dict(zip(self.signature.past, cache.states(request), strict=True)),
+        }
+        if self.signature.positions:
+            feeds["position_ids"] = np.pad(np.arange(before, before + count), (0, spare), mode="edge")[None]
+        given: list[np.ndarray] = self.session.run(self._outputs, feeds)
+        shown = len(given) - len(self.signature.present)
+        cache.store(request, given[shown:], before + count)
+        return given[:shown]
+
+
+def open_decoder(folder: Path, device: torch.device, threads: int | None) -> tuple[OnnxDecoder, Any]:
+    """The decoder of a directory with a model.onnx, and config.json's values as attributes.
+
+    threads  of the session (None: as many as torch has). Raises UserError for damaged or missing files, for a graph
+    that is no decoder, and where ONNX Runtime, or its CUDA provider for a CUDA device, is not installed.
+    """
+    config = read_json(inside(folder, "config.json", "config.json"))
+    onnx_files.check(folder)
+    shown = f"{folder.name}/{onnx_files.GRAPH}"
+    number = threads or torch.get_num_threads()
+    session = _session(folder / onnx_files.GRAPH, shown, device, number)
+    taken = signature(session, shown)
+    limits = [config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)]
+    if not limits or not isinstance(limits[0], int) or limits[0] < 1:
+        raise UserError(f"{folder.name}/config.json: max_position_embeddings must say how long a text may be")
+    return OnnxDecoder(session, taken, limits[0], number, device), SimpleNamespace(**config)
+
+
+def _session(path: Path, shown: str, device: torch.device, threads: int) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(
+            f'{shown}: running it needs ONNX Runtime, which is missing: pip install "specpress[onnx]", or'
+            ' "specpress[onnx-gpu]" where there is CUDA'
+        ) from error
+    provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+    if provider not in onnxruntime.get_available_providers():
+        raise UserError(
+            f"{shown}: device {str(device)!r} needs onnxruntime-gpu in place of onnxruntime: pip install"
+            ' "specpress[onnx-gpu]"'
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    chosen = (provider, {"device_id": device.index or 0}) if device.type == "cuda" else provider
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=[chosen])
+    except Exception as error:  # its errors have no class in common but this
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{shown}: ONNX Runtime cannot load it ({reason}); export it again") from error
