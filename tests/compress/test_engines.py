@@ -306,7 +306,7 @@ def test_an_installed_engine_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
         ("sglang", "sglang.srt.server_args"),
         ("openvino", "openvino_genai"),
         ("onnxruntime", "onnxruntime_genai"),
-        ("ray_serve", "ray.serve.llm"),
+        ("ray_serve", "ray.serve.schema"),
         ("llama_cpp", "llama_cpp.server.settings"),
     ],
 )

@@ -92,16 +92,14 @@ def tables() -> dict[str, frozenset[str]]:
 
 
 def installed() -> dict[str, frozenset[str]]:
-    """The keys that the installed Ray's schemas accept."""
-    from ray.serve.llm import LLMConfig, LLMServingArgs, ModelLoadingConfig
+    """The keys that the installed Ray's schemas accept; those of its LLM part where its engine is installed, too."""
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-    schemas = {
-        "deploy": ServeDeploySchema,
-        "application": ServeApplicationSchema,
-        "http_options": HTTPOptionsSchema,
-        "llm_args": LLMServingArgs,
-        "llm_config": LLMConfig,
-        "model_loading_config": ModelLoadingConfig,
-    }
+    schemas = {"deploy": ServeDeploySchema, "application": ServeApplicationSchema, "http_options": HTTPOptionsSchema}
+    try:
+        from ray.serve.llm import LLMConfig, LLMServingArgs, ModelLoadingConfig
+    except ImportError:  # it imports vLLM or SGLang
+        pass
+    else:
+        schemas |= {"llm_args": LLMServingArgs, "llm_config": LLMConfig, "model_loading_config": ModelLoadingConfig}
     return {name: frozenset(schema.model_fields) for name, schema in schemas.items()}
