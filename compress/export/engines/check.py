@@ -59,7 +59,7 @@ def check_section(section: Section) -> Checked:
 def _known(engine: ModuleType) -> tuple[Mapping[str, frozenset[str]], str]:
     recorded = documented(engine.KEY)
     tables = dict(recorded.tables) | (engine.tables() if hasattr(engine, "tables") else {})
-    by_table = f"documented keys of version {recorded.version}"
+    by_table = f"documented keys of {engine.TITLE} {recorded.version}"
     try:
         own = engine.installed()
     except ImportError as error:

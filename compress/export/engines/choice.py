@@ -9,8 +9,6 @@ from compress.export.engines.facts import DRAFTS, Facts
 from compress.export.engines.parts import Command
 from runtime.drafters.lookup import LookupDrafter
 
-_WAYS = {"nf4": "nf4", "int8": "8-bit integers", "int4": "integers of 2 to 4 bits", "ternary": "ternary weights"}
-
 
 @dataclass(frozen=True)
 class Source:
@@ -85,8 +83,10 @@ def contents(facts: Facts) -> str:
     """What the weights are, in words."""
     if not facts.kinds:
         return "plain weights"
-    found = [_WAYS[kind] for kind in sorted(facts.kinds)]
-    text = " and ".join(found)
+    if facts.kinds <= {"int8", "int4"}:
+        text = f"integers of {' and '.join(map(str, facts.bits))} bits"
+    else:
+        text = "ternary weights" if "ternary" in facts.kinds else "nf4"
     details = [f"in groups of {facts.group}"] if facts.group else []
     details += ["with zero points"] if facts.asymmetric else []
     details += ["in activation order"] if facts.reordered else []

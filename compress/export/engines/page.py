@@ -34,7 +34,7 @@ def _head(facts: Facts) -> str:
 
 def _section(section: Section) -> str:
     keys = documented(section.engine)
-    blocks = [f"## {section.title}", f"Keys as of version {keys.version}."]
+    blocks = [f"## {section.title}", f"Keys as of {section.title} {keys.version}."]
     if section.lines:
         blocks.append("\n".join(f"- {line}" for line in section.lines))
     if section.needs:

@@ -44,7 +44,9 @@ class ConfigFile:
         """YAML or JSON, keys in the order that they were given in."""
         if self.path.endswith(".json"):
             return json.dumps(self.content, indent=2, ensure_ascii=False) + "\n"
-        return yaml.safe_dump(dict(self.content), sort_keys=False, allow_unicode=True, width=100)
+        # Copied, as what stands in two places would become an alias, which is no place to edit.
+        copied = json.loads(json.dumps(self.content))
+        return yaml.safe_dump(copied, sort_keys=False, allow_unicode=True, width=100)
 
 
 @dataclass(frozen=True)
