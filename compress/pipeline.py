@@ -16,7 +16,7 @@ import torch
 from compress import manifest, model_stages, passes, preflight, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
-from compress.export import record
+from compress.export import engines, record
 from compress.files import write_atomic
 from compress.options import Options, check_ranges
 from compress.plan import Plan, make_plan
@@ -211,6 +211,8 @@ def _run(
                 exports=exported,
             )
             report(facts, settings, progress)
+            # Last: its draft length is the report's.
+            engines.write(place.folder)
         # Nothing more to train: the other processes leave.
         world.share(None)
         place.finish(journal)

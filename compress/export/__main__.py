@@ -1,6 +1,7 @@
 """Exports a finished run, or any packed model, to the forms that other engines read.
 
 python -m compress.export runs/int4-gptq --to gptq,awq
+python -m compress.export runs/int4-gptq --check
 """
 
 from pathlib import Path
@@ -22,12 +23,21 @@ def main(
         typer.Option(help="Folder for the exports, one folder each.", show_default="ARTIFACT/exports of a run"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace exports that are there.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the keys of SERVE.md and serve/ with what engines accept.")
+    ] = False,
 ) -> None:
-    """Writes a model in other engines' forms, its calibrated codes repacked, and says what could not be kept."""
+    """Writes a model in other engines' forms, its calibrated codes repacked, and says what could not be kept.
+
+    A run's SERVE.md, with commands and files for engines, is written anew.
+    """
     from compress.errors import USER_ERRORS
 
     try:
-        _export(artifact, to, out, force)
+        if to or not check:
+            _export(artifact, to, out, force)
+        if check:
+            _check(artifact)
     except USER_ERRORS as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
@@ -43,7 +53,8 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
     from compress import export
 
     names = export.check_names(export.names_in(to))
-    from compress.export import record
+    from compress import manifest
+    from compress.export import engines, record
     from compress.progress import show
 
     place = record.place(artifact, out)
@@ -53,10 +64,33 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
             made.append(export.run(name, place.model, place.exports / name, progress, force))
     if place.run is not None:
         record.add(place.run, made)
+    # A draft's forms lie outside exports/, and the page of its run names them.
+    if manifest.is_run_folder(place.model.parent):
+        engines.write(place.model.parent)
     for exported in made:
         typer.echo(f"{exported.name}: {place.exports / exported.name}, {exported.bytes / 1e6:,.1f} MB")
         for line in exported.sentences():
             typer.echo(f"  {line}")
+
+
+def _check(artifact: str) -> None:
+    from compress import manifest
+    from compress.errors import UserError
+    from compress.export import engines
+    from runtime.checkpoint import locate
+
+    run = locate(artifact).resolve().parent
+    if not manifest.is_run_folder(run):
+        raise UserError(f"{Path(artifact).name}: expected a run folder, as only those have a {engines.PAGE}: name one")
+    if not (run / engines.PAGE).is_file():
+        engines.write(run)
+    from compress.export.engines.check import check
+
+    found = check(run)
+    for engine in found:
+        typer.echo(engine.line)
+    if wrong := [engine.title for engine in found if engine.unknown]:
+        raise UserError(f"{', '.join(wrong)}: expected keys that the engine accepts, found unknown ones: see above")
 
 
 if __name__ == "__main__":

@@ -308,7 +308,8 @@ def test_resume_goes_on_after_the_committed_blocks(tiny: Tiny, go: Any, tmp_path
     assert not partial.exists()
     assert len(facts.layers) == 14
     assert (out / manifest.NAME).read_bytes() == (tmp_path / "straight" / manifest.NAME).read_bytes()
-    assert sorted(path.name for path in artifact.path.iterdir()) == ["manifest.json", "model", "recipe.yaml"]
+    left = ["SERVE.md", "manifest.json", "model", "recipe.yaml", "serve"]
+    assert sorted(path.name for path in artifact.path.iterdir()) == left
 
 
 STOPS = [

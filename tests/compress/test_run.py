@@ -48,7 +48,8 @@ def test_the_whole_command(tiny: Tiny, command: Any, text: Path, kind: str) -> N
     assert result.exit_code == 0, result.output
     run = Path("runs/nf4")
     names = {path.name for path in run.iterdir()}
-    assert names == {"model", "recipe.yaml", "manifest.json", "report.json", "report.md", "report.html"}
+    reports = {"report.json", "report.md", "report.html", "SERVE.md", "serve"}
+    assert names == {"model", "recipe.yaml", "manifest.json", *reports}
     report = json.loads((run / "report.json").read_text())
     on_disk = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
     assert report["size"]["compressed_bytes"] == on_disk
@@ -57,7 +58,7 @@ def test_the_whole_command(tiny: Tiny, command: Any, text: Path, kind: str) -> N
     assert "bits per quantised weight" in result.stdout
     assert "Report: runs/nf4/report.html" in result.stdout
     assert "Working on weights: done" in result.stderr and "Measuring quality: done" in result.stderr
-    for name in ("report.json", "report.md", "report.html", "manifest.json", "recipe.yaml"):
+    for name in ("report.json", "report.md", "report.html", "manifest.json", "recipe.yaml", "SERVE.md"):
         assert str(text.parent) not in (run / name).read_text()
 
 
