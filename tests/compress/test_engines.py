@@ -35,8 +35,6 @@ CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 LAYER = "model.layers.0.self_attn.q_proj"
-# As other branches register them, and the pages name them already.
-LATER = {"gguf", "onnx", "onnx-fp16"}
 
 
 def described(scheme: Scheme, **how: Any) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def test_every_key_is_known_and_everything_parses(tmp_path: Path, kind: str, dra
             assert not any(word.startswith(("/", "~")) or "0.0.0.0" in word for word in command.words)
             assert not {"--host"} & set(command.words) or follows(command.words, "--host") == "127.0.0.1"
         for need in section.needs:
-            assert "--to" not in need.words or follows(need.words, "--to") in {*FORMATS, *LATER}
+            assert "--to" not in need.words or follows(need.words, "--to") in FORMATS
         for file in section.files:
             text = (run / file.path).read_text()
             parsed = json.loads(text) if file.path.endswith(".json") else yaml.safe_load(text)
