@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime import kv_scheme, onnx_files
+from runtime import kv_scheme
 from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
@@ -21,6 +21,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
 from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
+from runtime.onnx import files as onnx_files
 from runtime.rotary import STATIC_TYPES, rope_type
 from runtime.rows import Decoder
 from runtime.upper import has_planes
@@ -103,7 +104,7 @@ def load(
             raise UserError(f"threads must be at least 1, found {threads}")
         torch.set_num_threads(threads)
     if onnx_files.holds(folder := Path(path).expanduser()):
-        from runtime.onnx import open_decoder
+        from runtime.onnx.decoder import open_decoder
 
         if planes or adapter or kernels != "auto":
             raise UserError(

@@ -13,7 +13,7 @@ import torch
 from calib import corpora
 from calib.prompts import prompts
 from compress.export import silent
-from compress.export.gguf import write
+from compress.export.gguf.file import write
 from compress.pair import default_pair
 from runtime import load
 from runtime.loading import Model

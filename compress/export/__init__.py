@@ -24,9 +24,9 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "compress.export.compressed_tensors:write",
     "bitsandbytes": "compress.export.bitsandbytes:write",
     "bitnet": "compress.export.bitnet:write",
-    "gguf": "compress.export.gguf:write",
-    "onnx": "compress.export.onnx:write",
-    "onnx-fp16": "compress.export.onnx:write_fp16",
+    "gguf": "compress.export.gguf.file:write",
+    "onnx": "compress.export.onnx.model:write",
+    "onnx-fp16": "compress.export.onnx.model:write_fp16",
 }
 """Name → "module:function" of its exporter, imported when it is used."""
 

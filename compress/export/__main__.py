@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
+from compress.export import FORMATS
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
     artifact: Annotated[str, typer.Argument(help="Run folder, or a directory with packed weights.")],
-    to: Annotated[
-        str, typer.Option(help="Forms, by commas: gptq, awq, compressed-tensors, bitsandbytes, bitnet, gguf.")
-    ] = "",
+    to: Annotated[str, typer.Option(help=f"Forms, by commas: {', '.join(FORMATS)}.")] = "",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the exports, one folder each.", show_default="ARTIFACT/exports of a run"),

@@ -68,7 +68,7 @@ def _openvino(shop: Workshop, checkpoint: Path) -> Path:
 def _gguf(shop: Workshop, checkpoint: Path) -> Path:
     """Our own export in float32, quantised by llama.cpp itself."""
     from compress.export import silent
-    from compress.export.gguf import write
+    from compress.export.gguf.file import write
 
     out = shop.folder / f"{checkpoint.name}-Q8_0.gguf"
     if not out.exists():

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from compress.export import Exported, onnx, onnx_graph
+from compress.export import Exported
+from compress.export.onnx import graph as onnx_graph
+from compress.export.onnx import model as onnx
 from runtime.checkpoint import open_checkpoint
 
 _TRACED: dict[tuple[str, torch.dtype], tuple[Any, onnx_graph.Sizes]] = {}

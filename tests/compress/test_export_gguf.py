@@ -14,8 +14,8 @@ from torch import Tensor
 
 from compress.errors import UserError
 from compress.export import Exported, run, silent
-from compress.export.gguf import write
-from compress.export.gguf_blocks import choose, loss, pack, read_back
+from compress.export.gguf.blocks import choose, loss, pack, read_back
+from compress.export.gguf.file import write
 from runtime import formats, load
 from runtime.checkpoint import open_checkpoint
 from runtime.errors import UserError as RuntimeUserError

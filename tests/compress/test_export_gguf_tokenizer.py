@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from compress.errors import UserError
-from compress.export import gguf_tokenizer
+from compress.export.gguf import tokenizer as gguf_tokenizer
 from runtime.errors import UserError as RuntimeUserError
 from runtime.gguf import tokenizer as reader
 from runtime.gguf.header import read_header

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from compress.errors import UserError
-from compress.export import FORMATS, onnx, onnx_graph, run
+from compress.export import FORMATS, run
+from compress.export.onnx import graph as onnx_graph
+from compress.export.onnx import model as onnx
 from runtime import formats, load
 from runtime.checkpoint import open_checkpoint
 from runtime.formats.packed import PackedWeight

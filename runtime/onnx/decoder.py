@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime import onnx_files
 from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
-from runtime.onnx_cache import OnnxCache
-from runtime.onnx_signature import Signature, signature
+from runtime.onnx import files as onnx_files
+from runtime.onnx.cache import OnnxCache
+from runtime.onnx.signature import Signature, signature
 from runtime.rows import Cache, Out, Rows
 from runtime.shards import inside, read_json
 

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import USER_ERRORS, UserError
-from compress.export import Exported, Loss, Progress, onnx_experts, onnx_genai, onnx_graph, onnx_layers
+from compress.export import Exported, Loss, Progress
 from compress.export.huggingface import copy_companions
-from compress.export.onnx_builder import MICROSOFT
-from compress.export.onnx_weights import Weights
+from compress.export.onnx import experts as onnx_experts
+from compress.export.onnx import genai as onnx_genai
+from compress.export.onnx import graph as onnx_graph
+from compress.export.onnx import layers as onnx_layers
+from compress.export.onnx.builder import MICROSOFT
+from compress.export.onnx.weights import Weights
 from compress.files import write_json
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.formats import dequantize

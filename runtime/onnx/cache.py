@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.onnx_signature import Signature
+from runtime.onnx.signature import Signature
 
 
 @dataclass

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from compress.errors import UserError
 from compress.export import Exported, Loss, Progress
-from compress.export import gguf_metadata as metadata
-from compress.export import gguf_tokenizer as tokenizers
-from compress.export.gguf_blocks import choose, loss, pack
-from compress.export.gguf_parts import Part, parts, read
+from compress.export.gguf import metadata
+from compress.export.gguf import tokenizer as tokenizers
+from compress.export.gguf.blocks import choose, loss, pack
+from compress.export.gguf.parts import Part, parts, read
 from compress.files import sync
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.family import Architecture

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from compress.export import onnx_codes
-from compress.export.onnx_builder import MICROSOFT, Builder, present
+from compress.export.onnx import codes as onnx_codes
+from compress.export.onnx.builder import MICROSOFT, Builder, present
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from compress.export.onnx_graph import Sizes
+from compress.export.onnx.graph import Sizes
 
 FILE = "genai_config.json"
 # GenAI's name for any decoder of text whose inputs are named below; its others only add chat habits.

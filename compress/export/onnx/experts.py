@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from compress.errors import UserError
-from compress.export import onnx_codes
-from compress.export.onnx_builder import MICROSOFT, Builder, present
+from compress.export.onnx import codes as onnx_codes
+from compress.export.onnx.builder import MICROSOFT, Builder, present
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:

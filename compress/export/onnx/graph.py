@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.export.onnx_skeleton import empty_model
+from compress.export.onnx.skeleton import empty_model
 
 if TYPE_CHECKING:
     import onnx_ir as ir
