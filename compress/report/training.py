@@ -63,7 +63,7 @@ def loss_curves(report: dict[str, Any]) -> "Figure | None":
         one.set_title(kind, fontsize=9, loc="left")
         one.set_xlabel("tokens (millions)")
         one.grid(axis="y")
-        one.legend()
+        one.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
     first = axes if len(found) == 1 else axes[0]
     first.set_ylabel("loss (nats)")
     return figure
