@@ -1,9 +1,10 @@
 """Damages ONNX exports and loads them, in a process of its own: ONNX Runtime could take its process along.
 
-    python onnx_fuzz.py FOLDER COUNT SEED
+    python onnx_fuzz.py COUNT SEED FOLDER…
 
-FOLDER has model.onnx, model.onnx.data and config.json; the damaged ones are in FOLDER/damaged. Before every attempt its
-number is printed, and at the end one line of JSON: attempts refused, peak memory in bytes, the longest in seconds.
+A FOLDER has model.onnx, model.onnx.data and config.json; the damaged ones are in FOLDER/damaged, COUNT of each. Before
+every attempt its folder and number are printed, and at the end one line of JSON: the peak of memory in bytes, and of
+each folder the attempts that were refused and the longest one in seconds.
 """
 
 import json
@@ -164,22 +165,28 @@ def attempt(folder: Path) -> str | None:
     return None
 
 
-def main(folder: Path, count: int, seed: int) -> None:
+def fuzz(folder: Path, count: int, seed: int) -> dict[str, float]:
+    """Attempts that were refused, and the longest one in seconds."""
     whole, damaged = read(folder), folder / "damaged"
     write(whole, damaged)
     assert attempt(damaged) is None, attempt(damaged)
     refused, longest = 0, 0.0
     for number, files in zip(range(count), mutations(random.Random(seed), whole), strict=False):
-        print(number, flush=True)
+        print(folder.name, number, flush=True)
         write(files, damaged)
         started = time.perf_counter()
         why = attempt(damaged)
         longest = max(longest, time.perf_counter() - started)
         refused += why is not None
         assert why is None or ("\n" not in why and len(why) < 1000), why
+    return {"refused": refused, "longest": longest}
+
+
+def main(count: int, seed: int, folders: list[Path]) -> None:
+    found = {folder.name: fuzz(folder, count, seed) for folder in folders}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"refused": refused, "peak": peak, "longest": longest}))
+    print(json.dumps({"peak": peak, "folders": found}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), [Path(name) for name in sys.argv[3:]])
