@@ -68,6 +68,7 @@ def make(run: Path, names: Sequence[str], progress: Progress) -> tuple[dict[str,
 def add(run: Path, made: Sequence[Exported]) -> None:
     """Enters exports into manifest.json and, where the run has one, into the report."""
     from compress.report.assemble import write_report
+    from compress.report.exports import merged
 
     new = {exported.name: exported.to_dict() for exported in made}
     about = manifest.read(run)
@@ -78,4 +79,4 @@ def add(run: Path, made: Sequence[Exported]) -> None:
     if not (run / "report.json").is_file():
         return
     report: dict[str, Any] = Artifact(run).report
-    write_report({**report, "exports": entries}, run)
+    write_report(merged(report, list(new.values())), run)

@@ -17,7 +17,7 @@ from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows, make_windows
 from compress.files import write_atomic
-from compress.report import baselines, page, quality, size, speed, unmeasured
+from compress.report import baselines, exports, page, quality, size, speed, unmeasured
 from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
@@ -50,13 +50,14 @@ class _Measured:
     machine: dict[str, Any]
     cache_bytes: tuple[int, int] | None
     sample: dict[str, Any] | None
+    exports: list[dict[str, Any]]
     missing: dict[str, str]
 
 
 def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = silent) -> dict[str, Any]:
     """Measures the artifact and writes report.json, report.md and report.html into `facts.folder`; returns the report.
 
-    progress  progress(stage, done, total): stages "load", "quality", "speed", "baselines", "page".
+    progress  progress(stage, done, total): stages "load", "quality", "speed", "baselines", "exports", "page".
 
     Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
     """
@@ -102,7 +103,7 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         "calibration": calibration,
         "left_alone": [asdict(entry) for entry in facts.left_alone],
         "sample": measured.sample,
-        "exports": list(facts.exports),
+        "exports": measured.exports,
         "not_measured": missing | uncalibrated,
     }
     validate(report)
@@ -180,6 +181,11 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
         original.decoder.new_cache().bytes_per_token(),
         compressed.decoder.new_cache(kind).bytes_per_token(),
     )
+    windows_of_exports = exports.held_out(windows.evaluation)
+    artifact_perplexity = None
+    if facts.exports and options.eval_tokens:
+        what = "the compressed model's logits"
+        artifact_perplexity = quality.perplexity(compressed.decoder, windows_of_exports, what)
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
     if options.speed:
@@ -191,8 +197,29 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
                 missing[f"speed.baselines.{index}"] = _scrubbed(row["why"], facts)
         progress("baselines", 1, 1)
     missing |= measured_speed.not_measured
+    task = exports.Task(
+        folder=facts.folder / "exports",
+        windows=windows_of_exports,
+        perplexity=artifact_perplexity,
+        prompts=prompts if options.speed else (),
+        new_tokens=new_tokens,
+        draft=facts.draft,
+        draft_length=options.draft_length,
+        device=options.device,
+        threads=options.threads,
+    )
+    exported, unknown = exports.measure(facts.exports, task, progress) if facts.exports else ([], {})
+    missing |= {path: _scrubbed(why, facts) for path, why in unknown.items()}
     return _Measured(
-        corpus, measured_quality, measured_speed.speed, measured_speed.lossless, machine, cache_bytes, sample, missing
+        corpus=corpus,
+        quality=measured_quality,
+        speed=measured_speed.speed,
+        lossless=measured_speed.lossless,
+        machine=machine,
+        cache_bytes=cache_bytes,
+        sample=sample,
+        exports=[_scrubbed(entry, facts) for entry in exported],
+        missing=missing,
     )
 
 
@@ -201,10 +228,21 @@ def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
     nothing = speed.not_measured()
     device = torch.device("cuda" if options.device.startswith("cuda") else "cpu")
     kernels = next(kernel.name for kernel in available(device.type) if kernel.usable)
-    missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED}
+    exported, unknown = exports.unmeasured(facts.exports, unmeasured.NOT_LOADED)
+    missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED, **unknown}
     section = unmeasured.quality(options.seq_len, _head(facts.recipe))
     machine = _machine(device, kernels)
-    return _Measured(corpora.load(options.text), section, nothing.speed, nothing.lossless, machine, None, None, missing)
+    return _Measured(
+        corpus=corpora.load(options.text),
+        quality=section,
+        speed=nothing.speed,
+        lossless=nothing.lossless,
+        machine=machine,
+        cache_bytes=None,
+        sample=None,
+        exports=exported,
+        missing=missing,
+    )
 
 
 def _layer(layer: LayerRecord) -> dict[str, Any]:
@@ -315,6 +353,8 @@ def _scrubbed(value: Any, facts: RunFacts) -> Any:
     """A row or sentence of a library, without the directories of this run."""
     if isinstance(value, dict):
         return {key: _scrubbed(item, facts) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_scrubbed(item, facts) for item in value]
     if not isinstance(value, str):
         return value
     for path in (facts.model, facts.original, *([facts.draft] if facts.draft else []), facts.folder, Path.home()):

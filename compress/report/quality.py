@@ -22,6 +22,7 @@ from runtime.rows import Decoder, Rows
 _BLOCK = 256
 _ELEMENTS = 1 << 22
 RESAMPLES = 10_000
+_MOST_NATS = 700  # exp overflows above 709
 
 
 def measure(
@@ -101,21 +102,43 @@ def kv_perplexity(decoder: Decoder, windows: Windows, kind: CacheKind) -> float:
     To be held against `perplexity.compressed`, which the same windows gave through a float32 cache. Raises UserError
     for logits that are NaN or infinite, or a loss that has no finite perplexity.
     """
-    losses = []
-    for index, tokens in enumerate(windows.evaluation):
-        for start, logits in _logits(decoder, tokens, kind):
-            _check_finite(logits, f"the compressed model's logits through an {kind} cache in window {index + 1}", start)
-            wanted = tokens[start + 1 : start + 1 + len(logits)].to(logits.device)
-            step = max(1, _ELEMENTS // logits.shape[1])
-            for rows, targets in zip(logits.split(step), wanted.split(step), strict=True):
-                losses.append(token_nll(log_probabilities(rows), targets).cpu())
-    mean = float(torch.cat(losses).mean())
-    if mean >= 700:  # exp overflows above 709
+    mean = _mean_loss(decoder, windows.evaluation, f"the compressed model's logits through an {kind} cache", kind)
+    if mean >= _MOST_NATS:
         raise UserError(
             f"the loss per token through an {kind} cache is {mean:.4g} nats, which has no finite perplexity: leave the "
             "recipe's key kv out, or take int8"
         )
     return math.exp(mean)
+
+
+def perplexity(decoder: Decoder, windows: Tensor, what: str) -> float:
+    """Perplexity on windows (E, L) int64, each in a fresh float32 cache.
+
+    what  names the logits in errors. Raises UserError for logits that are NaN or infinite, for windows longer than the
+    decoder's positions, or a loss that has no finite perplexity.
+    """
+    if windows.shape[1] > decoder.max_positions:
+        raise UserError(
+            f"{what}: expected windows of at most the model's {decoder.max_positions} positions, found"
+            f" {windows.shape[1]}: ask for shorter ones"
+        )
+    mean = _mean_loss(decoder, windows, what)
+    if mean >= _MOST_NATS:
+        raise UserError(f"{what}: the loss per token is {mean:.4g} nats, which has no finite perplexity: export again")
+    return math.exp(mean)
+
+
+def _mean_loss(decoder: Decoder, windows: Tensor, what: str, kind: CacheKind = "float32") -> float:
+    """Nats per predicted token over windows (E, L)."""
+    losses = []
+    for index, tokens in enumerate(windows):
+        for start, logits in _logits(decoder, tokens, kind):
+            _check_finite(logits, f"{what} in window {index + 1}", start)
+            wanted = tokens[start + 1 : start + 1 + len(logits)].to(logits.device)
+            step = max(1, _ELEMENTS // logits.shape[1])
+            for rows, targets in zip(logits.split(step), wanted.split(step), strict=True):
+                losses.append(token_nll(log_probabilities(rows), targets).cpu())
+    return float(torch.cat(losses).mean())
 
 
 def _logits(decoder: Decoder, tokens: Tensor, kind: CacheKind = "float32") -> Iterator[tuple[int, Tensor]]:
@@ -186,7 +209,7 @@ def summarise(
     kl = np.concatenate([s.kl.numpy() for s in scores])
     total_bytes = int(window_bytes.sum())
     mean = losses.mean(0)
-    if not (np.isfinite(kl).all() and mean.max() < 700):  # exp overflows above 709
+    if not (np.isfinite(kl).all() and mean.max() < _MOST_NATS):
         raise UserError(
             f"the loss per token is {mean[0]:.4g} nats for the original and {mean[1]:.4g} for the compressed model, "
             "which has no finite perplexity: check the weights"

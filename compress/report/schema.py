@@ -278,6 +278,32 @@ class ExportLoss(_Strict):
     error: float
 
 
+class ExportSpeed(_Strict):
+    """Greedy decoding of an export, alone and with a draft of `draft_length`, on the same sessions, interleaved."""
+
+    prompts: int
+    new_tokens: int
+    draft_length: int
+    drafter: str | None
+    tokens_per_second: float | None
+    speculative_tokens_per_second: float | None
+    acceptance_rate: float | None
+    class_: Literal["exact", "measured", "distribution", "lossy"] | None = Field(alias="class")
+    tokens_compared: int | None
+    mismatches: int | None
+
+
+class ExportFigures(_Strict):
+    """An export read back by the runtime; both perplexities are of the same `tokens` predicted tokens."""
+
+    engine: str
+    tokens: int
+    perplexity: float | None
+    artifact_perplexity: float | None
+    speed: ExportSpeed | None
+    notes: list[str]
+
+
 class ExportEntry(_Strict):
     """The model in another engine's form: bytes of its weights, layers kept exactly, layers rounded again."""
 
@@ -287,6 +313,7 @@ class ExportEntry(_Strict):
     requantized: list[ExportLoss]
     worst: ExportLoss | None
     notes: list[str]
+    measured: ExportFigures | None
 
 
 class Sample(_Strict):

@@ -106,9 +106,36 @@ def _exports(report: dict[str, Any]) -> Section:
             )
         )
     headers = ("export", "weights", "layers as they are", "layers rounded again", "their error, mean", "worst")
-    text = [f"{entry['name']}: {note}" for entry in report["exports"] for note in entry["notes"]]
+    said = [(e["name"], (*e["notes"], *(e.get("measured") or {"notes": ()})["notes"])) for e in report["exports"]]
+    text = [f"{name}: {note}" for name, notes in said for note in notes]
     note = "Errors are relative, ‖W' − W‖ / ‖W‖ of the export's weights against this artifact's."
-    return Section("Exports", "", "", text, [Table(headers, rows, note, wide=True)])
+    tables = [Table(headers, rows, note, wide=True)]
+    if found := [_export_figures(entry) for entry in report["exports"] if entry.get("measured")]:
+        names = ("export", "runs on", "perplexity", "artifact's", "tokens/s", "speculative", "drafter", "α", "differ")
+        tokens = next(e["measured"]["tokens"] for e in report["exports"] if e.get("measured"))
+        note = (
+            f"Perplexities are of the same {tokens:,} held-out tokens. Differ: tokens of speculative output that are"
+            " not plain greedy output's on the same sessions, of those compared."
+        )
+        tables.append(Table(names, found, note, wide=True))
+    return Section("Exports", "", "", text, tables)
+
+
+def _export_figures(entry: dict[str, Any]) -> Row:
+    found = entry["measured"]
+    speed = found["speed"] or {}
+    compared = speed.get("tokens_compared")
+    return (
+        entry["name"],
+        found["engine"],
+        number(found["perplexity"], 3),
+        number(found["artifact_perplexity"], 3),
+        number(speed.get("tokens_per_second"), 1),
+        number(speed.get("speculative_tokens_per_second"), 1),
+        speed.get("drafter") or NOT_MEASURED,
+        number(speed.get("acceptance_rate"), 3),
+        NOT_MEASURED if compared is None else f"{speed['mismatches']:,} of {compared:,}",
+    )
 
 
 def _training(report: dict[str, Any]) -> Section:

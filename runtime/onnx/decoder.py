@@ -100,10 +100,29 @@ class OnnxDecoder:
         }
         if self.signature.positions:
             feeds["position_ids"] = np.pad(np.arange(before, before + count), (0, spare), mode="edge")[None]
-        given: list[np.ndarray] = self.session.run(self._outputs, feeds)
+        given = self._given(feeds, rows, before)
         shown = len(given) - len(self.signature.present)
         cache.store(request, given[shown:], before + count)
         return given[:shown]
+
+    def _given(self, feeds: dict[str, np.ndarray], rows: int, before: int) -> list[np.ndarray]:
+        """The session's outputs. Raises UserError where it fails, or gives other shapes than it said."""
+        try:
+            given: list[np.ndarray] = self.session.run(self._outputs, feeds)
+        except Exception as error:  # as in _session
+            raise UserError(
+                f"{onnx_files.GRAPH}: ONNX Runtime cannot run it ({onnx_files.first_line(error)}); export it again"
+            ) from error
+        heads, dim = self.signature.shape
+        expected = {"logits": (1, rows, self.vocab_size), "hidden_states": (1, rows, self.hidden_size)}
+        for name, value in zip(self._outputs, given, strict=True):
+            wanted = expected.get(name, (1, heads, before + rows, dim))
+            if value.shape != wanted:
+                raise UserError(
+                    f"{onnx_files.GRAPH}: {name} should have come out as {wanted}, and is {value.shape};"
+                    " export it again"
+                )
+        return given
 
 
 def open_decoder(folder: Path, device: torch.device, threads: int | None) -> tuple[OnnxDecoder, Any]:
@@ -140,10 +159,10 @@ def _session(path: Path, shown: str, device: torch.device, threads: int) -> Any:
         )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors come out as exceptions, too, and those are told
     chosen = (provider, {"device_id": device.index or 0}) if device.type == "cuda" else provider
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=[chosen])
     except Exception as error:  # its errors have no class in common but this
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = onnx_files.first_line(error)
         raise UserError(f"{shown}: ONNX Runtime cannot load it ({reason}); export it again") from error

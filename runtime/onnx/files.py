@@ -8,6 +8,7 @@ from runtime.errors import UserError
 from runtime.shards import INDEX, SINGLE, inside
 
 GRAPH = "model.onnx"
+_MOST_CHARACTERS = 400
 
 
 def holds(folder: Path) -> bool:
@@ -33,7 +34,7 @@ def check(folder: Path) -> None:
     try:
         model = onnx.load_model(str(path), load_external_data=False)
     except Exception as error:  # protobuf's own error class is not part of onnx's interface
-        raise UserError(f"{shown} is truncated or no ONNX file ({_first_line(error)}); export it again") from error
+        raise UserError(f"{shown} is truncated or no ONNX file ({first_line(error)}); export it again") from error
     if not model.graph.node or not model.graph.output:
         raise UserError(f"{shown} is truncated or no ONNX file (its graph is empty); export it again")
     sizes: dict[str, int] = {}
@@ -63,6 +64,8 @@ def _check_tensor(folder: Path, shown: str, tensor: Any, sizes: dict[str, int]) 
         return
     about = {entry.key: entry.value for entry in tensor.external_data}
     name = about.get("location", "")
+    if not isinstance(name, str):  # protobuf hands out what is no UTF-8 as bytes
+        raise UserError(f"{shown}: tensor {tensor.name} is in a file whose name is no text; export it again")
     if name not in sizes:
         sizes[name] = inside(folder, name, GRAPH).stat().st_size
     try:
@@ -94,5 +97,7 @@ def _bytes(shown: str, tensor: Any) -> int:
     return int(-(-count * bits // 8))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error: Exception) -> str:
+    """What an error of a library says, cut to a sentence's length: ONNX Runtime quotes C++ types of any length."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return said if len(said) <= _MOST_CHARACTERS else f"{said[:_MOST_CHARACTERS]}…"

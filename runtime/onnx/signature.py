@@ -31,6 +31,13 @@ class Signature:
 
 def signature(session: Any, shown: str) -> Signature:
     """Raises UserError, naming `shown`, for a session that is no decoder with keys and values."""
+    try:
+        return _signature(session, shown)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shown}: names in its graph should be UTF-8, and one is not; export it again") from error
+
+
+def _signature(session: Any, shown: str) -> Signature:
     inputs = {value.name: value for value in session.get_inputs()}
     outputs = {value.name: value for value in session.get_outputs()}
     past = tuple(name for name in inputs if name.startswith("past_key_values."))
@@ -45,11 +52,13 @@ def signature(session: Any, shown: str) -> Signature:
             " with `python -m compress.export --to onnx`"
         )
     shape, kind = inputs[past[0]].shape, inputs[past[0]].type
-    sizes = (shape[1], shape[3], outputs["logits"].shape[-1]) if len(shape) == 4 else ()
-    if kind not in _DTYPES or not sizes or not all(isinstance(size, int) for size in sizes):
+    given = [outputs[name].shape for name in ("logits", "hidden_states") if name in outputs]
+    sizes = (shape[1], shape[3], *(found[-1] for found in given)) if len(shape) == 4 and all(given) else ()
+    if kind not in _DTYPES or not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UserError(
             f"{shown}: {past[0]} must be float32 or float16 (batch, heads, past, head dim) with known heads and sizes,"
-            f" found {kind} {shape}; export it again"
+            f" found {kind} {shape}, and logits and hidden states must have a known last size, found {given};"
+            " export it again"
         )
     hidden = outputs["hidden_states"].shape[-1] if "hidden_states" in outputs else 0
     return Signature(

@@ -208,3 +208,26 @@ def test_headers_that_lie_are_refused(lie: str, folder: Path, tmp_path: Path) ->
 def _copy(folder: Path, where: Path) -> Path:
     out: Path = shutil.copytree(folder, where / "target")
     return out
+
+
+def test_a_graph_that_fails_when_it_runs_is_one_sentence(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It loads, because sizes that depend on the text are known only then."""
+    bad = _copy(folder, tmp_path)
+    model = onnx.load_model(bad / "model.onnx", load_external_data=False)
+    last = next(node for node in model.graph.node if "logits" in node.output)
+    last.output[0] = "rows"
+    model.graph.node.append(onnx.helper.make_node("Transpose", ["rows"], ["logits"], perm=[1, 0, 2]))
+    (bad / "model.onnx").write_bytes(model.SerializeToString())
+    cache = (damaged := load(bad, threads=1).decoder).new_cache()
+    with pytest.raises(UserError, match=r"logits should have come out as \(1, 3, 320\), and is \(3, 1, 320\)"):
+        run(damaged, cache, cache.open(9), [5, 6, 7])
+    model.graph.node[-1].CopyFrom(onnx.helper.make_node("Reshape", ["rows", "five"], ["logits"]))
+    model.graph.initializer.append(onnx.helper.make_tensor("five", onnx.TensorProto.INT64, [3], [1, 5, 320]))
+    (bad / "model.onnx").write_bytes(model.SerializeToString())
+    cache = (damaged := load(bad, threads=1).decoder).new_cache()
+    capfd.readouterr()
+    with pytest.raises(UserError, match="ONNX Runtime cannot run it") as error:
+        run(damaged, cache, cache.open(9), [5, 6, 7])
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""

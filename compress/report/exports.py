@@ -1,0 +1,210 @@
+"""What exports are worth: each one read back by the runtime, its perplexity, and the speed of those in ONNX.
+
+The runtime decodes ONNX on ONNX Runtime, and every other form on the kernels that decode the artifact: those have the
+artifact's speed, so that their quality alone is measured.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from compress.errors import USER_ERRORS
+from compress.report import quality, speed
+from compress.report.schema import null_paths
+from compress.report.unmeasured import NO_QUALITY
+from runtime import load
+from runtime.drafters.lookup import LookupDrafter
+from runtime.metrics import total
+from runtime.onnx import files as onnx_files
+from runtime.sampling import Sampling
+from runtime.speculate import Speculator, lossless_class
+
+if TYPE_CHECKING:
+    from runtime.loading import Model
+
+Progress = Callable[[str, int, int], None]
+Entry = dict[str, Any]
+
+# An export shall not cost what the artifact's own report costs: held-out tokens, and prompts that are decoded.
+TOKENS, PROMPTS = 4096, 4
+_DRAFT = ".draft"  # beside the exports while they are measured
+_OUR_KERNELS = "the kernels that decode the artifact decode this form, at the speed that is measured for the artifact"
+_LATER = "it was exported after the report was made: a run with --export measures it"
+_TOO_FEW = "too few tokens were decoded or drafted to tell"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure exports on.
+
+    folder       of the folders of exports; they are not changed.
+    windows      (E, L) int64, held-out tokens; none where no quality was asked for.
+    perplexity   the artifact's on them; None without windows.
+    prompts      token lists with room for `new_tokens` more; none where no speed was asked for.
+    draft        the run's draft, which is exported, too, to draft for ONNX; None: prompt lookup drafts.
+    """
+
+    folder: Path
+    windows: Tensor
+    perplexity: float | None
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    draft: Path | None
+    draft_length: int
+    device: str
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """Who drafts for exports in ONNX; note: why it is not on ONNX Runtime, where it could have been."""
+
+    drafter: "Model | LookupDrafter"
+    name: str
+    note: str | None = None
+
+
+def held_out(windows: Tensor) -> Tensor:
+    """The windows (E, L) that exports are measured on: the first ones of those given, 4,096 tokens or one window."""
+    return windows[: max(1, TOKENS // windows.shape[1])]
+
+
+def unmeasured(entries: Sequence[Entry], reason: str) -> tuple[list[Entry], dict[str, str]]:
+    """Entries without figures, and why, by dotted path."""
+    return [entry | {"measured": None} for entry in entries], {
+        f"exports.{index}.measured": reason for index in range(len(entries))
+    }
+
+
+def merged(report: dict[str, Any], made: Sequence[Entry]) -> dict[str, Any]:
+    """A finished report with exports that were made after it: new, or in the place of those of their names."""
+    missing = {path: why for path, why in report["not_measured"].items() if not path.startswith("exports.")}
+    entries = {entry["name"]: entry for entry in report.get("exports", [])}
+    reasons = {name: _reasons(report, index) for index, name in enumerate(entries)}
+    for entry in made:
+        entries[entry["name"]], reasons[entry["name"]] = entry | {"measured": None}, {"measured": _LATER}
+    for index, name in enumerate(sorted(entries)):
+        missing |= {f"exports.{index}.{path}": why for path, why in reasons[name].items()}
+    return {**report, "exports": [entries[name] for name in sorted(entries)], "not_measured": missing}
+
+
+def _reasons(report: dict[str, Any], index: int) -> dict[str, str]:
+    """Why figures of one export are missing, by the path below its entry."""
+    start = f"exports.{index}."
+    return {p.removeprefix(start): why for p, why in report["not_measured"].items() if p.startswith(start)}
+
+
+def measure(entries: Sequence[Entry], task: Task, progress: Progress) -> tuple[list[Entry], dict[str, str]]:
+    """The entries with their `measured`, and why figures are null, by dotted path.
+
+    An export that cannot be loaded or run has no figures, and the sentence that says so for a reason.
+    """
+    found: list[Entry] = []
+    missing: dict[str, str] = {}
+    with _drafting(task, entries) as drafting:
+        for index, entry in enumerate(entries):
+            progress("exports", index, len(entries))
+            try:
+                figures, reasons = _measure(_path(task.folder / entry["name"]), task, drafting)
+            except USER_ERRORS as error:
+                figures, reasons = None, {"": str(error)}
+            found.append(entry | {"measured": figures})
+            missing |= {f"exports.{index}.measured{path}": why for path, why in reasons.items()}
+    progress("exports", len(entries), len(entries))
+    return found, missing
+
+
+def _path(folder: Path) -> Path:
+    """What `load` takes: a GGUF file, else the folder."""
+    return next(iter(sorted(folder.glob("*.gguf"))), folder)
+
+
+@contextmanager
+def _drafting(task: Task, entries: Sequence[Entry]) -> Iterator[_Drafting | None]:
+    """Who drafts for those in ONNX; None where nothing is to be drafted."""
+    onnx = any(onnx_files.holds(task.folder / entry["name"]) for entry in entries)
+    if not onnx or not task.prompts or task.draft_length == 0:
+        yield None
+    elif task.draft is None:
+        yield _Drafting(LookupDrafter(), "lookup")
+    else:
+        place = task.folder / _DRAFT
+        try:
+            yield _exported(task.draft, place, task)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _exported(draft: Path, place: Path, task: Task) -> _Drafting:
+    from compress import export
+
+    try:
+        export.run("onnx", draft, place)
+        path, note = place, None
+    except USER_ERRORS as error:
+        path, note = draft, f"its draft ran on the runtime's own kernels, because it has no ONNX form: {error}"
+    model = load(path, device=task.device, threads=task.threads)
+    return _Drafting(model, f"draft on {model.decoder.kernels}", note)
+
+
+def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Entry, dict[str, str]]:
+    """`measured` of one export, and why figures are null, by the path below it. Raises UserError as `load` does."""
+    model = load(path, device=task.device, threads=task.threads)
+    missing: dict[str, str] = {}
+    figures: Entry = {
+        "engine": model.decoder.kernels,
+        "tokens": len(task.windows) * (task.windows.shape[1] - 1) if len(task.windows) else 0,
+        "perplexity": None,
+        "artifact_perplexity": task.perplexity,
+        "speed": None,
+        "notes": [],
+    }
+    if len(task.windows):
+        figures["perplexity"] = quality.perplexity(model.decoder, task.windows, f"the export {path.name}'s logits")
+    else:
+        missing |= dict.fromkeys((".perplexity", ".artifact_perplexity"), NO_QUALITY)
+    if not onnx_files.holds(path):
+        missing[".speed"] = _OUR_KERNELS
+    elif not task.prompts:
+        missing[".speed"] = speed.NO_SPEED
+    else:
+        figures["speed"], reasons = _speed(model, task, drafting)
+        missing |= {f".speed.{key}": why for key, why in reasons.items()}
+        if drafting is not None and drafting.note is not None:
+            figures["notes"].append(drafting.note)
+    return figures, missing
+
+
+def _speed(model: "Model", task: Task, drafting: _Drafting | None) -> tuple[Entry, dict[str, str]]:
+    """Greedy decoding alone and with the draft, interleaved, on the same sessions."""
+    prompts = task.prompts[:PROMPTS]
+    ways = {"plain": Speculator(model)}
+    if drafting is not None:
+        ways["speculative"] = Speculator(model, drafting.drafter, task.draft_length)
+    timed = speed.time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
+    rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
+    figures: Entry = {
+        "prompts": len(prompts),
+        "new_tokens": task.new_tokens,
+        "draft_length": task.draft_length,
+        "tokens_per_second": rates["plain"],
+        **dict.fromkeys(("drafter", "speculative_tokens_per_second", "acceptance_rate", "class")),
+        **dict.fromkeys(("tokens_compared", "mismatches")),
+    }
+    if drafting is None:
+        return figures, dict.fromkeys(null_paths(figures), "the draft length is 0")
+    compared, mismatches = speed.compare(timed["plain"].tokens[0], timed["speculative"].tokens[0])
+    figures |= {
+        "drafter": drafting.name,
+        "speculative_tokens_per_second": rates["speculative"],
+        "acceptance_rate": total(timed["speculative"].metrics[0]).acceptance_rate,
+        "class": lossless_class(model, ways["speculative"].verify, Sampling()),
+        "tokens_compared": compared,
+        "mismatches": mismatches,
+    }
+    return figures, dict.fromkeys(null_paths(figures), _TOO_FEW)
