@@ -92,7 +92,13 @@ def test_healing_changes_weights_and_says_what_it_did(tiny: Tiny, go: Go, prune:
     AutoModelForCausalLM.from_pretrained(artifact.model)
     artifact.verify()
     # Nothing of the work is left, and the manifest has no times.
-    assert {path.name for path in artifact.path.iterdir()} == {"model", "recipe.yaml", "manifest.json", "SERVE.md", "serve"}
+    assert {path.name for path in artifact.path.iterdir()} == {
+        "model",
+        "recipe.yaml",
+        "manifest.json",
+        "SERVE.md",
+        "serve",
+    }
     kept = artifact.manifest["training"]["heal"]
     assert kept["steps"] == 4 and "seconds" not in json.dumps(kept) and "seconds" in found
 
