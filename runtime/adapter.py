@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.chains import chains
 from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
 from runtime.rows import Cache, Out, Rows
@@ -130,25 +131,18 @@ class Adapter:
         if not isinstance(cache, AdapterCache):
             raise TypeError(f"the adapter needs the cache of its new_cache(), not {type(cache).__name__}")
         wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
-        request, parent, position = rows.request.tolist(), rows.parent.tolist(), rows.position.tolist()
         logits: dict[int, Tensor] = {}
         hidden: dict[int, Tensor] = {}
-        first = 0
-        while first < len(request):
-            end = first + 1
-            while end < len(request) and request[end] == request[first]:
-                end += 1
-            if parent[first:end] != [-1, *range(first, end - 1)]:
-                raise UserError(
-                    f"{type(self.model).__name__} runs through transformers, which takes chains of tokens and no trees;"
-                    " choose another drafter than tree."
-                )
-            if position[first] != cache.length(request[first]):
-                raise ValueError(f"row {first} is at position {position[first]}, the cache ends at another")
+        refusal = (
+            f"{type(self.model).__name__} runs through transformers, which takes chains of tokens and no trees; choose"
+            " another drafter than tree."
+        )
+        for chain in chains(rows, cache, refusal):
+            first, end = chain.first, chain.end
             chosen = [i - first for i in wanted if first <= i < end]
             out = self.model(
                 input_ids=tokens[first:end].view(1, -1).to(self.device),
-                past_key_values=cache.of(request[first]),
+                past_key_values=cache.of(chain.request),
                 use_cache=True,
                 output_hidden_states=True,
                 logits_to_keep=torch.tensor(chosen or [0], device=self.device),
@@ -157,7 +151,6 @@ class Adapter:
             for place, row in enumerate(chosen):
                 logits[first + row] = out.logits[0, place].float()
                 hidden[first + row] = states[row].float()
-            first = end
         if not len(wanted):
             return Out(torch.empty(0, self.vocab_size), torch.empty(0, self.hidden_size))
         return Out(torch.stack([logits[i] for i in wanted]), torch.stack([hidden[i] for i in wanted]))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.chains import chains
 from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
 from runtime.onnx import files as onnx_files
@@ -62,29 +63,18 @@ class OnnxDecoder:
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
         ids = tokens.detach().cpu().numpy().astype(np.int64)
-        request, parent, position = rows.request.tolist(), rows.parent.tolist(), rows.position.tolist()
         logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
         hidden = np.empty((len(wanted) if self.hidden_size else 0, self.hidden_size), dtype=np.float32)
-        first = 0
-        while first < len(request):
-            end = first + 1
-            while end < len(request) and request[end] == request[first]:
-                end += 1
-            if parent[first:end] != [-1, *range(first, end - 1)]:
-                raise UserError(
-                    "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
-                )
-            if position[first] != cache.length(request[first]):
-                raise ValueError(f"row {first} is at position {position[first]}, the cache ends at another")
-            for begin in range(first, end, MOST_ROWS):
-                stop = min(begin + MOST_ROWS, end)
-                given = self._run(ids[begin:stop], request[first], cache)
+        refusal = "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
+        for chain in chains(rows, cache, refusal):
+            for begin in range(chain.first, chain.end, MOST_ROWS):
+                stop = min(begin + MOST_ROWS, chain.end)
+                given = self._run(ids[begin:stop], chain.request, cache)
                 for place, row in enumerate(wanted):
                     if begin <= row < stop:
                         logits[place] = given[0][0, row - begin]
                         if self.hidden_size:
                             hidden[place] = given[1][0, row - begin]
-            first = end
         return Out(torch.from_numpy(logits), torch.from_numpy(hidden))
 
     def _run(self, ids: np.ndarray, request: int, cache: OnnxCache) -> list[np.ndarray]:
