@@ -36,9 +36,12 @@ format: .venv/installed
 NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
 
 # torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
+# torch for CUDA brings the Triton that it was built with; beside torch for CPUs, Triton is there for its interpreter,
+# in which the tests run the GPU kernels.
 .venv/installed: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps triton==3.6.0
 	$(PIP) --editable ".[hf,bnb,data,dev]"
 	@touch $@
 
