@@ -136,8 +136,8 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
         "speedup": median(speeds),
         "decode_speedup": _decode_speedup(plain, spoken),
-        "predicted_speedup": _predicted(job, plain.counts, counts, costs),
-        "draft_cost_ratio": _draft_cost(plain.counts, counts),
+        "predicted_speedup": _predicted(job, plain, spoken, costs),
+        "draft_cost_ratio": _draft_cost(plain, spoken),
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
         "accepted_by_position": counts.accepted_by_position,
@@ -176,18 +176,29 @@ def _free(job: Job) -> bool:
     return job.rule != "coupled" and not job.sampling.greedy
 
 
-def _draft_cost(plain: Metrics, spoken: Metrics) -> float | None:
-    """c: what proposing took per drafted token, catching up with the text included, over a plain step of the target."""
-    return spoken.draft_cost_ratio(plain.step_seconds) if plain.step_seconds else None
+def _draft_cost(plain: Way, spoken: Way) -> float | None:
+    """c: what proposing took per drafted token, catching up with the text included, over a plain step of the target.
+
+    The median over the rounds, of which each holds a pass against the one beside it: memory's speed changes from one
+    minute to the next on shared machines.
+    """
+    ratios = []
+    for ours, base in zip(spoken.passes, plain.passes, strict=True):
+        step = total(base.metrics).step_seconds
+        cost = total(ours.metrics).draft_cost_ratio(step) if step else None
+        if cost is not None:
+            ratios.append(cost)
+    return median(ratios) if ratios else None
 
 
-def _predicted(job: Job, plain: Metrics, spoken: Metrics, costs: StepCosts | None) -> float | None:
+def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> float | None:
     """τ / (γc + v), for one request at a time: γ the mean of what was drafted, v the mean over its forwards."""
-    c, tau = _draft_cost(plain, spoken), spoken.tokens_per_round
+    counts = spoken.counts
+    c, tau = _draft_cost(plain, spoken), counts.tokens_per_round
     if job.batch > 1 or costs is None or c is None or tau is None:
         return None
-    gamma = spoken.drafted / spoken.rounds
-    v = sum(n * width_cost(costs.widths, 1 + length) for length, n in enumerate(spoken.draft_lengths)) / spoken.rounds
+    gamma = counts.drafted / counts.rounds
+    v = sum(n * width_cost(costs.widths, 1 + length) for length, n in enumerate(counts.draft_lengths)) / counts.rounds
     return predicted_speedup(tau, gamma, c, v)
 
 

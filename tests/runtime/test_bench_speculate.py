@@ -17,6 +17,7 @@ from runtime.costs import StepCosts
 from runtime.drafters.lookup import LookupDrafter
 from runtime.drafters.model import ModelDrafter
 from runtime.errors import UserError
+from runtime.metrics import total
 from runtime.sampling import Sampling
 from runtime.speculate import NoDrafter
 
@@ -57,6 +58,21 @@ def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     c = spoken.counts.draft_seconds / spoken.counts.drafted / step
     assert result["draft_cost_ratio"] == pytest.approx(c) and c > 0
     assert result["predicted_speedup"] == pytest.approx(result["tokens_per_round"] / (gamma * c + 1 + 0.5 * gamma / 4))
+
+
+def test_a_slow_round_does_not_move_the_drafts_cost(fake: Fake) -> None:
+    found = job(fake, batch=1)
+    plain, spoken = measure(found, NoDrafter(), 3, lambda _: None)
+    before = sorted(_costs(plain, spoken))[1]
+    for one in spoken.passes[1].metrics:
+        one.draft_seconds += 100.0
+    after = row(found, plain, spoken, None)["draft_cost_ratio"]
+    assert before <= after == pytest.approx(sorted(_costs(plain, spoken))[1]) and after < 100
+
+
+def _costs(plain: Way, spoken: Way) -> list[float]:
+    pairs = [(total(a.metrics), total(b.metrics)) for a, b in zip(spoken.passes, plain.passes, strict=True)]
+    return [a.draft_seconds / a.drafted / (b.target_seconds / b.rounds) for a, b in pairs]
 
 
 def test_a_mismatch_is_counted_and_rejection_is_not_compared(fake: Fake) -> None:
