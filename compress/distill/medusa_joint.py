@@ -91,10 +91,10 @@ class JointTask:
         return self._task.heads
 
     def groups(self) -> list[Group]:
-        """The heads at the full rate, the model at a small share of it and without decay."""
+        """The heads and the model, each at its share of the rate, the model without decay."""
         parameters = list(self._trained.values())
         own = Group("model", parameters, rate_factor=self._joint.rate_factor, weight_decay=0.0)
-        return [*self._task.groups(), own]
+        return [*(replace(group, rate_factor=self._joint.heads_factor) for group in self._task.groups()), own]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """batch (B, 1): numbers of windows."""

@@ -15,12 +15,14 @@ class Joint(Strict):
 
     warmup       the share of the budget in which the heads are trained alone.
     weight       λ: how much the heads' loss counts beside the model's own.
-    rate_factor  the model's learning rate as a share of the heads', whose matrices need a large one.
+    rate_factor  the model's learning rate as a share of the training's, which is for the heads' matrices.
+    heads_factor the heads' rate beside the model, likewise: at the full rate they forget what the warm-up taught them.
     """
 
     warmup: Share = 0.5
     weight: Annotated[float, Field(gt=0, le=10, strict=False)] = 0.2
     rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.01
+    heads_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.1
 
 
 class MedusaTraining(Training):

@@ -387,14 +387,14 @@ def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny
     heads = medusa.HeadsTask(medusa.new_heads(STAGE, given.model), STAGE, text)
     plain = tiny("llama", **UNTIED)
     model, teacher = (AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32) for _ in range(2))
-    task = medusa_joint.JointTask(heads, model, teacher, Joint(weight=0.2, rate_factor=0.1))
+    task = medusa_joint.JointTask(heads, model, teacher, Joint(weight=0.2, rate_factor=0.1, heads_factor=0.3))
     batch = torch.arange(4).unsqueeze(1)
     loss = task.loss(batch, 0.0)
     assert loss.parts["kl"] == pytest.approx(0, abs=1e-6)
     assert float(loss.value.detach()) == pytest.approx(0.2 * loss.parts["heads"], rel=1e-4)
     loss.value.backward()  # type: ignore[no-untyped-call]
     groups = task.groups()
-    assert [group.rate_factor for group in groups] == [1.0, 1.0, 0.1] and groups[-1].weight_decay == 0.0
+    assert [group.rate_factor for group in groups] == [0.3, 0.3, 0.1] and groups[-1].weight_decay == 0.0
     assert all(parameter.grad is not None for group in groups for parameter in group.parameters)
     assert model.get_input_embeddings().weight.grad is None
     with torch.no_grad():
