@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
 from runtime.kv import Quantizer, Store, allocate
@@ -160,9 +161,20 @@ class KeyValueCache(ABC):
         try:
             return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
         except (RuntimeError, MemoryError) as error:
-            tokens = blocks * KEY_BLOCK
-            size = tokens * self.bytes_per_token() / 1e9
-            raise UserError(f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused") from error
+            raise self._refused(blocks * KEY_BLOCK, error) from error
+
+    def _refused(self, tokens: int, error: Exception) -> UserError:
+        meant = explained(error)
+        if meant is not None and not isinstance(error, torch.OutOfMemoryError):
+            return meant
+        free = ""
+        if self.device.type == "cuda":
+            free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
+        size = tokens * self.bytes_per_token() / 1e9
+        return UserError(
+            f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused{free}; take a smaller kind of"
+            " cache, fewer pages or requests, or a shorter text"
+        )
 
     def _add(self, store: Store, length: int) -> int:
         """A new request's handle."""

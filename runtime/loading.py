@@ -15,6 +15,7 @@ from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
 from runtime.decoder import LlamaDecoder
+from runtime.devices import explaining, resolve
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
@@ -98,7 +99,7 @@ def load(
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
     """
-    where = _device(device)
+    where = resolve(device)
     if threads is not None:
         if threads < 1:
             raise UserError(f"threads must be at least 1, found {threads}")
@@ -129,19 +130,13 @@ def load(
                 " choose another drafter"
             )
         config = transformers_configuration(checkpoint)
-        return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
-    kernel = choose(kernels, device if device != "auto" else where.type, threads)
-    return Model(build(checkpoint, architecture, config, kernel, where, planes), checkpoint.path, config)
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UserError(f"device must be cpu, cuda or auto, found {device!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device!r} was asked for, but torch {torch.__version__} finds no CUDA device here")
-    return torch.device(device)
+        with explaining():
+            adapted = adapt(checkpoint.path, config, where)
+        return Model(adapted, checkpoint.path, config)
+    kernel = choose(kernels, str(where), threads)
+    with explaining():
+        decoder = build(checkpoint, architecture, config, kernel, where, planes)
+    return Model(decoder, checkpoint.path, config)
 
 
 def build(

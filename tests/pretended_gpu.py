@@ -97,12 +97,14 @@ class _Doors(TorchFunctionMode):
                 _refuse(torch.ops.aten.index_put_.default, args, kwargs)
             elif function is Tensor.__getitem__:
                 _refuse(torch.ops.aten.index.Tensor, args, kwargs)
+            else:
+                _refuse(function, args, kwargs)
             out = function(*tree_map(_held, args), **tree_map(_held, kwargs))
             return OnDevice(out) if isinstance(out, Tensor) else out
         return function(*tree_map(_numbered, args), **tree_map(_numbered, kwargs))
 
 
-_GUARDED = {Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.tolist}
+_GUARDED = {Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.tolist, Tensor.data_ptr, torch.bmm}
 
 
 def _numbered(value: Any) -> Any:
@@ -130,6 +132,8 @@ def _refuse(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
         raise RuntimeError(f"{operation}: tensors on cuda:0 and on the CPU {[tuple(s.shape) for s in strangers]}")
     if operation in _INDEXED and not isinstance(args[0], OnDevice):
         raise RuntimeError(f"{operation}: indices on cuda:0 for a tensor on the CPU")
+    if operation is torch.ops.aten._int_mm.default and (args[0].shape[0] <= 16 or any(n % 8 for n in args[1].shape)):
+        raise RuntimeError(f"_int_mm: {tuple(args[0].shape)} x {tuple(args[1].shape)} is a product that CUDA refuses")
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type == "cpu":
         raise RuntimeError(f"{operation}: a CPU's generator for a tensor on cuda:0")

@@ -22,6 +22,7 @@ from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
 from runtime.drafters.medusa import MedusaDrafter, load_heads
+from runtime.devices import resolve
 from runtime.kernels import available
 from runtime.speculate import Speculator
 
@@ -226,8 +227,8 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
 def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
     """What there is to say where nothing is measured that takes a model."""
     nothing = speed.not_measured()
-    device = torch.device("cuda" if options.device.startswith("cuda") else "cpu")
-    kernels = next(kernel.name for kernel in available(device.type) if kernel.usable)
+    device = resolve(options.device)
+    kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, unknown = exports.unmeasured(facts.exports, unmeasured.NOT_LOADED)
     missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED, **unknown}
     section = unmeasured.quality(options.seq_len, _head(facts.recipe))
