@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from compress import journal as journals
 from compress import model_stages, shards
 from compress.errors import UserError

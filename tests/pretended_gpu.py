@@ -77,9 +77,13 @@ class _Pretence(TorchDispatchMode):
         # What changed a tensor in place gives that tensor back.
         known = {id(value.held): value for value in tensors if isinstance(value, OnDevice)}
         return tree_map(
-            lambda value: known[id(value)] if id(value) in known else OnDevice(value)
-            if isinstance(value, Tensor) and not isinstance(value, OnDevice)
-            else value,
+            lambda value: (
+                known[id(value)]
+                if id(value) in known
+                else OnDevice(value)
+                if isinstance(value, Tensor) and not isinstance(value, OnDevice)
+                else value
+            ),
             out,
         )
 
@@ -108,7 +112,7 @@ _GUARDED = {Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.to
 
 
 def _numbered(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda" or isinstance(value, str) and value == "cuda":
+    if (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value == "cuda"):
         return torch.device("cuda:0")
     return value
 

@@ -21,8 +21,8 @@ from compress.report import baselines, exports, page, quality, size, speed, unme
 from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
-from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.devices import resolve
+from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.kernels import available
 from runtime.speculate import Speculator
 
