@@ -84,7 +84,7 @@ def _out_of_memory(text: str) -> UserError:
     needed = f"{asked[1]} more were needed" if asked else "more was needed than there is"
     left = f", {free[1]} were free" if free else ""
     return UserError(
-        f"the GPU is out of memory: {needed}{left}; take a scheme of fewer bits, fewer requests, a shorter context, or a"
+        f"the GPU is out of memory: {needed}{left}; take a scheme of fewer bits, fewer requests, a shorter context or a"
         " smaller kind of cache, or end what else runs there"
     )
 

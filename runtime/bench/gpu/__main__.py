@@ -80,7 +80,8 @@ def decode(
             everything, missing, readings = everything + found, missing + left_out, readings + read
             columns = [
                 ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
-                ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"), ("bytes_read", "bytes read", ",d"),
+                ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"),
+                ("bytes_read", "bytes read", ",d"),
                 ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
                 ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
             ]  # fmt: skip

@@ -27,7 +27,7 @@ class RandomCheckpoint(Checkpoint):
     shape_of: Shape = SHAPES["pair"]
     scheme: str = "bf16"
     head: str = "int8"
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
     seed: int = 0
 
     def names(self) -> list[str]:
@@ -124,7 +124,7 @@ def random_model(
     about = SHAPES[shape]
     about = replace(about, config={**about.config, "tie_word_embeddings": False, **(changes or {})})
     values = dict(about.config)
-    checkpoint = RandomCheckpoint(Path(shape), values, None, about, scheme, head, device, seed)  # type: ignore[arg-type]
+    checkpoint = RandomCheckpoint(Path(shape), values, None, about, scheme, head, str(device), seed)  # type: ignore[arg-type]
     config = AutoConfig.for_model(**values)
     kernel = choose(kernels, str(device))
     return Model(build(checkpoint, about.architecture, config, kernel, device), Path(shape), config)
