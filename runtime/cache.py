@@ -104,7 +104,7 @@ class KeyValueCache(ABC):
             source, target = torch.tensor(moves).unbind(1)
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
             store = self._store[request]
-            self.quantizer.move(store, store.physical(source), store.physical(target))
+            self._move(store, store.physical(source), store.physical(target))
         self.truncate(request, length + len(path))
 
     def reserve(self, request: int, count: int) -> int:
@@ -118,6 +118,10 @@ class KeyValueCache(ABC):
         self._own(request, blocks_of(start, count))
         self._length[request] = start + count
         return start
+
+    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+        """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
+        self.quantizer.move(store, source, target)
 
     @abstractmethod
     def _own(self, request: int, blocks: Iterable[int]) -> None:
