@@ -18,10 +18,12 @@ from runtime.gpu.inputs import Bucket
 
 
 class Computed(NamedTuple):
-    """logits (T, vocabulary) and hidden (T, hidden) float32. Of a graph: good until the next run of any."""
+    """Of T rows or those asked for: logits (n, vocabulary) and hidden (n, hidden) float32, and the argmax (n,) int64 of
+    logits (choices.BROKEN: they are no numbers). Of a graph: good until the next run of any."""
 
     logits: Tensor
     hidden: Tensor
+    largest: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,14 +103,18 @@ def views(bucket: Bucket, words: Tensor) -> Inputs:
     return Inputs(**{k: words[at : at + prod(s)].view(s) for k, (at, s) in bucket.parts.items() if k != "end"})
 
 
-def fill(
-    bucket: Bucket, out: Words, tokens: Sequence[int] | Words, reserved: Sequence[Reserved], cache: GpuCache
-) -> None:
-    """Writes a forward's inputs into `out` (bucket.words,): its tokens, and the slots that its requests got."""
+def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved], cache: GpuCache) -> None:
+    """Writes a forward's inputs into `out` (bucket.words,): its rows' tokens (T or fewer,), and the slots they got.
+
+    Rows that `reserved` does not have are rows that nobody reads.
+    """
     part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in bucket.parts.items() if k != "end"}
+    # Position 0 of the last request, which no row has where there are fewer rows than the bucket's.
+    for name, value in (("token", 0), ("position", 0), ("start", 1), ("tail", 0), ("request", bucket.requests - 1)):
+        part[name].fill(value)
+    part["slot"].fill(cache.pool.scratch * KEY_BLOCK)
     cache.tables([r.request for r in reserved], bucket.blocks, part["table"])
-    count = sum(r.count for r in reserved)
-    part["token"][:count] = tokens
+    part["token"][: len(tokens)] = tokens
     for number, r in enumerate(reserved):
         rows = slice(r.first, r.first + r.count)
         part["slot"][rows] = cache.slots(r.request, r.start, r.count)
@@ -119,22 +123,11 @@ def fill(
             part["position"][rows] = np.arange(r.start, r.start + r.count, dtype=np.int32)
             # All keys of a chain lie in the slots of their positions.
             part["start"][rows] = part["position"][rows] + 1
-            part["tail"][rows] = 0
             continue
         part["start"][rows] = r.start
         for row, path in enumerate(paths(r.parents)):
             part["position"][r.first + row] = r.start + len(path) - 1
-            part["tail"][r.first + row] = r.start
             part["tail"][r.first + row, : len(path)] = np.asarray(path, dtype=np.int32) + r.start
-    idle(bucket, out, count, cache)
-
-
-def idle(bucket: Bucket, out: Words, first: int, cache: GpuCache) -> None:
-    """Makes the rows from `first` on rows that nobody reads: position 0 of the last request, on the scratch page."""
-    values = {"token": 0, "position": 0, "request": bucket.requests - 1, "start": 1, "tail": 0}
-    for name, value in {**values, "slot": cache.pool.scratch * KEY_BLOCK}.items():
-        begin, shape = bucket.parts[name]
-        out[begin : begin + prod(shape)].reshape(shape)[first:] = value
 
 
 def paths(parents: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""Kernels for GPUs, in Triton. Import it only where Triton is wanted: `import runtime` must not."""
