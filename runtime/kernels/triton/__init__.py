@@ -1,1 +1,4 @@
-"""Kernels for GPUs, in Triton. Import it only where Triton is wanted: `import runtime` must not."""
+"""Kernels for GPUs in Triton; where there is none, its interpreter runs the same ones, for tests.
+
+Only `available` may be imported without Triton. The others are imported by whoever has chosen these kernels.
+"""
