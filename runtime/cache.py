@@ -156,7 +156,8 @@ class KeyValueCache(ABC):
 
     def bytes_per_token(self) -> int:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
+        dim = self.head_dim
+        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
         return self.layers * 2 * self.kv_heads * per_head[self.kind]
 
     def _allocate(self, blocks: int) -> Store:
