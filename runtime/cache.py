@@ -105,7 +105,7 @@ class KeyValueCache(ABC):
             source, target = torch.tensor(moves).unbind(1)
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
             store = self._store[request]
-            self.quantizer.move(store, store.physical(source), store.physical(target))
+            self._move(store, store.physical(source), store.physical(target))
         self.truncate(request, length + len(path))
 
     def reserve(self, request: int, count: int) -> int:
@@ -119,6 +119,10 @@ class KeyValueCache(ABC):
         self._own(request, blocks_of(start, count))
         self._length[request] = start + count
         return start
+
+    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+        """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
+        self.quantizer.move(store, source, target)
 
     @abstractmethod
     def _own(self, request: int, blocks: Iterable[int]) -> None:
@@ -153,7 +157,8 @@ class KeyValueCache(ABC):
 
     def bytes_per_token(self) -> int:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
+        dim = self.head_dim
+        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
         return self.layers * 2 * self.kv_heads * per_head[self.kind]
 
     def _allocate(self, blocks: int) -> Store:
