@@ -28,6 +28,7 @@ from runtime.rows import Decoder
 from runtime.upper import has_planes
 
 if TYPE_CHECKING:
+    from runtime.adapter import Through
     from transformers import PreTrainedTokenizerFast
 
 Weight = PackedWeight | Tensor
@@ -85,7 +86,7 @@ def load(
     device: str = "cpu",
     threads: int | None = None,
     kernels: str = "auto",
-    adapter: bool = False,
+    adapter: "bool | Through" = False,
     planes: bool = False,
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
@@ -94,7 +95,8 @@ def load(
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
-    adapter  run through transformers even where the decoder knows the architecture.
+    adapter  run through transformers even where the decoder knows the architecture; a `Through` (adapter.py) says in
+             which type it computes, and whether it is spread over devices.
     planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
@@ -117,7 +119,7 @@ def load(
     config = configuration(checkpoint)
     architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
     if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
-        from runtime.adapter import adapt
+        from runtime.adapter import FLOAT32, adapt
 
         if checkpoint.path.is_file():
             raise UserError(
@@ -131,7 +133,7 @@ def load(
             )
         config = transformers_configuration(checkpoint)
         with explaining():
-            adapted = adapt(checkpoint.path, config, where)
+            adapted = adapt(checkpoint.path, config, where, FLOAT32 if isinstance(adapter, bool) else adapter)
         return Model(adapted, checkpoint.path, config)
     kernel = choose(kernels, str(where), threads)
     with explaining():

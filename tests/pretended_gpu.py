@@ -105,10 +105,15 @@ class _Doors(TorchFunctionMode):
                 _refuse(function, args, kwargs)
             out = function(*tree_map(_held, args), **tree_map(_held, kwargs))
             return OnDevice(out) if isinstance(out, Tensor) else out
+        if function is torch.device:
+            return function(*args, **kwargs)
         return function(*tree_map(_numbered, args), **tree_map(_numbered, kwargs))
 
 
-_GUARDED = {Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.tolist, Tensor.data_ptr, torch.bmm}
+_GUARDED = {
+    *(Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.tolist, Tensor.data_ptr),
+    *(torch.bmm, torch.isfinite),
+}
 
 
 def _numbered(value: Any) -> Any:
