@@ -18,7 +18,6 @@ from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
 from runtime.rows import Cache, Out, Rows
 
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -28,8 +28,9 @@ from runtime.rows import Decoder
 from runtime.upper import has_planes
 
 if TYPE_CHECKING:
-    from runtime.adapter import Through
     from transformers import PreTrainedTokenizerFast
+
+    from runtime.adapter import Through
 
 Weight = PackedWeight | Tensor
 

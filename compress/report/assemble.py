@@ -67,7 +67,13 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     measured = _measure(facts, options, progress) if loads else _unloaded(facts, options)
     missing = dict(measured.missing)
     measured_size = size.measure(
-        facts.original, facts.model, facts.draft, facts.layers, measured.cache_bytes, facts.pruned, resolve(options.device)
+        facts.original,
+        facts.model,
+        facts.draft,
+        facts.layers,
+        measured.cache_bytes,
+        facts.pruned,
+        resolve(options.device),
     )
     for section, figures in (("size", measured_size), ("quality", measured.quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}

@@ -25,8 +25,8 @@ OUT_OF_MEMORY = torch.OutOfMemoryError(
 )
 Failure: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
 LOST = (
-    "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the CUDA documentation.\nCUDA kernel"
-    " errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the CUDA documentation.\nCUDA"
+    " kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 )
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 
@@ -60,7 +60,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     """As torch tells it: a warning, and no device."""
 
     def told() -> bool:
-        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old (found version 11040).")
+        text = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
+        warnings.warn(text, stacklevel=2)
         return False
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -98,13 +99,16 @@ def test_other_errors_are_nobody_s_gpu(error: Exception) -> None:
 def test_loading_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator's refusal while weights are moved: only a full GPU raises it by itself."""
     monkeypatch.setattr(runtime_loading, "build", raising(OUT_OF_MEMORY))
-    with pytest.raises(UserError, match="the GPU is out of memory: 2.00 GiB more were needed"):
+    with pytest.raises(UserError, match=r"the GPU is out of memory: 2\.00 GiB more were needed"):
         load(PAIR)
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(OUT_OF_MEMORY, "a cache of 64 tokens needs 0.0 GB, which this machine refused"), (Failure(LOST), "the GPU failed")],
+    [
+        (OUT_OF_MEMORY, "a cache of 64 tokens needs 0.0 GB, which this machine refused"),
+        (Failure(LOST), "the GPU failed"),
+    ],
 )
 def test_a_cache_that_grows_says_it(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     monkeypatch.setattr("runtime.cache.allocate", raising(error))

@@ -25,7 +25,7 @@ def console() -> Console:
 
 
 def show(title: str, columns: Sequence[Column], rows: Sequence[Row], place: Place) -> None:
-    """One table. Interpreted times are said to be no speed."""
+    """One table. A CPU's times are said to be no speed."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for _, heading, form in columns:
         table.add_column(heading, justify="left" if form == "s" else "right")
@@ -64,7 +64,7 @@ def finish(
             "rounds": rounds,
             "warm_up_rounds": WARM_UP,
             "weights": "random unless a model is named: speed only",
-            "times": "interpreted on a CPU: no speed" if place.interpreted else "CUDA events, medians",
+            "times": "of a CPU, interpreted: no speed" if place.interpreted else "CUDA events, medians",
             **protocol,
         },
         "rows": [dict(row) for row in rows],
@@ -78,4 +78,6 @@ def _shown(value: Any, form: str) -> str:
 
 
 def _warning(place: Place) -> str:
-    return "INTERPRETED: the times below are no speed" if place.interpreted else "medians of CUDA events"
+    if place.interpreted:
+        return "a CPU, kernels INTERPRETED or a CPU's own: the times below are no speed"
+    return "medians of CUDA events"

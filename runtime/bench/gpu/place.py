@@ -16,7 +16,7 @@ _COPIED = {"cuda": 1 << 30, "cpu": 1 << 24}
 
 @dataclass(frozen=True)
 class Place:
-    """A device. `interpreted`: kernels are interpreted on a CPU there, so that no time means speed."""
+    """A device. `interpreted`: a CPU, where Triton's kernels are interpreted, so that no time means a GPU's speed."""
 
     device: torch.device
     name: str
@@ -107,7 +107,7 @@ def find(device: str) -> Place:
     where = resolve(device)
     if where.type == "cuda":
         return Place(where, torch.cuda.get_device_name(where), interpreted=False)
-    return Place(where, f"{machine()['cpu']} (interpreted)", interpreted=True)
+    return Place(where, machine()["cpu"], interpreted=True)
 
 
 @dataclass
