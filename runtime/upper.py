@@ -70,8 +70,9 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
 
 
 def _of(layer: Linear) -> Iterator[Tensor]:
-    if isinstance(layer, NativeLinear):
-        yield from layer.weight.tensors
+    weight = getattr(layer, "weight", None)
+    if isinstance(layer, NativeLinear) or hasattr(weight, "tensors"):
+        yield from weight.tensors
     elif isinstance(layer, UpperLinear):
         yield from _of(layer.whole)
     else:
