@@ -70,3 +70,8 @@ def plan(kind: str, device: torch.device) -> Plan:
 def splits(inputs: int) -> int:
     """Parts into which float sums over K inputs are cut, added first to last: a function of K alone."""
     return max(1, -(-inputs // INPUTS_PER_SPLIT))
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Rows that one program rounds: a constant of the device, so that a row's bits know nothing of the others."""
+    return 1 if device.type == "cuda" else NARROW
