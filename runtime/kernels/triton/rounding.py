@@ -11,7 +11,6 @@ import triton.language as tl
 from runtime.kernels.triton.exact import gelu_tanh, nearest, silu
 
 _LIMIT: tl.constexpr = tl.constexpr(127.0)
-_NAN: tl.constexpr = tl.constexpr(float("nan"))
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
@@ -182,15 +181,13 @@ def _steps(highest, bad, static):
         whole = scale > 0
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(whole, scale, 1.0))
         inverse = tl.where(whole & (inverse < _INF), inverse, 0.0)
-    return tl.where(bad > 0, _NAN, scale), inverse
+    endless = tl.full(scale.shape, _INF, tl.float32)
+    return tl.where(bad > 0, endless - endless, scale), inverse
 
 
 @triton.jit
 def _rounded(v, inverse, static):
     """Codes int8; 0 for a NaN, whose step tells."""
-    if static is not None:
-        scaled = tl.div_rn(v, tl.broadcast_to(inverse, v.shape))
-    else:
-        scaled = v * inverse
+    scaled = tl.div_rn(v, tl.broadcast_to(inverse, v.shape)) if static is not None else v * inverse
     clipped = tl.where(scaled > _LIMIT, _LIMIT, tl.where(scaled < -_LIMIT, -_LIMIT, scaled))
     return nearest(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)

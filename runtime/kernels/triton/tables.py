@@ -30,7 +30,8 @@ class Tiles:
 class Plan:
     """How one kind of weight runs on one generation: up to `NARROW` rows, and more.
 
-    programs  what a narrow product is cut into at least, where K allows: about two for each multiprocessor.
+    narrow, wide  have one block_k: it says where a float product is split.
+    programs      what a narrow product is cut into at least, where K allows: about two for each multiprocessor.
     """
 
     narrow: Tiles
@@ -48,7 +49,7 @@ PLANS: dict[tuple[int, int], dict[str, Plan]] = {
     },
     (8, 0): {
         "integer": Plan(Tiles(32, NARROW, 0, 4, 4), Tiles(64, 64, 0, 4, 3), _AMPERE),
-        "float": Plan(Tiles(32, NARROW, 64, 4, 4), Tiles(64, 64, 32, 4, 3), _AMPERE),
+        "float": Plan(Tiles(32, NARROW, 64, 4, 4), Tiles(64, 64, 64, 4, 2), _AMPERE),
     },
 }
 # A program costs the interpreter about as much as its operations do.
