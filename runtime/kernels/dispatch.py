@@ -1,5 +1,5 @@
-"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: torch, and
-bitsandbytes for nf4 and int8."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, else
+torch, and bitsandbytes for nf4 and int8."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
