@@ -155,7 +155,7 @@ def build(
     Raises UserError naming a missing or misshapen tensor, or why there can be no planes.
     """
     a = architecture
-    if planes and not (kernel.native or kernel.name == "reference"):
+    if planes and not (kernel.native or kernel.name in ("reference", "triton")):
         raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
     kv = kv_scheme.read(checkpoint, a, device)
     reader = _Reader(checkpoint, kernel, device, planes)
@@ -166,9 +166,11 @@ def build(
         embedding = None if a.tied or embedding is None else embedding.clone()
     blocks = tuple(_block(reader, a, number) for number in range(a.layers))
     norm = reader.vector("model.norm.weight", a.hidden)
-    head_weight: Weight = (
-        reader.table("model.embed_tokens.weight", shape) if a.tied else reader.weight("lm_head", shape)
-    )
+    head_weight: Weight
+    if a.tied:
+        head_weight = reader.table("model.embed_tokens.weight", shape) if embedding is None else embedding
+    else:
+        head_weight = reader.weight("lm_head", shape)
     head = linear(head_weight, reader.bias("lm_head"), kernel)
     if planes and not has_planes(Parts(embedding, blocks, norm, head)):
         raise UserError(
@@ -178,6 +180,10 @@ def build(
     if isinstance(head, NativeLinear):
         return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     assert embedding is not None
+    if kernel.name == "triton":
+        from runtime.gpu.decoder import TritonDecoder
+
+        return TritonDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
 
 

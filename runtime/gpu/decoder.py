@@ -5,24 +5,23 @@ the same whatever shares the call. Nothing here waits for the device but what sa
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
-from runtime.errors import UserError
+from runtime.blocks import Block, Linear, Mixture, Parts
+from runtime.device_rounds import ARGMAX, BROKEN, Asked
 from runtime.family import Architecture
-from runtime.gpu.cache import GpuCache, Pool
-from runtime.gpu.choices import ARGMAX, BROKEN, Asked, choices
+from runtime.gpu.cache import GpuCache
+from runtime.gpu.choices import choices
 from runtime.gpu.graphs import Computed, Graphs
-from runtime.gpu.inputs import Bucket, Inputs, Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.inputs import Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.layers import Memory, hidden_states
 from runtime.inputs import checked_cache
 from runtime.kernels.dispatch import Kernel
-from runtime.kernels.exact import exp, tree_sum
 from runtime.kernels.reference import KEY_BLOCK
-from runtime.kernels.triton.attention import attend
-from runtime.kernels.triton.elementwise import embed, gelu_mul, rms_norm, rotate_and_store, silu_mul
 from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.layout import Reserved, reserve
 from runtime.rotary import RotaryTable
@@ -35,7 +34,7 @@ _LEAST_TABLE = 32
 
 
 class TritonDecoder:
-    """A Decoder (rows.py) whose rows have the same bits at every width, on CUDA, or on a CPU by Triton's interpreter."""
+    """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
         self,
@@ -217,18 +216,45 @@ class TritonDecoder:
             self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
         # All rows' logits cost no more than some where few rows are: the head is read once.
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
-        pool = cache.pool
+        memory = Memory(
+            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, count // len(reserved)
+        )
+        angles = self._angles_for(bucket.blocks)
 
         def body() -> Computed:
-            return self._body(inputs, bucket, cache, pool, early)
+            hidden = hidden_states(self.parts, self.architecture, inputs, memory, angles, early)
+            logits = self.parts.head(hidden)
+            return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
-        found = body() if self._mixed else self._graphs.run(pool, bucket, body)
+        found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
         if early is not None:
             return found
         if at is None:
             return Computed(*(part[:count].clone() for part in found))
         rows = at.to(self.device, non_blocking=True)
         return Computed(*(part[rows] for part in found))
+
+    def _angles_for(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions in so many blocks, always the same tensors: graphs hold their addresses."""
+        blocks = max(blocks, _LEAST_TABLE)
+        if blocks not in self._angles:
+            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
+            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
+        return self._angles[blocks]
+
+    def mark(self) -> object:
+        """See device_rounds.DeviceRounds."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: object, second: object) -> float:
+        """See device_rounds.DeviceRounds."""
+        if isinstance(first, float) and isinstance(second, float):
+            return second - first
+        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
 
     def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
         if list(places) == [*range(len(places))]:

@@ -1,7 +1,7 @@
 """What a forward reads besides weights and cache: one block of int32 on the device, filled by one copy.
 
 Its shape is a bucket, the forward's sizes rounded up, so that few shapes serve all forwards and a graph can be captured
-for each. Rows that fill a bucket up stand at position 0 of a request that has nothing but the scratch page.
+for each. Rows that fill a bucket up see nothing, and what they write goes to the scratch page.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,8 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 LEAST_BLOCKS, LEAST_TAIL = 8, 8
 # int32 numbers to which every part of the block is aligned: 64 bytes, which the widest loads ask for.
 ALIGNMENT = 16
+# The position of rows that see nothing.
+NOWHERE = -1
 # Pinned blocks that the host may fill ahead of the device.
 _RING = 4
 
@@ -52,7 +54,7 @@ class Bucket:
     def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Where each part begins, and its shape."""
         shapes = {
-            **{name: (self.rows,) for name in ("token", "position", "slot", "request", "start")},
+            **dict.fromkeys(("token", "position", "slot", "request", "start"), (self.rows,)),
             "tail": (self.rows, self.tail),
             "table": (self.requests, self.blocks),
         }
@@ -84,7 +86,8 @@ class Inputs:
     """The block on the device as kernels read it, int32.
 
     token, position, slot, request, start  (T,): the row's token; its logical position; where in the memory its key goes
-              (block · 64 + place); its request's row of `table`; the first position whose key lies in `tail`.
+              (block · 64 + place); its request's row of `table`; the first position whose key lies in `tail`, the same
+              for all rows of a request.
     tail      (T, W) the request's slots of the keys from `start` on; W = 0 where all rows are chains.
     table     (R, B) the memory's blocks of each request.
     """
@@ -109,8 +112,8 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
     Rows that `reserved` does not have are rows that nobody reads.
     """
     part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in bucket.parts.items() if k != "end"}
-    # Position 0 of the last request, which no row has where there are fewer rows than the bucket's.
-    for name, value in (("token", 0), ("position", 0), ("start", 1), ("tail", 0), ("request", bucket.requests - 1)):
+    # They are of the last request, which no row has where there are fewer rows than the bucket's.
+    for name, value in (("token", 0), ("position", NOWHERE), ("start", 0), ("tail", 0), ("request", bucket.requests - 1)):
         part[name].fill(value)
     part["slot"].fill(cache.pool.scratch * KEY_BLOCK)
     cache.tables([r.request for r in reserved], bucket.blocks, part["table"])
@@ -122,7 +125,7 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
         if r.parents is None:
             part["position"][rows] = np.arange(r.start, r.start + r.count, dtype=np.int32)
             # All keys of a chain lie in the slots of their positions.
-            part["start"][rows] = part["position"][rows] + 1
+            part["start"][rows] = r.start + r.count
             continue
         part["start"][rows] = r.start
         for row, path in enumerate(paths(r.parents)):

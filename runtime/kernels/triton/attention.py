@@ -175,7 +175,7 @@ def attend(
 
 
 @triton.jit
-def load_queries(  # type: ignore[no-untyped-def]
+def load_queries(
     q,
     factor,
     row,
@@ -183,10 +183,10 @@ def load_queries(  # type: ignore[no-untyped-def]
     valid,
     kv_head,
     scaling,
-    HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    FACTOR: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
     """Queries of rows and heads (M,), scaled, in two float16 terms (M, PADDED), and the terms' power of two (M,)."""
     d = tl.arange(0, PADDED)
@@ -198,7 +198,7 @@ def load_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def join(highest, total, mixed, more_highest, more_total, more_mixed):  # type: ignore[no-untyped-def]
+def join(highest, total, mixed, more_highest, more_total, more_mixed):
     """A row's result over its first splits and that of the next: (highest, total, mixed), of the shapes of `mixed`."""
     above = tl.maximum(highest, more_highest)
     decay = tl.exp2(highest - above)
@@ -207,7 +207,7 @@ def join(highest, total, mixed, more_highest, more_total, more_mixed):  # type: 
 
 
 @triton.jit
-def one_split(  # type: ignore[no-untyped-def]
+def one_split(
     q_high,
     q_low,
     q_scale,
@@ -229,15 +229,15 @@ def one_split(  # type: ignore[no-untyped-def]
     blocks,
     width,
     kv_head,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    TILE_ROWS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    TREE: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KIND: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """(highest (M,), total (M, 16), mixed (M, PADDED)) of a tile's rows over positions begin .. begin + SPLIT.
 
@@ -289,7 +289,7 @@ def one_split(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "width", "splits"])
-def _split_kernel(  # type: ignore[no-untyped-def]
+def _split_kernel(
     q,
     out,
     mixed_out,
@@ -309,22 +309,22 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     width,
     splits,
     scaling,
-    HEADS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-    IN_TILE: tl.constexpr,  # noqa: N803
-    TILE_ROWS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    FACTOR: tl.constexpr,  # noqa: N803
-    TREE: tl.constexpr,  # noqa: N803
-    ALONE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TREE: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(2)
     kv_head, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
@@ -368,7 +368,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.constexpr):
     """Writes mixed / total; 0 for rows that hold nothing, NaN for those that were not `within` the launched splits."""
     result = tl.div_rn(mixed, tl.where(held, total, 1.0)[:, None] + tl.zeros_like(mixed))
     result = tl.where(within[:, None], result, float("nan"))
@@ -376,18 +376,18 @@ def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(  # type: ignore[no-untyped-def]
+def _combine_kernel(
     mixed_in,
     sums_in,
     out,
     position,
     splits,
-    HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    AT_ONCE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(position + row)

@@ -1,12 +1,12 @@
 """Products of float32 inputs with float weights as the file has them (bfloat16, float16, float32).
 
-Tensor cores multiply 8-bit mantissas (bfloat16) or 11-bit ones (tf32) exactly and add in float32. So inputs are cut into
-three terms of 8 or 11 bits, which together are the float32 number, and each is multiplied by the weight: three products
-whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32 ones.
+Tensor cores multiply 8-bit mantissas (bfloat16) or 11-bit ones (tf32) exactly and add in float32. So inputs are cut
+into three terms of 8 or 11 bits, which together are the float32 number, and each is multiplied by the weight: three
+products whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32's.
 
-Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times (once for
-each tensor-core step, K times for float32 weights), so |y − exact| ≤ (3K / 16 + splits) · 2⁻²³ · Σ|w · x|, plus x's
-parts below bfloat16's range (2⁻¹³³).
+Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times at most (once
+for each tensor-core step; K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what of x
+lies below bfloat16's range (2⁻¹³³).
 """
 
 import triton

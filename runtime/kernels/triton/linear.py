@@ -23,6 +23,8 @@ from runtime.kernels.triton.weights import GpuWeight, upper_weight
 
 # Outputs of one program that adds partial sums.
 _REDUCE = 256
+# Units (rows of up to 128 bytes) that are worth a program of their own.
+_LEAST_UNITS = 4
 _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -80,9 +82,14 @@ class TritonLinear:
             product(rounded, y, residual, self.weight.cut)
         return y
 
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper` takes it."""
+        return self.weight.has_planes
+
     def upper(self) -> "TritonLinear":
         """The layer on the upper plane of its weight. Raises ValueError where it has none."""
-        return triton_linear(upper_weight(self.weight), self.plan)
+        return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
     def _tiles(self, rows: int) -> tuple[tables.Tiles, tuple[int, int]]:
         tiles = self.plan.narrow if rows <= tables.NARROW else self.plan.wide
@@ -95,7 +102,7 @@ class TritonLinear:
     def _rows(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
         w, rows, n = self.weight, len(y), self.weight.shape[0]
         tiles, grid = self._tiles(rows)
-        each = triton.cdiv(cut.units, self._parallel(grid, cut.units))
+        each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS))
         splits = triton.cdiv(cut.units, each)
         target = y if splits == 1 else torch.empty((splits, rows, n), dtype=torch.int32, device=y.device)
         sums = x.sums if w.offset is not None else None
@@ -112,9 +119,8 @@ class TritonLinear:
         )
         if splits > 1:
             add_rows[(triton.cdiv(n, _REDUCE), rows)](
-                *(target, x.step, sums, *ends, y, rows, n),
+                *(target, x.step, sums, *ends, y, rows, n, splits),
                 DIVISOR=w.divisor,
-                SPLITS=splits,
                 BLOCK=_REDUCE,
                 **OPTIONS,
             )
@@ -213,7 +219,7 @@ def triton_linear(weight: GpuWeight, plan: tables.Plan | None = None, splits: in
 def _add(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
     splits, rows, n = parts.shape
     grid = (triton.cdiv(n, _REDUCE), rows)
-    add_groups[grid](parts, bias, residual, out, rows, n, SPLITS=splits, BLOCK=_REDUCE, **OPTIONS)
+    add_groups[grid](parts, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
 
 
 def _launch(tiles: tables.Tiles) -> dict[str, int | bool]:

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from runtime.kernels.triton import tables
 from runtime.kernels.triton.layout import Cut
 from runtime.kernels.triton.rounding import round_groups, round_rows
 from runtime.kernels.triton.weights import GpuWeight
@@ -112,24 +113,27 @@ def _round(
     if rows == 0:
         return Rounded(how, codes, step, sums)
     block = min(triton.next_power_of_2(cut.stored), _BLOCK)
+    at_once = tables.rows_at_once(x.device)
+    blocks = triton.cdiv(rows, at_once)
     y_stride = 0 if y is None else y.stride(0)
-    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, cut.inputs, cut.stored)
+    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, rows, cut.inputs, cut.stored)
     scalars = (x.stride(0), y_stride, eps, shift)
     if cut.columns == 1:
-        round_rows[(rows,)](*common, *scalars, MODE=mode, BLOCK=block, num_warps=8, **OPTIONS)
+        round_rows[(blocks,)](*common, *scalars, MODE=mode, ROWS=at_once, BLOCK=block, num_warps=8, **OPTIONS)
         return Rounded(how, codes, step, sums)
     inside = triton.next_power_of_2(cut.padded)
     groups = min(triton.next_power_of_2(cut.columns), max(1, _TILE // inside))
-    round_groups[(rows, triton.cdiv(cut.columns, groups))](
+    round_groups[(blocks, triton.cdiv(cut.columns, groups))](
         *common,
         *scalars,
         cut.group,
         cut.padded,
         cut.columns,
         MODE=mode,
+        ROWS=at_once,
         BLOCK=block,
-        BLOCK_GROUPS=groups,
-        BLOCK_INSIDE=inside,
+        GROUPS=groups,
+        INSIDE=inside,
         num_warps=4,
         **OPTIONS,
     )

@@ -5,13 +5,13 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_groups(parts, bias, residual, out, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def add_groups(parts, bias, residual, out, rows, outputs, splits, BLOCK: tl.constexpr):
     """out = the float32 partial sums (splits, rows, outputs) in their order (+ bias) (+ residual)."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n_in = n < outputs
     row = tl.program_id(1).to(tl.int64) * outputs
     total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         total += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0.0)
     if bias is not None:
         total += tl.load(bias + n, mask=n_in, other=0.0)
@@ -32,8 +32,8 @@ def add_rows(
     out,
     rows,
     outputs,
+    splits,
     DIVISOR: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out = the int32 partial sums (splits, rows, outputs), added exactly and scaled as `integer.scaled` does."""
@@ -42,7 +42,7 @@ def add_rows(
     t = tl.program_id(1)
     row = t.to(tl.int64) * outputs
     whole = tl.zeros((BLOCK,), tl.int32)
-    for split in range(SPLITS):
+    for split in range(splits):
         whole += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0)
     by_output = tl.load(scale + n, mask=n_in, other=0.0).to(tl.float32)
     if DIVISOR != 1.0:

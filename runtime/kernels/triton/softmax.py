@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def balance(highest):  # type: ignore[no-untyped-def]
+def balance(highest):
     """Powers of two (factor, inverse) for a row with this largest magnitude: factor · highest lies in 2^13..2^14.
 
     Rows that are infinite or NaN stay so; those below 2^-100 lose digits that no sum would show.
@@ -25,14 +25,14 @@ def balance(highest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def terms(x):  # type: ignore[no-untyped-def]
+def terms(x):
     """Balanced float32 as the sum of two float16."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def row_terms(x):  # type: ignore[no-untyped-def]
+def row_terms(x):
     """float32 (M, K) as two float16 terms and the power of two (M,) that their product takes."""
     factor, inverse = balance(tl.max(tl.abs(x), axis=1))
     high, low = terms(x * factor[:, None])
@@ -40,7 +40,7 @@ def row_terms(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr):
     """(a_high + a_low) · (b_high + b_low), the smallest products first; b_low counts where TWO."""
     if TWO:
         out = tl.dot(a_low, b_low)
@@ -52,7 +52,7 @@ def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def columns(WIDE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def columns(WIDE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
     """What the PADDED columns of a tile of values are: dimension, column in the store, and whether it exists.
 
     int4 holds dimension i beside i + WIDE / 2 in one byte: the first half of the columns are the low nibbles.
@@ -70,16 +70,16 @@ def columns(WIDE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):  # ty
 
 
 @triton.jit
-def load_keys(  # type: ignore[no-untyped-def]
+def load_keys(
     keys,
     scales,
     block,
     inside,
     head,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Keys (PADDED, n) as float16 terms and scales (n,), of slots `inside` (n,) blocks `block` (a number or (n,)).
 
@@ -110,17 +110,17 @@ def load_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_values(  # type: ignore[no-untyped-def]
+def load_values(
     values,
     scales,
     block,
     inside,
     seen,
     head,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Values (n, PADDED) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
     _, column, exists = columns(WIDE, PADDED, KIND)
@@ -147,7 +147,7 @@ def load_values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def step(  # type: ignore[no-untyped-def]
+def step(
     q_high,
     q_low,
     q_scale,
@@ -166,11 +166,11 @@ def step(  # type: ignore[no-untyped-def]
     values,
     value_scale,
     head,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One block of n keys at logical positions `at` (n,), added to (highest (M,), total (M, 16), mixed (M, PADDED)).
 

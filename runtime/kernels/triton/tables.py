@@ -30,7 +30,8 @@ class Tiles:
 class Plan:
     """How one kind of weight runs on one generation: up to `NARROW` rows, and more.
 
-    programs  what a narrow product is cut into at least, where K allows: about two for each multiprocessor.
+    narrow, wide  have one block_k: it says where a float product is split.
+    programs      what a narrow product is cut into at least, where K allows: about two for each multiprocessor.
     """
 
     narrow: Tiles
@@ -48,7 +49,7 @@ PLANS: dict[tuple[int, int], dict[str, Plan]] = {
     },
     (8, 0): {
         "integer": Plan(Tiles(32, NARROW, 0, 4, 4), Tiles(64, 64, 0, 4, 3), _AMPERE),
-        "float": Plan(Tiles(32, NARROW, 64, 4, 4), Tiles(64, 64, 32, 4, 3), _AMPERE),
+        "float": Plan(Tiles(32, NARROW, 64, 4, 4), Tiles(64, 64, 64, 4, 2), _AMPERE),
     },
 }
 # A program costs the interpreter about as much as its operations do.
@@ -70,3 +71,8 @@ def plan(kind: str, device: torch.device) -> Plan:
 def splits(inputs: int) -> int:
     """Parts into which float sums over K inputs are cut, added first to last: a function of K alone."""
     return max(1, -(-inputs // INPUTS_PER_SPLIT))
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Rows that one program rounds: a constant of the device, so that a row's bits know nothing of the others."""
+    return 1 if device.type == "cuda" else NARROW

@@ -1,17 +1,17 @@
-"""The same tests run compiled where there is a GPU, and in Triton's interpreter elsewhere."""
+"""Kernels for GPUs run compiled where there is a GPU, and in Triton's interpreter elsewhere."""
 
 import os
 
 import pytest
 import torch
 
+# Triton decides when a kernel is defined, so before any is imported.
 if not torch.cuda.is_available():
-    # Triton's own switch; it is looked at when a kernel is decorated.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
-def device() -> str:
-    """Where kernels run; skips where Triton is not installed."""
+def device() -> torch.device:
+    """The GPU, or the CPU for interpreted kernels."""
     pytest.importorskip("triton")
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
