@@ -276,13 +276,13 @@ def generate(
 
         place = opened(device, rounds, json_file)
         [name] = known([shape])
-        found, readings = time_ways(place, name, scheme, prompt, new_tokens, rounds, kernels, say)
+        found, left_out, readings = time_ways(place, name, scheme, prompt, new_tokens, rounds, kernels, say)
         columns = [
             ("way", "way", "s"), ("tokens_per_second", "tokens/s", ".1f"), ("ms_per_token", "ms a token", ".2f"),
             ("over_eager", "over eager", ".2f"),
         ]  # fmt: skip
         show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, found, place)
-        finish("generate", place, readings, rounds, found, json_file)
+        finish("generate", place, readings, rounds, found, json_file, left_out)
 
 
 if __name__ == "__main__":

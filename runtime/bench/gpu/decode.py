@@ -10,11 +10,13 @@ import torch
 from runtime.bench.gpu.models import random_model, read_bytes
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import Sample, interleaved, row
+from runtime.device_rounds import ARGMAX, DeviceRounds
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.loading import Model
 from runtime.rows import GreedyChains, Rows, integers
 from runtime.sampling import finite_choices
+from runtime.waiting import sound
 
 BASE = "bf16"
 # Tokens of the chain that a decoder continues by itself in one call.
@@ -97,8 +99,7 @@ def _time(
     if longest is not None:
         tasks["greedy chain", 1] = longest
     if base is not None:
-        [beside], _ = steps(place, base, (1,), context)[0].values(), None
-        tasks[BASE, 1] = beside
+        tasks[BASE, 1] = steps(place, base, (1,), context)[0][1]
     samples = interleaved(tasks, rounds, copies)
     cache = model.decoder.new_cache().bytes_per_token() * context
     read = read_bytes(model) + cache
@@ -139,7 +140,11 @@ def steps(
         rows = Rows.chains([(request, context, width)])
 
         def run() -> None:
-            finite_choices(decoder.forward(ids[:width], rows, cache).logits, "timed model")
+            logits = decoder.forward(ids[:width], rows, cache).logits
+            if isinstance(decoder, DeviceRounds):
+                sound(decoder.choices(logits, [ARGMAX] * width)[0])
+            else:
+                finite_choices(logits, "timed model")
 
         return place.task(run, back)
 

@@ -10,6 +10,7 @@ from runtime.bench.gpu.models import random_model
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import interleaved
 from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.devices import explained
 from runtime.rows import Decoder
 from runtime.sampling import Sampling
 from runtime.shapes import SHAPES
@@ -25,8 +26,11 @@ def time_ways(
     rounds: int,
     kernels: str,
     say: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Tokens/s of each way, the prompt's time included; transformers in bfloat16, greedy, with exactly these tokens."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
+    """Tokens/s of each way, the prompt's time included; what was left out and why; the memory's speed.
+
+    transformers runs in bfloat16. All decode greedily, exactly so many tokens.
+    """
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPES[shape].architecture.vocab, (prompt,), generator=draws)
     copies = Copies(place)
@@ -42,7 +46,16 @@ def time_ways(
         say(f"making {shape}, {scheme}")
         ours = random_model(shape, scheme, place.device, kernels, "keep" if scheme == "bf16" else "int8")
         tasks[f"specpress ({ours.decoder.kernels}), {scheme}"] = place.task(_ours(ours.decoder, ids, new_tokens))
-    say("timing; the first round compiles")
+    say("timing; the first texts compile")
+    left_out = []
+    for way in list(tasks):
+        try:
+            tasks[way]()
+        except Exception as error:  # a compiler's failure, of many classes, is a finding about that way
+            if not way.startswith("transformers") or explained(error) is not None:
+                raise
+            del tasks[way]
+            left_out.append({"way": way, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
     base = None
     found = []
     for way, samples in interleaved(tasks, rounds, copies).items():
@@ -55,7 +68,7 @@ def time_ways(
                 "over_eager": base / seconds,
             }
         )  # fmt: skip
-    return found, copies.readings
+    return found, left_out, copies.readings
 
 
 def _transformers(place: Place, shape: str) -> Any:

@@ -132,7 +132,7 @@ def _enter(
     weight = random_weight(one.scheme, outputs, inputs, torch.Generator(place.device).manual_seed(0))
     assert isinstance(weight, PackedWeight)
     first, size = one.make(weight)
-    made = [first, *(one.make(weight)[0] for _ in range(_copies(place, size) - 1))]
+    made = [first, *(one.make(weight)[0] for _ in range(copies_of(place, size) - 1))]
     exact = dequantize(weight).double()
     for width in (width for width in widths if width <= one.most):
         draws = torch.Generator(place.device).manual_seed(width)
@@ -150,7 +150,8 @@ def _enter(
         notes[one.engine, width] = {"bytes_read": size, "copies": len(made), "how": how, "relative_error": error}
 
 
-def _copies(place: Place, size: int) -> int:
+def copies_of(place: Place, size: int) -> int:
+    """Equal weights of `size` bytes that one pass goes through."""
     return -(-_PASS_BYTES // size) if place.is_gpu else 2
 
 

@@ -126,6 +126,7 @@ def random_model(
     values = dict(about.config)
     checkpoint = RandomCheckpoint(Path(shape), values, None, about, scheme, head, str(device), seed)  # type: ignore[arg-type]
     config = AutoConfig.for_model(**values)
+    config.dtype = torch.float32 if scheme == "f32" else torch.bfloat16
     kernel = choose(kernels, str(device))
     return Model(build(checkpoint, about.architecture, config, kernel, device), Path(shape), config)
 
@@ -133,5 +134,6 @@ def random_model(
 def read_bytes(model: Model) -> int:
     """Bytes of weights that a forward reads: all but the embedding, of which it takes a row for each token."""
     decoder: Any = model.decoder
-    table = model.config.vocab_size * model.config.hidden_size * (4 if decoder.kernels == "reference" else 2)
-    return int(decoder.weight_bytes) - table
+    table = model.config.vocab_size * model.config.hidden_size
+    wide = getattr(model.config, "dtype", None) == torch.float32
+    return int(decoder.weight_bytes) - table * (4 if wide else 2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.bench.gpu.kernels import _copies
+from runtime.bench.gpu.kernels import copies_of
 from runtime.bench.gpu.models import random_weight
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.layers import layers
@@ -56,7 +56,10 @@ def tune(
             say(f"{scheme}, {layer.name}")
             drawn = random_weight(scheme, layer.outputs, layer.inputs, torch.Generator(place.device).manual_seed(0))
             first = gpu_weight(drawn, None, place.device)
-            weights = [first, *(gpu_weight(drawn, None, place.device) for _ in range(_copies(place, first.nbytes) - 1))]
+            weights = [
+                first,
+                *(gpu_weight(drawn, None, place.device) for _ in range(copies_of(place, first.nbytes) - 1)),
+            ]
             own = plan(first.kind, place.device)
             for width in widths:
                 narrow = width <= NARROW
