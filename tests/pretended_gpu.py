@@ -35,14 +35,16 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnDevice":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=torch.device("cuda:0"),
-        )
+        # Never an inference tensor: torch would refuse views of weights that were loaded outside of that mode.
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls,
+                held.shape,
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                device=torch.device("cuda:0"),
+            )
         made.held = held
         return made
 
@@ -104,7 +106,7 @@ class _Doors(TorchFunctionMode):
             else:
                 _refuse(function, args, kwargs)
             out = function(*tree_map(_held, args), **tree_map(_held, kwargs))
-            return OnDevice(out) if isinstance(out, Tensor) else out
+            return tree_map(lambda value: OnDevice(value) if isinstance(value, Tensor) else value, out)
         if function is torch.device:
             return function(*args, **kwargs)
         return function(*tree_map(_numbered, args), **tree_map(_numbered, kwargs))
@@ -112,7 +114,8 @@ class _Doors(TorchFunctionMode):
 
 _GUARDED = {
     *(Tensor.__getitem__, Tensor.__setitem__, Tensor.contiguous, Tensor.tolist, Tensor.data_ptr),
-    *(torch.bmm, torch.isfinite),
+    *(Tensor.__invert__, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.nonzero),
+    *(torch.bmm, torch.isfinite, torch.nonzero),
 }
 
 

@@ -26,7 +26,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError(
 Failure: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
 LOST = (
     "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the CUDA documentation.\nCUDA"
-    " kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    " kernel errors might be asynchronously reported at some other API call, so the stacktrace below may be incorrect."
 )
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 

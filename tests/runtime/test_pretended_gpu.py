@@ -23,7 +23,7 @@ WARM = Sampling(0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, se
 
 
 def texts(device: str, path: Path, drafter: str, kv: Any, sampling: Sampling, verify: str, adapter: bool) -> Any:
-    options: dict[str, Any] = {"device": device, "kernels": "auto" if adapter else "reference"}
+    options: dict[str, Any] = {"device": device, "kernels": "reference"}
     model = load(path, planes=drafter == "nested", adapter=adapter, **options)
     draft = str(PAIR / "draft") if drafter in ("model", "tree") else None
     made = choose(model, drafter, draft, None, verify, options).drafter
