@@ -187,7 +187,7 @@ def attention(
                 raise UserError(f"{option} must be at least 1, found {value}")
         [name] = known([shape])
         kinds: Any = tuple(dict.fromkeys(kind))
-        found, readings = time_kinds(place, name, kinds, context, batch, counts, rounds)
+        found, left_out, readings = time_kinds(place, name, kinds, context, batch, counts, rounds)
         columns = [
             ("scheme", "cache", "s"), ("width", "width", "d"), ("ms_median", "ms a layer", ".3f"),
             ("computed_ms", "computed ms", ".3f"), ("bytes_computed", "bytes computed", ",d"),
@@ -195,7 +195,7 @@ def attention(
             ("share_of_bandwidth", "of copies' speed", ".0%"),
         ]  # fmt: skip
         show(f"{name}, one layer's attention, {batch} requests of {context} tokens", columns, found, place)
-        finish("attention", place, readings, rounds, found, json_file)
+        finish("attention", place, readings, rounds, found, json_file, left_out)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import interleaved, row
 from runtime.errors import UserError
@@ -26,7 +27,7 @@ def computed_bytes(kind: str, kv_heads: int, head_dim: int, tokens: int) -> int:
 
 def time_kinds(
     place: Place, shape: str, kinds: Sequence[CacheKind], context: int, batch: int, widths: Sequence[int], rounds: int
-) -> tuple[list[dict[str, Any]], list[float]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
     """One layer's attention of `width` rows of each of `batch` requests over `context` tokens of random keys.
 
     bytes_computed is what keys and values take by their bits, bytes_held what the store takes; the times of a whole
@@ -45,6 +46,7 @@ def time_kinds(
     copies = Copies(place)
     tasks: dict[tuple[str, int], Callable[[], float]] = {}
     held: dict[str, int] = {}
+    left_out: list[dict[str, Any]] = []
     for kind in kinds:
         store = _filled(allocate(kind, 1, batch * blocks, a.kv_heads, a.head_dim, place.device), place.device)
         held[kind] = sum(part.nbytes for part in (store.keys, store.values, store.key_scale, store.value_scale))
@@ -65,7 +67,11 @@ def time_kinds(
             ) -> None:
                 attend(q, store, 0, kind, heads, places, splits, sharing=width)
 
-            tasks[kind, width] = place.task(place.repeated(run))
+            try:
+                run()
+                tasks[kind, width] = place.task(place.repeated(run))
+            except Exception as error:  # the compiler's own classes, memory, …: the other kinds go on
+                left_out.append({"cache": kind, "width": width, "why": reason(error)})
     samples = interleaved(tasks, rounds, copies)
     speed = sorted(copies.readings)[len(copies.readings) // 2]
     found = []
@@ -75,7 +81,7 @@ def time_kinds(
         about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
         memory = {"bytes_computed": read, "bytes_held": held[kind], "computed_ms": read / speed * 1e3}
         found.append(timed | about | memory)
-    return found, copies.readings
+    return found, left_out, copies.readings
 
 
 def _filled(store: Store, device: torch.device) -> Store:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from runtime.bench.gpu.models import random_model, read_bytes
+from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import Sample, interleaved, row
 from runtime.device_rounds import ARGMAX, DeviceRounds
-from runtime.devices import explained
-from runtime.errors import UserError
 from runtime.loading import Model
 from runtime.rows import GreedyChains, Rows, integers
 from runtime.sampling import finite_choices
@@ -50,14 +49,10 @@ def time_shape(
             try:
                 rows, samples = _time(place, shape, scheme, base, widths, context, rounds, kernels, copies)
                 break
-            except (UserError, RuntimeError) as error:
-                meant = error if isinstance(error, UserError) else explained(error)
-                if meant is None:
-                    raise
+            except Exception as error:  # memory, mostly; a kernel that this GPU refuses must not end the others
                 rows = []
-                why = str(meant)
                 if base is None or attempt:
-                    left_out.append({"shape": shape, "scheme": scheme, "why": why})
+                    left_out.append({"shape": shape, "scheme": scheme, "why": reason(error)})
                     break
             # Beside the bf16 model there was no room: without it there may be, at another minute's speed.
             base = None

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from runtime.bench.gpu.models import random_model
+from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import interleaved
 from runtime.bench.speculate import Item, Job, Way, run_once
-from runtime.devices import explained
 from runtime.rows import Decoder
 from runtime.sampling import Sampling
 from runtime.shapes import SHAPES
@@ -52,10 +52,8 @@ def time_ways(
         try:
             tasks[way]()
         except Exception as error:  # a compiler's failure, of many classes, is a finding about that way
-            if not way.startswith("transformers") or explained(error) is not None:
-                raise
             del tasks[way]
-            left_out.append({"way": way, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+            left_out.append({"way": way, "why": reason(error)})
     base = None
     found = []
     for way, samples in interleaved(tasks, rounds, copies).items():

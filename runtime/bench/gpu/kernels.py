@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from runtime.bench.gpu.models import random_weight
+from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.layers import layers
 from runtime.bench.rounds import Row, interleaved, row
-from runtime.devices import explained
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose, linear
@@ -104,17 +104,15 @@ def time_layers(
             for one in (entrant for entrant in entrants if entrant.scheme == scheme):
                 try:
                     _enter(place, one, layer.outputs, layer.inputs, widths, tasks, notes)
-                except (ImportError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
-                    if (meant := explained(error)) is not None:
-                        raise meant from error
-                    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                    left_out.append({"engine": one.engine, "scheme": scheme, "layer": layer.name, "why": why})
+                except Exception as error:  # of many classes: a missing library, a shape it does not take, …
+                    about = {"engine": one.engine, "scheme": scheme, "layer": layer.name}
+                    left_out.append(about | {"why": reason(error)})
             samples = interleaved(tasks, rounds, copies)
             for (engine, width), taken in samples.items():
                 note = notes[engine, width]
                 timed: Row = row(layer.name, scheme, width, taken, note["bytes_read"], samples.get((engine, 1)))
-                about = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs}
-                found.append(asdict(timed) | about | note | {"engine": engine})
+                sizes = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs}
+                found.append(asdict(timed) | sizes | note | {"engine": engine})
             del tasks
             place.release()
     return found, left_out, copies.readings

@@ -13,6 +13,8 @@ from rich.table import Table
 from runtime.bench.gpu.place import Place
 from runtime.bench.output import write
 from runtime.bench.rounds import WARM_UP
+from runtime.devices import explained
+from runtime.errors import UserError
 
 Row = Mapping[str, Any]
 # Column: key of a row, heading, format. A key that a row lacks, or None, is shown as "-".
@@ -71,6 +73,14 @@ def finish(
         "left_out": [dict(one) for one in left_out],
     }
     write(json_file, content)
+
+
+def reason(error: Exception) -> str:
+    """Why something was left out, in a line: what CUDA's errors mean, a UserError's sentence, or the error itself."""
+    if isinstance(error, UserError):
+        return str(error)
+    meant = explained(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}" if meant is None else str(meant)
 
 
 def _shown(value: Any, form: str) -> str:
