@@ -75,11 +75,11 @@ def time_kinds(
     samples = interleaved(tasks, rounds, copies)
     speed = sorted(copies.readings)[len(copies.readings) // 2]
     found = []
-    for (kind, width), taken in samples.items():
-        read = computed_bytes(kind, a.kv_heads, a.head_dim, batch * (context + width))
-        timed = asdict(row("attention", kind, width, taken, read, samples.get((kind, 1))))
+    for (name, width), taken in samples.items():
+        read = computed_bytes(name, a.kv_heads, a.head_dim, batch * (context + width))
+        timed = asdict(row("attention", name, width, taken, read, samples.get((name, 1))))
         about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
-        memory = {"bytes_computed": read, "bytes_held": held[kind], "computed_ms": read / speed * 1e3}
+        memory = {"bytes_computed": read, "bytes_held": held[name], "computed_ms": read / speed * 1e3}
         found.append(timed | about | memory)
     return found, left_out, copies.readings
 
