@@ -18,6 +18,7 @@ from runtime.decoder import LlamaDecoder
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
+from runtime.gpu.memory import free_bytes, needed, require_room
 from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
 from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
@@ -131,6 +132,9 @@ def load(
         config = transformers_configuration(checkpoint)
         return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
     kernel = choose(kernels, device if device != "auto" else where.type, threads)
+    if where.type == "cuda":
+        size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
+        require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
     return Model(build(checkpoint, architecture, config, kernel, where, planes), checkpoint.path, config)
 
 

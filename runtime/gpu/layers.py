@@ -20,6 +20,10 @@ from runtime.kernels.triton.quantize import Rounded, gelu_mul_quantize, norm_qua
 from runtime.kv import Store
 from runtime.kv_kind import CacheKind
 
+# Floats of the splits' results of attention that are held at once, and the rows that are attended to together at least.
+_ROOM = 1 << 26
+_LEAST_ROWS = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Memory:
@@ -52,7 +56,8 @@ def hidden_states(
     x = embed(inputs.token, parts.embedding, a.embedding_scale)
     splits = splits_for(memory.keys)
     heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
-    room = workspace(len(x), heads, splits, x.device)
+    at_once = max(_LEAST_ROWS, _ROOM // (a.heads * a.head_dim * splits) // _LEAST_ROWS * _LEAST_ROWS)
+    room = workspace(min(len(x), at_once), heads, splits, x.device)
     places = Places(
         inputs.table, inputs.request, inputs.position, inputs.start, inputs.tail if inputs.tail.shape[1] else None
     )
@@ -85,8 +90,22 @@ def _attention(
         *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
         *(weights.q_norm, weights.k_norm, a.norm_eps),
     )
-    mixed = attend(q, memory.store, layer, memory.kind, heads, places, splits, memory.sharing, room=room)
+    mixed = torch.empty_like(q)
+    at_once = len(q) if room is None else len(room[0])
+    for first in range(0, len(q), at_once):
+        rows = slice(first, first + at_once)
+        attend(
+            *(q[rows], memory.store, layer, memory.kind, heads, _some(places, rows), splits, memory.sharing),
+            out=mixed[rows],
+            room=None if room is None else (room[0], room[1]),
+        )
     return _added(weights.out, mixed.view(len(x), -1), x)
+
+
+def _some(places: Places, rows: slice) -> Places:
+    """The places of some adjacent rows."""
+    tail = None if places.tail is None else places.tail[rows]
+    return Places(places.table, places.request[rows], places.position[rows], places.start[rows], tail)
 
 
 def _feed_forward(x: Tensor, block: Block, a: Architecture) -> Tensor:
