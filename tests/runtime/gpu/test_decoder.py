@@ -47,62 +47,73 @@ def in_pieces(made: TritonDecoder, tokens: Tensor, widths: Sequence[int], kind: 
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_float_models(tiny: Tiny, text: Text, device: str, kind: str) -> None:
+def test_float_models(small: Tiny, text: Text, device: str, longer: int, kind: str) -> None:
     """1e-5 of the logits' norm: the order of float sums, and weights multiplied as three bfloat16 terms."""
-    made, tokens = decoder(tiny(kind), device), text(44)
+    path = small(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
+    made, tokens = decoder(path, device), text(9 * longer)
     got = whole(made, tokens)
-    assert relative(got, whole(load(tiny(kind), kernels="reference").decoder, tokens)) < 1e-5
-    # A window of 40 tokens ends within the text; the widths are exact and padded ones.
-    assert torch.equal(in_pieces(made, tokens, (16, 1, 7, 4, 16)), got)
+    assert relative(got, whole(load(path, kernels="reference").decoder, tokens)) < 1e-5
+    # Widths that are buckets, and one that is filled up.
+    assert torch.equal(in_pieces(made, tokens, (7, 1, len(tokens) - 8)), got)
 
 
 @pytest.mark.parametrize("scheme", PACKED)
-def test_packed_models(tiny_packed: TinyPacked, text: Text, device: str, scheme: str) -> None:
-    made, tokens = decoder(tiny_packed(scheme), device), text(20)
+def test_packed_models(tiny_packed: TinyPacked, text: Text, device: str, longer: int, scheme: str) -> None:
+    made, tokens = decoder(tiny_packed(scheme), device), text(6 * longer)
     got = whole(made, tokens)
     # A code that falls to the other side of a rounding moves a logit by its step.
     assert relative(got, whole(load(tiny_packed(scheme), kernels="reference").decoder, tokens)) < 1e-3
-    assert torch.equal(in_pieces(made, tokens, (10, 1, 9)), got)
+    assert torch.equal(in_pieces(made, tokens, (1, len(tokens) - 1)), got)
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
-def test_rounded_caches(tiny: Tiny, text: Text, device: str, kind: CacheKind) -> None:
-    made, tokens = decoder(tiny("llama"), device), text(70)
+def test_rounded_caches(small: Tiny, text: Text, device: str, longer: int, kind: CacheKind) -> None:
+    made, tokens = decoder(small("llama"), device), text(9 * longer)
     got = whole(made, tokens, kind)
-    assert relative(got, whole(load(tiny("llama"), kernels="reference").decoder, tokens, kind)) < 1e-2
-    assert torch.equal(in_pieces(made, tokens, (60, 3, 7), kind), got)
+    want = whole(load(small("llama"), kernels="reference").decoder, tokens, kind)
+    assert relative(got, want) < {"float16": 1e-3, "int8": 5e-3, "int4": 5e-2}[kind]
+    assert torch.equal(in_pieces(made, tokens, (1, len(tokens) - 1), kind), got)
 
 
-def test_trees_batches_and_what_is_asked_for(tiny: Tiny, text: Text, device: str) -> None:
-    """Two texts and a prompt in one forward, one of the texts with a tree: each row as in a cache of its own."""
-    made = decoder(tiny("llama"), device)
-    texts = [text(length, seed=length) for length in (66, 9, 5)]
-    cache = made.new_cache("float32", pages=6)
+def test_prompts_of_many_rows(small: Tiny, text: Text, device: str) -> None:
+    """Wider than what is captured: other kernels, the same bits."""
+    made, tokens = decoder(small("llama", num_hidden_layers=1), device), text(66)
+    assert torch.equal(in_pieces(made, tokens, (60, 6)), whole(made, tokens))
+
+
+def test_trees_batches_and_what_is_asked_for(small: Tiny, text: Text, device: str) -> None:
+    """Two texts and a prompt in one forward, one of the texts with a tree: each row as in a chain of its own."""
+    made = decoder(small("llama", num_hidden_layers=1), device)
+    texts = [text(length, seed=length) for length in (62, 3, 4)]
+    cache = made.new_cache("float32", pages=12)
     handles = [cache.open(100) for _ in texts]
     for handle, tokens in zip(handles[:2], texts, strict=False):
         feed(made, cache, handle, tokens)
+    twins = [cache.fork(handle) for handle in handles]
     tree, parents = text(5, seed=9), [-1, 0, 0, 2, -1]
     paths = [[0], [0, 1], [0, 2], [0, 2, 3], [4]]
     tokens = torch.cat((tree, text(1, seed=1), texts[2]))
-    request = [handles[0]] * 5 + [handles[1]] + [handles[2]] * 5
-    position = [66 + len(path) - 1 for path in paths] + [9, *range(5)]
-    rows = Rows(integers(request), integers(position), integers([*parents, -1, -1, 6, 7, 8, 9]))
+    request = [handles[0]] * 5 + [handles[1]] + [handles[2]] * 4
+    position = [62 + len(path) - 1 for path in paths] + [3, *range(4)]
+    rows = Rows(integers(request), integers(position), integers([*parents, -1, -1, 6, 7, 8]))
     got = made.forward(tokens, rows, cache).logits
     for path, row in zip(paths, got, strict=False):
-        assert torch.equal(row, whole(made, torch.cat((texts[0], tree[path])))[-1])
-    assert torch.equal(got[5], whole(made, torch.cat((texts[1], text(1, seed=1))))[-1])
-    assert torch.equal(got[6:], whole(made, texts[2]))
-    cache.keep(handles[0], 66, [0, 2, 3])
-    cache.truncate(handles[2], 3)
-    after = torch.cat((texts[0], tree[[0, 2, 3]], text(2, seed=3)))
-    assert torch.equal(feed(made, cache, handles[0], after[-2:])[-1], whole(made, after)[-1])
-    out = made.forward(texts[2][3:], Rows.chains([(handles[2], 3, 2)]), cache, integers([1]))
+        assert torch.equal(row, feed(made, cache, twins[0], tree[path])[-1])
+        cache.truncate(twins[0], 62)
+    assert torch.equal(got[5:6], feed(made, cache, twins[1], text(1, seed=1)))
+    assert torch.equal(got[6:], feed(made, cache, twins[2], texts[2]))
+    # What is kept of the tree is a chain again, over the border of a page.
+    cache.keep(handles[0], 62, [0, 2, 3])
+    after = torch.cat((tree[[0, 2, 3]], text(1, seed=3)))
+    assert torch.equal(feed(made, cache, handles[0], after[3:])[-1], feed(made, cache, twins[0], after)[-1])
+    cache.truncate(handles[2], 2)
+    out = made.forward(texts[2][2:], Rows.chains([(handles[2], 2, 2)]), cache, integers([1]))
     assert torch.equal(out.logits, got[-1:]) and out.hidden.shape == (1, 64)
     assert made.forward(integers([]), Rows.chains([]), cache).logits.shape == (0, 320)
 
 
-def test_a_pool_that_moves_and_forwards_that_are_refused(tiny: Tiny, text: Text, device: str) -> None:
-    made, tokens = decoder(tiny("llama"), device), text(9)
+def test_a_pool_that_moves_and_forwards_that_are_refused(small: Tiny, text: Text, device: str) -> None:
+    made, tokens = decoder(small("llama", num_hidden_layers=1), device), text(9)
     cache = made.new_cache()
     assert isinstance(cache, GpuCache)
     first = cache.open(20)
@@ -110,10 +121,9 @@ def test_a_pool_that_moves_and_forwards_that_are_refused(tiny: Tiny, text: Text,
     before = cache.pool
     others = [cache.open(200) for _ in range(3)]
     assert cache.pool is not before
-    assert torch.equal(feed(made, cache, first, tokens[5:]), whole(made, tokens)[5:])
-    assert torch.equal(feed(made, cache, others[2], tokens), whole(made, tokens))
-    with pytest.raises(TypeError, match="needs the cache of its new_cache"):
-        made.forward(tokens, Rows.chains([(0, 0, 9)]), ContiguousCache(2, 2, 16, torch.device("cpu")))
+    assert torch.equal(feed(made, cache, first, tokens[5:]), feed(made, cache, others[2], tokens)[5:])
+    with pytest.raises(TypeError, match=r"needs the cache of its new_cache"):
+        made.forward(tokens, Rows.chains([(0, 0, 9)]), ContiguousCache(1, 1, 16, torch.device("cpu")))
     with pytest.raises(ValueError, match="is at position 3"):
         made.forward(tokens, Rows.chains([(first, 3, 9)]), cache)
     assert cache.length(first) == 9

@@ -17,15 +17,16 @@ from runtime.sampling import Sampling
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
 # Of three requests: tokens before, pieces to feed, tokens to draft. One draft crosses the border of a page.
-LENGTHS, PIECES, STEPS = (0, 62, 20), (3, 1, 2), (2, 4, 1)
+LENGTHS, PIECES, STEPS = (0, 63, 9), (3, 1, 2), (2, 3, 1)
+WAYS = (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4, top_p=0.9))
 
 
 def opened(made: TritonDecoder, text: Text) -> tuple[GpuCache, list[int]]:
     cache = made.new_cache("int8")
     handles = [cache.open(80) for _ in PIECES]
-    for handle, length in zip(handles, LENGTHS, strict=True):
-        if length:
-            made.forward(text(length, seed=length), Rows.chains([(handle, 0, length)]), cache, integers([]))
+    tokens = torch.cat([text(length, seed=length) for length in LENGTHS[1:]])
+    rows = Rows.chains([(handle, 0, length) for handle, length in zip(handles, LENGTHS, strict=True) if length])
+    made.forward(tokens, rows, cache, integers([]))
     return cache, handles
 
 
@@ -33,37 +34,33 @@ def spans(cache: GpuCache, handles: Sequence[int], counts: Sequence[int]) -> Row
     return Rows.chains([(h, cache.length(h), n) for h, n in zip(handles, counts, strict=True)])
 
 
-@pytest.mark.parametrize("limit", [320, 171])
-def test_drafts_are_those_of_step_by_step(tiny: Tiny, text: Text, device: str, limit: int) -> None:
-    made = load(tiny("qwen3"), device=device, kernels="triton").decoder
+def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) -> None:
+    """Greedy ones of the whole vocabulary, sampled ones of a part; forks part when they are written to."""
+    made = load(small("qwen3", num_hidden_layers=1), device=device, kernels="triton").decoder
     assert isinstance(made, TritonDecoder) and isinstance(made, GreedyChains) and isinstance(made, DeviceRounds)
+    cache, handles = opened(made, text)
     tokens = text(sum(PIECES), seed=5)
-    samplings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4, top_p=0.9)]
-    for ways in (None, samplings):
-        (one, handles), (other, others) = opened(made, text), opened(made, text)
-        if ways is None:
-            drafted = made.continue_greedy(tokens, spans(one, handles, PIECES), one, STEPS, limit).tolist()
+    for ways, limit in (((Sampling(),) * 3, 320), (WAYS, 171)):
+        ours, theirs = [cache.fork(handle) for handle in handles], [cache.fork(handle) for handle in handles]
+        if ways is WAYS:
+            drafted = made.draft(tokens, spans(cache, ours, PIECES), cache, STEPS, limit, ways).tolist()
         else:
-            drafted = made.draft(tokens, spans(one, handles, PIECES), one, STEPS, limit, ways).tolist()
-        for row, (handle, piece) in enumerate(zip(others, tokens.split(PIECES), strict=True)):
-            sampling = Sampling() if ways is None else ways[row]
+            drafted = made.continue_greedy(tokens, spans(cache, ours, PIECES), cache, STEPS, limit).tolist()
+            assert [row[count:] for row, count in zip(drafted, STEPS, strict=True)] == [[-1], [], [-1, -1]]
+        for row, (handle, piece) in enumerate(zip(theirs, tokens.split(PIECES), strict=True)):
             for step in range(STEPS[row]):
-                logits = made.forward(piece, spans(other, [handle], [len(piece)]), other).logits[-1:, :limit]
-                [token], _ = made.choices(logits, [Asked(sampling, other.length(handle))])
+                logits = made.forward(piece, spans(cache, [handle], [len(piece)]), cache).logits[-1:, :limit]
+                [token], _ = made.choices(logits, [Asked(ways[row], cache.length(handle))])
                 assert drafted[row][step] == token < limit
                 piece = integers([token])
-            assert ways is not None or drafted[row][STEPS[row] :] == [-1] * (max(STEPS) - STEPS[row])
-            assert one.length(handles[row]) == other.length(handle)
-        for handle, twin in zip(handles, others, strict=True):
-            more = text(1, seed=8)
-            assert torch.equal(
-                made.forward(more, spans(one, [handle], [1]), one).logits,
-                made.forward(more, spans(other, [twin], [1]), other).logits,
-            )
+            assert cache.length(ours[row]) == cache.length(handle)
+        more = text(2, seed=8)
+        pair = [made.forward(more, spans(cache, which[:2], [1, 1]), cache).logits for which in (ours, theirs)]
+        assert torch.equal(*pair)
 
 
-def test_drafted_rows_and_their_choices_come_together(tiny: Tiny, text: Text, device: str) -> None:
-    made = load(tiny("llama"), device=device, kernels="triton").decoder
+def test_drafted_rows_and_their_choices_come_together(small: Tiny, text: Text, device: str) -> None:
+    made = load(small("llama", num_hidden_layers=1), device=device, kernels="triton").decoder
     assert isinstance(made, TritonDecoder)
     tokens, drafted = text(5), text(3, seed=1)
     cache = made.new_cache()
@@ -77,8 +74,8 @@ def test_drafted_rows_and_their_choices_come_together(tiny: Tiny, text: Text, de
     assert choices == want[4:].argmax(dim=-1).tolist() and known == [drafted.tolist()]
 
 
-def test_logits_that_are_no_numbers(tiny: Tiny, text: Text, device: str) -> None:
-    made = load(tiny("mistral"), device=device, kernels="triton").decoder
+def test_logits_that_are_no_numbers(small: Tiny, text: Text, device: str) -> None:
+    made = load(small("mistral", num_hidden_layers=1), device=device, kernels="triton").decoder
     assert isinstance(made, TritonDecoder)
     made.parts.embedding[7] = torch.nan  # type: ignore[index]
     cache = made.new_cache()
@@ -92,8 +89,8 @@ def test_logits_that_are_no_numbers(tiny: Tiny, text: Text, device: str) -> None
         made.continue_greedy(tokens, rows, cache, [1, 2], 320)
 
 
-def test_numbers_that_cannot_be(tiny: Tiny, device: str) -> None:
-    made = load(tiny("llama"), device=device, kernels="triton").decoder
+def test_numbers_that_cannot_be(small: Tiny, device: str) -> None:
+    made = load(small("llama", num_hidden_layers=1), device=device, kernels="triton").decoder
     assert isinstance(made, TritonDecoder)
     cache = made.new_cache()
     rows = Rows.chains([(cache.open(20), 0, 1)])
