@@ -19,6 +19,7 @@ from runtime.devices import explaining, resolve
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
+from runtime.gpu.memory import free_bytes, needed, require_room
 from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
 from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
@@ -137,9 +138,12 @@ def load(
             adapted = adapt(checkpoint.path, config, where, FLOAT32 if isinstance(adapter, bool) else adapter)
         return Model(adapted, checkpoint.path, config)
     kernel = choose(kernels, str(where), threads)
+    if where.type == "cuda":
+        size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
+        require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
     with explaining():
-        decoder = build(checkpoint, architecture, config, kernel, where, planes)
-    return Model(decoder, checkpoint.path, config)
+        made = build(checkpoint, architecture, config, kernel, where, planes)
+    return Model(made, checkpoint.path, config)
 
 
 def build(

@@ -16,7 +16,7 @@ class LaterRound:
     """Drafts on their way from a drafter to the target, by the requests' numbers."""
 
     def __init__(self, decoder: DeviceRounds, drafter: DraftsLater, work: Sequence[Work], later: Later, began: object):
-        """`work`: all parts of the round, of which those with a budget were asked; `began`: the mark before drafting."""
+        """`work`: all parts of the round; those with a budget were asked. `began`: the mark before drafting."""
         self._decoder, self._drafter, self._work, self._later = decoder, drafter, work, later
         self._began, self._drafted = began, decoder.mark()
         self._asked = [part for part in work if part.budget > 0]

@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.cache import blocks_for
+from runtime.gpu.memory import free_bytes, require_pages
 from runtime.kernels.reference import KEY_BLOCK
 from runtime.kv import Store
 from runtime.kv_kind import CacheKind
 from runtime.paged import PagedCache
+
+# Slots that the kernel moves at once.
+_MOST_MOVED = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +101,16 @@ class GpuCache(PagedCache):
         slots = np.arange(start, start + count, dtype=np.int32)
         return self._tables[request, slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
 
+    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+        """See KeyValueCache: on CUDA in one launch, where a path is no longer than that takes."""
+        if self.device.type != "cuda" or len(source) > _MOST_MOVED:
+            super()._move(store, source, target)
+            return
+        from runtime.kernels.triton.cache import move
+
+        where = torch.stack((source, target)).to(self.device, non_blocking=True)
+        move(store, self.kind, where[0], where[1])
+
     def _promise(self, blocks: int) -> None:
         """Makes room for a request of so many blocks beside the open ones, where the pool may grow."""
         needed = self._promised + blocks
@@ -126,7 +140,10 @@ class GpuCache(PagedCache):
             self._store[request] = replace(self._memory, table=store.table)
 
     def _allocate(self, blocks: int) -> Store:
-        return super()._allocate(blocks + 1)  # the scratch page
+        """See KeyValueCache: with the scratch page."""
+        if self.device.type == "cuda":
+            require_pages(blocks + 1, KEY_BLOCK * self.bytes_per_token(), free_bytes(self.device))
+        return super()._allocate(blocks + 1)
 
     def _add(self, store: Store, length: int) -> int:
         handle = super()._add(store, length)

@@ -44,7 +44,7 @@ def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) ->
         chosen = _race(known if whole else known[at], [asked[i] for i in rows])
         out = chosen if whole else out.index_copy(0, at, chosen)
     sound = torch.isfinite(highest) & torch.isfinite(known.amax(dim=-1))
-    return torch.where(sound, out, BROKEN)
+    return out.masked_fill(~sound, BROKEN)
 
 
 def _race(logits: Tensor, asked: Sequence[Asked]) -> Tensor:

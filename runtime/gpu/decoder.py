@@ -5,6 +5,7 @@ the same whatever shares the call. Nothing here waits for the device but what sa
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -17,11 +18,13 @@ from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
 from runtime.gpu.choices import choices
 from runtime.gpu.graphs import Computed, Graphs
-from runtime.gpu.inputs import Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.inputs import Bucket, Staging, bucket_for, depth_of, fill, views
 from runtime.gpu.layers import Memory, hidden_states
+from runtime.gpu.memory import WIDEST
 from runtime.inputs import checked_cache
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import KEY_BLOCK
+from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.layout import Reserved, reserve
 from runtime.rotary import RotaryTable
@@ -55,6 +58,7 @@ class TritonDecoder:
         self._embedding, self._config, self._kernel = embedding, config, kernel
         self._rotary = RotaryTable(config, self.device)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._logits: Tensor | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
         # A mixture's rows go to their experts by the host, which no graph can hold.
         self._mixed = any(isinstance(block.mlp, Mixture) for block in blocks)
@@ -90,7 +94,8 @@ class TritonDecoder:
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder; what it returns lies on the device. Raises TypeError and ValueError as inputs.checked_cache
         and layout.reserve."""
-        return self._forward(tokens, rows, cache, logits_at, None, ())
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, None, ())
 
     @torch.inference_mode()
     def forward_drafted(
@@ -103,7 +108,8 @@ class TritonDecoder:
         places: Sequence[int],
     ) -> Out:
         """See device_rounds.DeviceRounds. Raises as `forward`."""
-        return self._forward(tokens, rows, cache, logits_at, drafted, places)
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, drafted, places)
 
     @torch.inference_mode()
     def draft(
@@ -125,6 +131,18 @@ class TritonDecoder:
         reserved = reserve(rows, held, [count - 1 for count in steps])
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
+        with self._here():
+            return self._drafted(tokens, reserved, held, steps, limit, samplings)
+
+    def _drafted(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        samplings: Sequence[Sampling] | None,
+    ) -> Tensor:
         ways = [Sampling()] * len(reserved) if samplings is None else samplings
         lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
         texts = [r.start + r.count for r in reserved]  # tokens before the next one
@@ -164,12 +182,17 @@ class TritonDecoder:
         self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
     ) -> tuple[list[int], list[list[int]]]:
         """See device_rounds.DeviceRounds. Raises ValueError as choices.choices."""
-        found = choices(logits, asked)
+        with self._here():
+            found = choices(logits, asked)
         if drafted is None:
             return found.tolist(), []
         both = torch.cat((found, drafted.flatten())).tolist()
         rest, wide = both[len(asked) :], drafted.shape[1]
         return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _checked(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None) -> GpuCache:
         held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
@@ -217,13 +240,13 @@ class TritonDecoder:
         # All rows' logits cost no more than some where few rows are: the head is read once.
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
         memory = Memory(
-            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, count // len(reserved)
+            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, bucket.sharing
         )
         angles = self._angles_for(bucket.blocks)
 
         def body() -> Computed:
             hidden = hidden_states(self.parts, self.architecture, inputs, memory, angles, early)
-            logits = self.parts.head(hidden)
+            logits = self._logits_of(hidden, bucket)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
         found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
@@ -233,6 +256,15 @@ class TritonDecoder:
             return Computed(*(part[:count].clone() for part in found))
         rows = at.to(self.device, non_blocking=True)
         return Computed(*(part[rows] for part in found))
+
+    def _logits_of(self, hidden: Tensor, bucket: Bucket) -> Tensor:
+        """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
+        head = self.parts.head
+        if not (bucket.captured and isinstance(head, TritonLinear)):
+            return head(hidden)
+        if self._logits is None:
+            self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
+        return head.product(head.round(hidden), out=self._logits[: len(hidden)])
 
     def _angles_for(self, blocks: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions in so many blocks, always the same tensors: graphs hold their addresses."""

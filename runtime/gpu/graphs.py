@@ -72,7 +72,8 @@ class Graphs:
         captured = known[bucket]
         if captured is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 out = forward()
             captured = known[bucket] = _Captured(graph, out)
         captured.graph.replay()

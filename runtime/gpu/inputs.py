@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.gpu.cache import GpuCache
+from runtime.gpu.memory import WIDEST
 from runtime.kernels.reference import KEY_BLOCK
 from runtime.layout import Reserved
 
 Words = NDArray[np.int32]
 # Rows of forwards that are captured. Wider ones (prompts) take a multiple of the widest.
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, WIDEST)
 # The least context and the least depth of a tree that a shape is made for.
 LEAST_BLOCKS, LEAST_TAIL = 8, 8
+# Rows of one request beyond which attention reads keys no more often.
+MOST_SHARING = 16
 # int32 numbers to which every part of the block is aligned: 64 bytes, which the widest loads ask for.
 ALIGNMENT = 16
 # The position of rows that see nothing.
@@ -38,12 +41,14 @@ class Bucket:
     rows      T; requests  R, at least one more than there are where rows were added, else as many or more.
     blocks    the most blocks of 64 keys that a row may see.
     tail      the most rows on a path of a tree (0: chains alone, whose slots are their positions).
+    sharing   adjacent rows of one request, most of the time.
     """
 
     rows: int
     requests: int
     blocks: int
     tail: int
+    sharing: int = 1
 
     @property
     def captured(self) -> bool:
@@ -78,7 +83,8 @@ def bucket_for(rows: int, requests: int, keys: int, depth: int) -> Bucket:
     # Each row may be a request of its own where a graph is captured, so that the number of requests makes no shapes.
     many = wide if wide <= widest else _power(requests + 1, 1)
     blocks = _power(-(-keys // KEY_BLOCK), LEAST_BLOCKS)
-    return Bucket(wide, many, blocks, _power(depth, LEAST_TAIL) if depth else 0)
+    sharing = min(_power(rows // requests, 1), MOST_SHARING)
+    return Bucket(wide, many, blocks, _power(depth, LEAST_TAIL) if depth else 0, sharing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +119,13 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
     """
     part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in bucket.parts.items() if k != "end"}
     # They are of the last request, which no row has where there are fewer rows than the bucket's.
-    for name, value in (("token", 0), ("position", NOWHERE), ("start", 0), ("tail", 0), ("request", bucket.requests - 1)):
+    for name, value in (
+        ("token", 0),
+        ("position", NOWHERE),
+        ("start", 0),
+        ("tail", 0),
+        ("request", bucket.requests - 1),
+    ):
         part[name].fill(value)
     part["slot"].fill(cache.pool.scratch * KEY_BLOCK)
     cache.tables([r.request for r in reserved], bucket.blocks, part["table"])

@@ -11,14 +11,20 @@ from torch import Tensor
 from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
 from runtime.family import Architecture
 from runtime.gpu.inputs import Inputs
+from runtime.gpu.memory import WIDEST
 from runtime.kernels.dispatch import Joined
 from runtime.kernels.exact import exp, tree_sum
 from runtime.kernels.triton.attention import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.elementwise import embed, gelu_mul, rms_norm, rotate_and_store, silu_mul
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
+from runtime.kernels.triton.prefill import attend_many
 from runtime.kernels.triton.quantize import Rounded, gelu_mul_quantize, norm_quantize, silu_mul_quantize
 from runtime.kv import Store
 from runtime.kv_kind import CacheKind
+
+# Floats of the splits' results of attention that are held at once, and the rows that are attended to together at least.
+_ROOM = 1 << 26
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +58,11 @@ def hidden_states(
     x = embed(inputs.token, parts.embedding, a.embedding_scale)
     splits = splits_for(memory.keys)
     heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
-    room = workspace(len(x), heads, splits, x.device)
-    places = Places(
-        inputs.table, inputs.request, inputs.position, inputs.start, inputs.tail if inputs.tail.shape[1] else None
-    )
+    at_once = max(_LEAST_ROWS, _ROOM // (a.heads * a.head_dim * splits) // _LEAST_ROWS * _LEAST_ROWS)
+    tail = inputs.tail if inputs.tail.shape[1] else None
+    places = Places(inputs.table, inputs.request, inputs.position, inputs.start, tail)
+    # Prompts walk their splits one after the other and need no room for them.
+    room = None if _is_prompt(places) else workspace(min(len(x), at_once), heads, splits, x.device)
     for number, block in enumerate(parts.blocks):
         x = _attention(x, block, number, a, inputs, places, memory, angles, splits, room)
         x = _feed_forward(x, block, a)
@@ -85,8 +92,27 @@ def _attention(
         *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
         *(weights.q_norm, weights.k_norm, a.norm_eps),
     )
-    mixed = attend(q, memory.store, layer, memory.kind, heads, places, splits, memory.sharing, room=room)
+    mixed = torch.empty_like(q)
+    keys = (memory.store, layer, memory.kind, heads)
+    if _is_prompt(places):
+        attend_many(q, *keys, places, mixed)
+    else:
+        at_once = len(q) if room is None else len(room[0])
+        for first in range(0, len(q), at_once):
+            part = slice(first, first + at_once)
+            attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
     return _added(weights.out, mixed.view(len(x), -1), x)
+
+
+def _is_prompt(places: Places) -> bool:
+    """Whether there are many rows, in chains."""
+    return places.tail is None and len(places.position) > WIDEST
+
+
+def _some(places: Places, rows: slice) -> Places:
+    """The places of some adjacent rows."""
+    tail = None if places.tail is None else places.tail[rows]
+    return Places(places.table, places.request[rows], places.position[rows], places.start[rows], tail)
 
 
 def _feed_forward(x: Tensor, block: Block, a: Architecture) -> Tensor:

@@ -212,8 +212,8 @@ class Machine(RuleBasedStateMachine):
         assert self.cache.pages_free == total - len(held)
         if isinstance(self.cache, GpuCache):
             for handle in self.texts:
-                pages = self.cache.table(handle)
-                self.cache.tables([handle], 4, out := np.zeros((2, 4), np.int32))
+                pages, out = self.cache.table(handle), np.zeros((2, 4), np.int32)
+                self.cache.tables([handle], 4, out)
                 assert out[0].tolist()[: len(pages)] == list(pages) and out.max() <= self.cache.pool.scratch == total
         assert all(len(self.cache.table(h)) == -(-len(text) // 64) for h, text in self.texts.items())
 

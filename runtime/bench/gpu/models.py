@@ -97,7 +97,7 @@ def _described(scheme: str, inputs: int) -> Scheme:
         if not group:
             raise UserError(f"int4 groups of 32 do not divide rows of {inputs} inputs; choose another shape")
         return int4.scheme(group)
-    return {"int8": int8.scheme, "nf4": nf4.scheme, "ternary": ternary.scheme}[scheme]()
+    return {"int8": int8.scheme(), "nf4": nf4.scheme(), "ternary": ternary.scheme()}[scheme]
 
 
 def random_model(

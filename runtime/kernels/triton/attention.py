@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns, row_terms, step
-from runtime.kv import Store
+from runtime.kv import VECTOR, Store
 from runtime.kv_kind import FLOATS, CacheKind
 
 # Logical positions of one split. Part of what a row's bits mean: the same in all kernels.
@@ -34,7 +35,7 @@ class Places:
     request   (T,): row of `table`; rows of one request are adjacent.
     position  (T,): logical position, the last one that the row sees; −1: an empty row, whose result is 0.
     start     (T,): keys at positions below it lie in the slot of that number; the same for all rows of a request.
-    tail      (T, W): slot of the key at position start + i for the row; None: start + i, a chain.
+    tail      (T, W): slot of the key at position start + i for the row; None, or W = 0: start + i, chains.
     """
 
     table: Tensor
@@ -67,7 +68,7 @@ def splits_for(tokens: int) -> int:
 
 def padded(dim: int) -> int:
     """Columns of a tile of keys or values of `dim` dimensions."""
-    return max(16, triton.next_power_of_2(-(-dim // 16) * 16))
+    return triton.next_power_of_2(-(-dim // VECTOR) * VECTOR)
 
 
 def key_block(dim: int) -> int:
@@ -114,18 +115,17 @@ def attend(
     if splits > 1 and room is None:
         room = workspace(rows, heads, splits, q.device)
     mixed, sums = (out, out) if room is None else room
-    factor, tail = heads.factor, places.tail
-    assert factor is None or kind not in FLOATS
+    tail = places.tail
+    if tail is not None and not tail.shape[1]:
+        tail = None
+    assert heads.factor is None or kind not in FLOATS
     _split_kernel[(triton.cdiv(rows, tile_rows), heads.kv * chunks, splits)](
         q,
         out,
         mixed,
         sums,
-        store.keys[layer],
-        store.values[layer],
-        store.key_scale if kind in FLOATS else store.key_scale[layer],
-        store.value_scale if kind in FLOATS else store.value_scale[layer],
-        q if factor is None else factor,
+        *layer_parts(store, layer, kind),
+        heads.factor,
         places.table,
         places.request,
         places.position,
@@ -143,13 +143,12 @@ def attend(
         TILE_ROWS=tile_rows,
         TILE=TILE,
         DIM=dim,
-        WIDE=-(-dim // 16) * 16,
+        WIDE=-(-dim // VECTOR) * VECTOR,
         PADDED=padded(dim),
         BLOCK=key_block(dim),
         SPLIT=SPLIT,
         WINDOW=heads.window or 0,
         KIND=kind,
-        FACTOR=factor is not None,
         TREE=tail is not None,
         ALONE=splits == 1,
         num_warps=4,
@@ -186,13 +185,12 @@ def load_queries(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    FACTOR: tl.constexpr,
 ):
     """Queries of rows and heads (M,), scaled, in two float16 terms (M, PADDED), and the terms' power of two (M,)."""
     d = tl.arange(0, PADDED)
     there = valid[:, None] & (d[None, :] < DIM)
     x = tl.load(q + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :], mask=there, other=0.0) * scaling
-    if FACTOR:
+    if factor is not None:
         x = x * tl.load(factor + kv_head * DIM + d, mask=d < DIM, other=0.0)[None, :]
     return row_terms(x)
 
@@ -264,9 +262,13 @@ def one_split(
             shared = tl.minimum(high, own // BLOCK * BLOCK)
         for at in range(low, shared, BLOCK):
             block = tl.load(table + mine.to(tl.int64) * blocks + at // 64)
+            inside = n
+            if BLOCK < 64:
+                # Said aloud, for wide loads: the compiler does not see it.
+                inside += tl.multiple_of(at % 64, BLOCK)
             highest, total, mixed = step(
                 q_high, q_low, q_scale, highest, total, mixed, first, last, active, at + n, bound,
-                block, at % 64 + n, keys, key_scale, values, value_scale, kv_head,
+                block, inside, keys, key_scale, values, value_scale, kv_head,
                 KV_HEADS, DIM, WIDE, PADDED, KIND,
             )  # fmt: skip
         if TREE:
@@ -322,7 +324,6 @@ def _split_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     KIND: tl.constexpr,
-    FACTOR: tl.constexpr,
     TREE: tl.constexpr,
     ALONE: tl.constexpr,
 ):
@@ -344,7 +345,7 @@ def _split_kernel(
         if WINDOW:
             first = tl.maximum(last - WINDOW + 1, 0)
         q_high, q_low, q_scale = load_queries(
-            q, factor, row, head, valid, kv_head, scaling, HEADS, DIM, PADDED, FACTOR
+            q, factor, row, head, valid, kv_head, scaling, HEADS, DIM, PADDED
         )  # fmt: skip
         highest, total, mixed = one_split(
             q_high, q_low, q_scale, tile, member, request_of, first, last, begin,

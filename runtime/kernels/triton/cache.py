@@ -13,13 +13,16 @@ from runtime.kv import LIMITS, VECTOR, Store
 from runtime.kv_kind import FLOATS, CacheKind
 
 
-def pieces(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values and their scales of one layer as kernels take them; int4's keys as words of four bytes."""
-    keys = store.keys[layer]
-    scales = (
-        (store.key_scale, store.value_scale) if kind in FLOATS else (store.key_scale[layer], store.value_scale[layer])
-    )
-    return keys.view(torch.int32) if kind == "int4" else keys, store.values[layer], *scales
+def layer_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales of one layer; scales without elements for floats."""
+    k, v = store.key_scale, store.value_scale
+    return store.keys[layer], store.values[layer], *((k, v) if kind in FLOATS else (k[layer], v[layer]))
+
+
+def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As layer_parts, int4's keys as words of four bytes: the smallest that atomic operations take."""
+    keys, *others = layer_parts(store, layer, kind)
+    return keys.view(torch.int32) if kind == "int4" else keys, *others
 
 
 def constants(kind: CacheKind, kv_heads: int, dim: int) -> dict[str, int | float | str]:
@@ -54,7 +57,7 @@ def store_rows(
         _store_kernel[(rows, 2 * heads)](
             keys,
             values,
-            *pieces(store, layer, kind),
+            *writable_parts(store, layer, kind),
             factor,
             slots,
             **constants(kind, heads, dim),

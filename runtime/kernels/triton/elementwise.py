@@ -42,7 +42,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def embed(tokens: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-    """Rows (T, K) float32 of table (V, K), of any float dtype, times `scale`; tokens (T,) int, below 0: the first row."""
+    """Rows (T, K) float32 of table (V, K), of any float dtype, times `scale`; tokens (T,) int, below 0: 0."""
     width = table.shape[1]
     out = torch.empty((len(tokens), width), dtype=torch.float32, device=table.device)
     if len(tokens):

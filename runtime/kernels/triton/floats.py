@@ -29,16 +29,16 @@ def float_product(
     WHOLE: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
 
-    KIND        "bfloat16", "float16" or "float32".
-    WHOLE       `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
-    AS_FLOAT32  for the interpreter, whose products know no bfloat16: the same terms, multiplied as float32.
+    KIND         "bfloat16", "float16" or "float32".
+    WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
+    INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -59,30 +59,23 @@ def float_product(
                 w = tl.load(weight_at + k, mask=n_in[:, None] & k_in[None, :], other=0.0)
                 v = tl.load(x_at + k, mask=t_in[None, :] & k_in[:, None], other=0.0)
             if KIND == "float32":
-                part = tl.dot(w, v, part, input_precision="ieee")
+                part = _times(w, v, part, "ieee", INTERPRETED)
             elif KIND == "float16":
                 # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
                 wide = w.to(tl.float32)
                 high = _upper_bits(v, 13)
                 rest = v - high
                 middle = _upper_bits(rest, 13)
-                part = tl.dot(wide, rest - middle, part, input_precision="tf32")
-                part = tl.dot(wide, middle, part, input_precision="tf32")
-                part = tl.dot(wide, high, part, input_precision="tf32")
+                part = _times(wide, rest - middle, part, "tf32", INTERPRETED)
+                part = _times(wide, middle, part, "tf32", INTERPRETED)
+                part = _times(wide, high, part, "tf32", INTERPRETED)
             else:
                 high = _upper_bits(v, 16)
                 rest = v - high
                 middle = _upper_bits(rest, 16)
-                low = rest - middle
-                if AS_FLOAT32:
-                    wide = w.to(tl.float32)
-                    part = tl.dot(wide, low, part, input_precision="ieee")
-                    part = tl.dot(wide, middle, part, input_precision="ieee")
-                    part = tl.dot(wide, high, part, input_precision="ieee")
-                else:
-                    part = tl.dot(w, low.to(tl.bfloat16), part)
-                    part = tl.dot(w, middle.to(tl.bfloat16), part)
-                    part = tl.dot(w, high.to(tl.bfloat16), part)
+                part = _times(w, (rest - middle).to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, middle.to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, high.to(tl.bfloat16), part, "tf32", INTERPRETED)
         total += part
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]
@@ -94,6 +87,17 @@ def float_product(
         if residual is not None:
             total += tl.load(residual + where, mask=here, other=0.0)
         tl.store(out + where, total, mask=here)
+
+
+@triton.jit
+def _times(w, v, part, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """part + w · v; PRECISION is of float32 operands, which is what they are then."""
+    if INTERPRETED:
+        terms = w.to(tl.float32)[:, None, :] * tl.trans(v.to(tl.float32))[None, :, :]
+        part += tl.sum(terms, axis=2)
+    else:
+        part = tl.dot(w, v, part, input_precision=PRECISION)
+    return part
 
 
 @triton.jit

@@ -136,7 +136,7 @@ def groups_product(
                     part_sum += scaled(
                         value,
                         step_at + group,
-                        sums_at + group if sums is not None else None,
+                        sums_at + group if sums_at is not None else None,
                         scale + group * outputs + n,
                         offset + group * outputs + n if offset is not None else None,
                         t_in,
@@ -157,7 +157,7 @@ def groups_product(
                 part_sum += scaled(
                     value,
                     step_at + turn,
-                    sums_at + turn if sums is not None else None,
+                    sums_at + turn if sums_at is not None else None,
                     scale + turn * outputs + n,
                     offset + turn * outputs + n if offset is not None else None,
                     t_in,

@@ -162,7 +162,7 @@ class TritonLinear:
             WHOLE=k % tiles.block_k == 0,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
-            AS_FLOAT32=interpreted(),
+            INTERPRETED=interpreted(),
             BLOCK_K=tiles.block_k,
             **_launch(tiles),
         )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.triton.cache import constants, pieces, write_key, write_value
+from runtime.kernels.triton.cache import constants, writable_parts, write_key, write_value
 from runtime.kernels.triton.sums import inverse_root
 from runtime.kv import Store
 from runtime.kv_kind import CacheKind
@@ -53,7 +53,7 @@ def rotate_and_store(
             sin,
             position,
             slots,
-            *pieces(store, layer, kind),
+            *writable_parts(store, layer, kind),
             factor,
             q_norm,
             k_norm,

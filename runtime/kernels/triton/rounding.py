@@ -11,6 +11,8 @@ import triton.language as tl
 from runtime.kernels.triton.exact import gelu_tanh, nearest, silu
 
 _LIMIT: tl.constexpr = tl.constexpr(127.0)
+# A NaN as a constant would differ from itself, and Triton compiles kernels anew whose constants change.
+_NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
@@ -181,8 +183,8 @@ def _steps(highest, bad, static):
         whole = scale > 0
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(whole, scale, 1.0))
         inverse = tl.where(whole & (inverse < _INF), inverse, 0.0)
-    endless = tl.full(scale.shape, _INF, tl.float32)
-    return tl.where(bad > 0, endless - endless, scale), inverse
+    none = tl.full(scale.shape, _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(bad > 0, none, scale), inverse
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def test_adds_a_residual_and_writes_where_it_is_told(
     x, residual = inputs(5, weight.shape[1]), inputs(5, weight.shape[0], seed=2)
     mine = layer(weight, device, splits=2)
     mine = replace(mine, plan=replace(mine.plan, programs=programs))
-    stream = residual.to(device)
+    stream = residual.clone().to(device)
     plain = mine(x.to(device))
     found = mine.product(mine.round(x.to(device)), out=stream, residual=stream)
     assert found is stream
