@@ -165,6 +165,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 20,
         "memory_allocated": lambda device=None: 1 << 20,
+        "memory_reserved": lambda device=None: 1 << 20,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,
         "empty_cache": lambda: None,
