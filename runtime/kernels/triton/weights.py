@@ -34,8 +34,9 @@ class GpuWeight:
     codes        float: (N, K) as the file has it. Else (N, cut.row_bytes) int8, packed as layout.py says.
     cut          how the inputs are cut; None for float.
     lower        planes: the lower nibbles, packed as `codes` are.
-    pairs        nf4: (256,) int16, the two int8 levels of each byte.
-    scale        (cut.columns, N) in the narrowest float type that holds every one of them; of nf4 the absmax.
+    pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.
+    scale        (cut.columns, N) in the narrowest float type that holds every one of them; of nf4 absmax / 127,
+                 its levels being in 127ths.
     offset       (cut.columns, N) float32 or None, as PackedWeight has it.
     perm         (K,) int32 or None: column j belongs to input perm[j].
     bias         (N,) float32 or None.
@@ -69,11 +70,6 @@ class GpuWeight:
     def has_planes(self) -> bool:
         """Whether `upper_weight` takes it."""
         return self.kind == "planes"
-
-    @property
-    def divisor(self) -> float:
-        """What scales are divided by, in float32: nf4's levels are held in 127ths."""
-        return 127.0 if self.kind == "nf4" else 1.0
 
 
 def gpu_weight(
@@ -180,7 +176,7 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
     found = _kind(kind, codes)
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
-    scale = _by_group("scale", weight.scale, n, shape, device)
+    scale = _by_group("scale", weight.scale / 127.0 if kind == "nf4" else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
     pairs = _pairs().to(device) if found == "nf4" else None
