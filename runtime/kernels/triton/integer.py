@@ -92,6 +92,7 @@ def groups_product(
     rows,
     outputs,
     stored,
+    row_bytes,
     columns,
     rounds,
     rounds_per_split,
@@ -105,6 +106,7 @@ def groups_product(
     PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
@@ -116,7 +118,7 @@ def groups_product(
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, CHUNK)
-    at = n.to(tl.int64)[:, None] * (stored // PER_BYTE) + inside[None, :]
+    at = n.to(tl.int64)[:, None] * row_bytes + inside[None, :]
     x_at = x + t.to(tl.int64)[None, :] * stored + inside[:, None]
     step_at = step + t.to(tl.int64) * columns
     sums_at = sums + t.to(tl.int64) * columns if sums is not None else None
@@ -124,7 +126,7 @@ def groups_product(
     for number in range(SPLITS):
         part_sum = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         first = (tl.program_id(2) + number) * rounds_per_split
-        for turn in range(first, tl.minimum(first + rounds_per_split, rounds)):
+        for turn in tl.range(first, tl.minimum(first + rounds_per_split, rounds), num_stages=STAGES):
             if UNITS == 0:
                 packed = tl.load(codes + at + turn * CHUNK, mask=n_in[:, None], other=0)
                 under = packed
@@ -177,7 +179,7 @@ def groups_product(
 @triton.jit
 def scaled(value, step_at, sums_at, scale_at, offset_at, t_in, n_in):
     """(value · scale − sum · offset) · step of one group, (outputs, rows) float32."""
-    by_output = tl.load(scale_at, mask=n_in, other=0.0).to(tl.float32)
+    by_output = tl.load(scale_at, mask=n_in, other=0.0)
     term = value.to(tl.float32) * by_output[:, None]
     if offset_at is not None:
         less = tl.load(offset_at, mask=n_in, other=0.0)

@@ -137,13 +137,14 @@ class TritonLinear:
         groups_product[(*grid, splits if apart else 1)](
             *(x.codes, x.step, x.sums if w.offset is not None else None, w.codes, w.lower, w.pairs),
             *(w.scale, w.offset, w.bias, residual, target),
-            *(rows, n, cut.stored, cut.columns, rounds, each),
+            *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
             **_codes(w, cut),
             CHUNK=cut.chunk,
             PER_BYTE=cut.per_byte,
             UNITS=cut.units,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
+            STAGES=tiles.stages,
             **_launch(tiles),
         )
         if apart:

@@ -43,7 +43,7 @@ def add_rows(
     whole = tl.zeros((BLOCK,), tl.int32)
     for split in range(splits):
         whole += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0)
-    by_output = tl.load(scale + n, mask=n_in, other=0.0).to(tl.float32)
+    by_output = tl.load(scale + n, mask=n_in, other=0.0)
     y = whole.to(tl.float32) * by_output
     if offset is not None:
         y -= tl.load(sums + t).to(tl.float32) * tl.load(offset + n, mask=n_in, other=0.0)

@@ -71,8 +71,14 @@ def report(kernel: Any, name: str) -> dict[str, Any]:
         # Subnormals flushed in floor (cvt.rmi) do no harm: exp asks for floors of k + 0.5 alone.
         "approximate": len(re.findall(r"\.approx|div\.full|(?<!rmi)\.ftz", ptx)),
         "asynchronous": ptx.count("cp.async.c"),
+        "waits": len(re.findall(r"tt\.load", _loops(kernel.asm["ttgir"]))),
         "bytes": len(kernel.asm["cubin"]),
     }
+
+
+def _loops(ttgir: str) -> str:
+    """The text of the innermost loops."""
+    return "\n".join(re.findall(r"scf\.for(?:(?!scf\.for).)*?scf\.yield", ttgir, re.DOTALL))
 
 
 def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tables.Plan]) -> Iterator[TritonLinear]:

@@ -36,4 +36,6 @@ def test_kernels_compile(capability: int, much: bool, tmp_path: Path) -> None:
         assert kernel["contracted"] == kernel["approximate"] == 0, kernel
         if name.endswith("_product"):
             assert kernel["tensor_cores"], kernel
+            # Whatever a loop reads is under way before it is wanted.
             assert kernel["asynchronous"] > 0, kernel
+            assert kernel["waits"] == 0, kernel
