@@ -41,8 +41,8 @@ def rows_product(
 
     Integers may be cut anywhere: their sum has no order.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(2)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, CHUNK)
@@ -114,8 +114,8 @@ def groups_product(
     and adds them as `reduce.add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
     are groups of their own (UNITS 0), or a group of UNITS units.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, CHUNK)
     at = n.to(tl.int64)[:, None] * row_bytes + inside[None, :]

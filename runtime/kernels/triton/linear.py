@@ -5,7 +5,7 @@ split (tables.splits) or one group. Float weights: by construction up to `tables
 wider and the tensor cores' steps the same, which the tests check on the machine at hand.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -93,10 +93,10 @@ class TritonLinear:
         return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
     def _tiles(self, rows: int) -> tuple[tables.Tiles, tuple[int, int]]:
-        tiles = self.plan.narrow if rows <= tables.NARROW else self.plan.wide
-        if rows <= tables.LEAST and self.how is not None:
-            tiles = replace(tiles, block_t=tables.LEAST)
-        return tiles, (triton.cdiv(self.weight.shape[0], tiles.block_n), triton.cdiv(rows, tiles.block_t))
+        cut = self.weight.cut
+        tiles = tables.for_rows(self.plan, rows, 0 if cut is None else cut.chunk)
+        # Programs of the same outputs are neighbours: a long prompt reads the weights once.
+        return tiles, (triton.cdiv(rows, tiles.block_t), triton.cdiv(self.weight.shape[0], tiles.block_n))
 
     def _parallel(self, grid: tuple[int, int], most: int) -> int:
         """Splits that run as programs of their own: enough to fill the machine."""

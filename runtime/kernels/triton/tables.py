@@ -13,6 +13,8 @@ import torch
 NARROW = 16
 # Rows that a tensor-core product takes at least. Packed weights, whose bits no shape changes, spare what they can.
 LEAST = 8
+# Bytes of one asynchronous load at least, and threads of a warp: tiles with less for each thread are waited for.
+_LOAD, _WARP = 4, 32
 # Inputs that one split adds before the partial sums are. Constants of the arithmetic, not of a GPU. Float tiles stay
 # large on small layers (a smaller one would be another instruction), so their K is cut sooner.
 INPUTS_PER_SPLIT = {"integer": 4096, "float": 2048}
@@ -49,7 +51,7 @@ _AMPERE = 216
 # By the least compute capability, newest first.
 PLANS: dict[tuple[int, int], dict[str, Plan]] = {
     (9, 0): {
-        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), Tiles(128, 64, 0, 4, 3), _HOPPER, few=Tiles(32, NARROW, 0, 4, 4)),
+        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), Tiles(128, 64, 0, 8, 3), _HOPPER, few=Tiles(32, NARROW, 0, 4, 4)),
         "float": Plan(Tiles(64, NARROW, 64, 4, 4), Tiles(64, 64, 64, 4, 3), _HOPPER),
     },
     (8, 0): {
@@ -77,6 +79,15 @@ def plan(kind: str, device: torch.device, outputs: int | None = None) -> Plan:
     if found.few is None or outputs is None or 2 * outputs >= found.programs * found.narrow.block_n:
         return found
     return replace(found, narrow=found.few)
+
+
+def for_rows(plan: Plan, rows: int, chunk: int) -> Tiles:
+    """The plan's tiles for so many rows; `chunk` inputs are one product of a packed weight (0: a float weight)."""
+    if rows > NARROW:
+        return plan.wide
+    if rows <= LEAST and chunk * LEAST >= plan.narrow.warps * _WARP * _LOAD:
+        return replace(plan.narrow, block_t=LEAST)
+    return plan.narrow
 
 
 def splits(kind: str, inputs: int) -> int:

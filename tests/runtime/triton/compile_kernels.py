@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tables.Plan
         laid_out = gpu_weight(weight, None, "cpu")
         layer = triton_linear(laid_out, plans["float" if laid_out.kind == "float" else "integer"])
         yield layer.upper() if kind == "upper" else layer
+        if layer.plan.few is not None and cases is not FEW:
+            yield replace(layer, plan=replace(layer.plan, narrow=layer.plan.few))
 
 
 def main(capability: int, everything: bool) -> None:
