@@ -85,9 +85,10 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
 
 
 def _of(layer: Linear) -> Iterator[Tensor]:
-    weight = getattr(layer, "weight", None)
-    if isinstance(layer, NativeLinear) or hasattr(weight, "tensors"):
-        yield from weight.tensors
+    held = getattr(getattr(layer, "weight", None), "tensors", None)
+    if held is not None:
+        # The native kernels' layers, and Triton's.
+        yield from held
     elif isinstance(layer, UpperLinear):
         yield from _of(layer.whole)
     else:

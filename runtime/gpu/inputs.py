@@ -182,7 +182,7 @@ class Staging:
         """Copies the block that was taken last to `target` (words,) int32, without waiting."""
         target.copy_(self._ring[self._next][: target.numel()], non_blocking=True)
         if self._cuda:
-            self._sent[self._next] = event = torch.cuda.Event()
+            event = self._sent[self._next] = self._sent[self._next] or torch.cuda.Event()
             event.record()
         self._next = (self._next + 1) % len(self._ring)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns, row_terms, step
 from runtime.kv import VECTOR, Store
@@ -151,6 +152,7 @@ def attend(
         KIND=kind,
         TREE=tail is not None,
         ALONE=splits == 1,
+        INTERPRETED=interpreted(),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -236,6 +238,7 @@ def one_split(
     SPLIT: tl.constexpr,
     KIND: tl.constexpr,
     TREE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """(highest (M,), total (M, 16), mixed (M, PADDED)) of a tile's rows over positions begin .. begin + SPLIT.
 
@@ -269,7 +272,7 @@ def one_split(
             highest, total, mixed = step(
                 q_high, q_low, q_scale, highest, total, mixed, first, last, active, at + n, bound,
                 block, inside, keys, key_scale, values, value_scale, kv_head,
-                KV_HEADS, DIM, WIDE, PADDED, KIND,
+                KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
             )  # fmt: skip
         if TREE:
             for own_row in range(0, TILE_ROWS):
@@ -285,7 +288,7 @@ def one_split(
                     highest, total, mixed = step(
                         q_high, q_low, q_scale, highest, total, mixed, first, last, only, p, reach,
                         block, slot % 64, keys, key_scale, values, value_scale, kv_head,
-                        KV_HEADS, DIM, WIDE, PADDED, KIND,
+                        KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
                     )  # fmt: skip
     return highest, total, mixed
 
@@ -326,6 +329,7 @@ def _split_kernel(
     KIND: tl.constexpr,
     TREE: tl.constexpr,
     ALONE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(2)
     kv_head, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
@@ -350,7 +354,7 @@ def _split_kernel(
         highest, total, mixed = one_split(
             q_high, q_low, q_scale, tile, member, request_of, first, last, begin,
             keys, key_scale, values, value_scale, table, request, start, tail, rows, blocks, width, kv_head,
-            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, TREE,
+            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, TREE, INTERPRETED,
         )  # fmt: skip
         dimension, _, exists = columns(WIDE, PADDED, KIND)
         kept = exists & (dimension < DIM)

@@ -40,8 +40,8 @@ def float_product(
     WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
     INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, BLOCK_K)
     weight_at = weight + n.to(tl.int64)[:, None] * inputs + inside[None, :]

@@ -1,8 +1,7 @@
 """Products of rounded inputs with packed codes: exact in int32, then scaled in float32 in the reference's order.
 
-A program takes BLOCK_N outputs and BLOCK_T rows. The tensor cores want 16 rows, so 1 to 16 run the same code. Float
-operations are single IEEE ones (launched without contraction, `linear.OPTIONS`), so the bits of a row depend on its
-inputs and the weight alone.
+A program takes BLOCK_N outputs and BLOCK_T rows. Float operations are single IEEE ones (launched without contraction,
+`quantize.OPTIONS`), so the bits of a row depend on its inputs and the weight alone, whatever the tiles.
 """
 
 import triton
@@ -30,9 +29,10 @@ def rows_product(
     units,
     units_per_split,
     KIND: tl.constexpr,
+    TEXTS: tl.constexpr,
+    LEFT: tl.constexpr,
     CHUNK: tl.constexpr,
     PER_BYTE: tl.constexpr,
-    DIVISOR: tl.constexpr,
     PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -41,8 +41,8 @@ def rows_product(
 
     Integers may be cut anywhere: their sum has no order.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(2)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, CHUNK)
@@ -57,7 +57,8 @@ def rows_product(
             under = tl.load(lower + at + unit * CHUNK, mask=n_in[:, None], other=0)
         for part in tl.static_range(PER_BYTE):
             inputs = tl.load(x_at + (unit * PER_BYTE + part) * CHUNK, mask=t_in[None, :], other=0)
-            total = tl.dot(chunk_of(packed, under, pairs, part, KIND), inputs, total, out_dtype=tl.int32)
+            total = tl.dot(chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, total, out_dtype=tl.int32)
+    total = total >> LEFT
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]
     if PARTIAL:
@@ -71,7 +72,6 @@ def rows_product(
             offset + n if offset is not None else None,
             t_in,
             n_in,
-            DIVISOR,
         )
         tl.store(out + where, finished(y, bias, residual, where, n, n_in, here), mask=here)
 
@@ -92,18 +92,21 @@ def groups_product(
     rows,
     outputs,
     stored,
+    row_bytes,
     columns,
     rounds,
     rounds_per_split,
     KIND: tl.constexpr,
+    TEXTS: tl.constexpr,
+    LEFT: tl.constexpr,
     CHUNK: tl.constexpr,
     PER_BYTE: tl.constexpr,
     UNITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    DIVISOR: tl.constexpr,
     PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
@@ -111,11 +114,11 @@ def groups_product(
     and adds them as `reduce.add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
     are groups of their own (UNITS 0), or a group of UNITS units.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n_in, t_in = n < outputs, t < rows
     inside = tl.arange(0, CHUNK)
-    at = n.to(tl.int64)[:, None] * (stored // PER_BYTE) + inside[None, :]
+    at = n.to(tl.int64)[:, None] * row_bytes + inside[None, :]
     x_at = x + t.to(tl.int64)[None, :] * stored + inside[:, None]
     step_at = step + t.to(tl.int64) * columns
     sums_at = sums + t.to(tl.int64) * columns if sums is not None else None
@@ -123,7 +126,7 @@ def groups_product(
     for number in range(SPLITS):
         part_sum = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         first = (tl.program_id(2) + number) * rounds_per_split
-        for turn in range(first, tl.minimum(first + rounds_per_split, rounds)):
+        for turn in tl.range(first, tl.minimum(first + rounds_per_split, rounds), num_stages=STAGES):
             if UNITS == 0:
                 packed = tl.load(codes + at + turn * CHUNK, mask=n_in[:, None], other=0)
                 under = packed
@@ -132,16 +135,15 @@ def groups_product(
                 for part in tl.static_range(PER_BYTE):
                     group = turn * PER_BYTE + part
                     inputs = tl.load(x_at + group * CHUNK, mask=t_in[None, :], other=0)
-                    value = tl.dot(chunk_of(packed, under, pairs, part, KIND), inputs, out_dtype=tl.int32)
+                    value = tl.dot(chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, out_dtype=tl.int32)
                     part_sum += scaled(
-                        value,
+                        value >> LEFT,
                         step_at + group,
                         sums_at + group if sums_at is not None else None,
                         scale + group * outputs + n,
                         offset + group * outputs + n if offset is not None else None,
                         t_in,
                         n_in,
-                        DIVISOR,
                     )
             else:
                 value = tl.zeros((BLOCK_N, BLOCK_T), tl.int32)
@@ -153,16 +155,17 @@ def groups_product(
                         under = tl.load(lower + at + unit * CHUNK, mask=n_in[:, None], other=0)
                     for part in tl.static_range(PER_BYTE):
                         inputs = tl.load(x_at + (unit * PER_BYTE + part) * CHUNK, mask=t_in[None, :], other=0)
-                        value = tl.dot(chunk_of(packed, under, pairs, part, KIND), inputs, value, out_dtype=tl.int32)
+                        value = tl.dot(
+                            chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, value, out_dtype=tl.int32
+                        )
                 part_sum += scaled(
-                    value,
+                    value >> LEFT,
                     step_at + turn,
                     sums_at + turn if sums_at is not None else None,
                     scale + turn * outputs + n,
                     offset + turn * outputs + n if offset is not None else None,
                     t_in,
                     n_in,
-                    DIVISOR,
                 )
         total += part_sum
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
@@ -174,11 +177,9 @@ def groups_product(
 
 
 @triton.jit
-def scaled(value, step_at, sums_at, scale_at, offset_at, t_in, n_in, DIVISOR: tl.constexpr):
-    """(value · scale − sum · offset) · step of one group, (outputs, rows) float32; scales are stored times DIVISOR."""
-    by_output = tl.load(scale_at, mask=n_in, other=0.0).to(tl.float32)
-    if DIVISOR != 1.0:
-        by_output = tl.div_rn(by_output, DIVISOR)
+def scaled(value, step_at, sums_at, scale_at, offset_at, t_in, n_in):
+    """(value · scale − sum · offset) · step of one group, (outputs, rows) float32."""
+    by_output = tl.load(scale_at, mask=n_in, other=0.0)
     term = value.to(tl.float32) * by_output[:, None]
     if offset_at is not None:
         less = tl.load(offset_at, mask=n_in, other=0.0)

@@ -12,13 +12,14 @@ import triton
 from torch import Tensor
 
 from runtime.kernels.dispatch import Joined
-from runtime.kernels.triton import tables
+from runtime.kernels.triton import tables, words
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.floats import float_product
 from runtime.kernels.triton.integer import groups_product, rows_product
 from runtime.kernels.triton.layout import Cut
 from runtime.kernels.triton.quantize import OPTIONS, Rounded, Rounding, quantize, rounding
 from runtime.kernels.triton.reduce import add_groups, add_rows
+from runtime.kernels.triton.unpack import LEFT
 from runtime.kernels.triton.weights import GpuWeight, upper_weight
 
 # Outputs of one program that adds partial sums.
@@ -92,8 +93,10 @@ class TritonLinear:
         return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
     def _tiles(self, rows: int) -> tuple[tables.Tiles, tuple[int, int]]:
-        tiles = self.plan.narrow if rows <= tables.NARROW else self.plan.wide
-        return tiles, (triton.cdiv(self.weight.shape[0], tiles.block_n), triton.cdiv(rows, tiles.block_t))
+        cut = self.weight.cut
+        tiles = tables.for_rows(self.plan, rows, 0 if cut is None else cut.chunk)
+        # Programs of the same outputs are neighbours: a long prompt reads the weights once.
+        return tiles, (triton.cdiv(rows, tiles.block_t), triton.cdiv(self.weight.shape[0], tiles.block_n))
 
     def _parallel(self, grid: tuple[int, int], most: int) -> int:
         """Splits that run as programs of their own: enough to fill the machine."""
@@ -110,17 +113,15 @@ class TritonLinear:
         rows_product[(*grid, splits)](
             *(x.codes, x.step, sums, w.codes, w.lower, w.pairs, *ends, target),
             *(rows, n, cut.stored, cut.units, each),
-            KIND=w.kind,
+            **_codes(w, cut),
             CHUNK=cut.chunk,
             PER_BYTE=cut.per_byte,
-            DIVISOR=w.divisor,
             PARTIAL=splits > 1,
             **_launch(tiles),
         )
         if splits > 1:
             add_rows[(triton.cdiv(n, _REDUCE), rows)](
                 *(target, x.step, sums, *ends, y, rows, n, splits),
-                DIVISOR=w.divisor,
                 BLOCK=_REDUCE,
                 **OPTIONS,
             )
@@ -136,14 +137,14 @@ class TritonLinear:
         groups_product[(*grid, splits if apart else 1)](
             *(x.codes, x.step, x.sums if w.offset is not None else None, w.codes, w.lower, w.pairs),
             *(w.scale, w.offset, w.bias, residual, target),
-            *(rows, n, cut.stored, cut.columns, rounds, each),
-            KIND=w.kind,
+            *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
+            **_codes(w, cut),
             CHUNK=cut.chunk,
             PER_BYTE=cut.per_byte,
             UNITS=cut.units,
             SPLITS=1 if apart else splits,
-            DIVISOR=w.divisor,
             PARTIAL=apart,
+            STAGES=tiles.stages,
             **_launch(tiles),
         )
         if apart:
@@ -211,8 +212,8 @@ def split_outputs(outputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[
 
 def triton_linear(weight: GpuWeight, plan: tables.Plan | None = None, splits: int | None = None) -> TritonLinear:
     """The layer of a weight; tiles and splits from `tables` where they are not given."""
-    chosen = tables.plan(weight.kind, weight.codes.device) if plan is None else plan
-    cuts = tables.splits(weight.shape[1]) if splits is None else splits
+    chosen = tables.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
+    cuts = tables.splits(weight.kind, weight.shape[1]) if splits is None else splits
     return TritonLinear(weight, chosen, cuts, rounding(weight))
 
 
@@ -220,6 +221,12 @@ def _add(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tenso
     splits, rows, n = parts.shape
     grid = (triton.cdiv(n, _REDUCE), rows)
     add_groups[grid](parts, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
+
+
+def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]]:
+    """How the kernel unpacks."""
+    texts = () if interpreted() else words.texts(weight.kind, cut.per_byte)
+    return {"KIND": weight.kind, "TEXTS": texts, "LEFT": LEFT.get(weight.kind, 0)}
 
 
 def _launch(tiles: tables.Tiles) -> dict[str, int | bool]:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.kernels.triton.attention import SPLIT, Heads, Places, finish, key_block, load_queries, one_split, padded
+from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns
 from runtime.kv import VECTOR, Store
@@ -65,6 +66,7 @@ def attend_many(
         SPLIT=SPLIT,
         WINDOW=heads.window or 0,
         KIND=kind,
+        INTERPRETED=interpreted(),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -99,6 +101,7 @@ def _many_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     # The last tiles see the most keys: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -124,7 +127,7 @@ def _many_kernel(
         more_highest, more_total, more_mixed = one_split(
             q_high, q_low, q_scale, tile, member, request_of, first, last, split * SPLIT,
             keys, key_scale, values, value_scale, table, request, position, position, rows, blocks, 1, kv_head,
-            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, False,
+            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, False, INTERPRETED,
         )  # fmt: skip
         above = tl.maximum(highest, more_highest)
         base = tl.where(above == float("-inf"), 0.0, above)

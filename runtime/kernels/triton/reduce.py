@@ -33,7 +33,6 @@ def add_rows(
     rows,
     outputs,
     splits,
-    DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out = the int32 partial sums (splits, rows, outputs), added exactly and scaled as `integer.scaled` does."""
@@ -44,9 +43,7 @@ def add_rows(
     whole = tl.zeros((BLOCK,), tl.int32)
     for split in range(splits):
         whole += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0)
-    by_output = tl.load(scale + n, mask=n_in, other=0.0).to(tl.float32)
-    if DIVISOR != 1.0:
-        by_output = tl.div_rn(by_output, DIVISOR)
+    by_output = tl.load(scale + n, mask=n_in, other=0.0)
     y = whole.to(tl.float32) * by_output
     if offset is not None:
         y -= tl.load(sums + t).to(tl.float32) * tl.load(offset + n, mask=n_in, other=0.0)

@@ -40,15 +40,24 @@ def row_terms(x):
 
 
 @triton.jit
-def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr):
-    """(a_high + a_low) · (b_high + b_low), the smallest products first; b_low counts where TWO."""
-    if TWO:
-        out = tl.dot(a_low, b_low)
-        out = tl.dot(a_high, b_low, out)
-        out = tl.dot(a_low, b_high, out)
+def times(a, b, total, INTERPRETED: tl.constexpr):
+    """total (M, N) + a (M, K) · b (K, N), float16. The interpreter's products look at a row's place: plain sums."""
+    if INTERPRETED:
+        total += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
     else:
-        out = tl.dot(a_low, b_high)
-    return tl.dot(a_high, b_high, out)
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(a_high + a_low) · (b_high + b_low), the smallest products first; b_low counts where TWO."""
+    out = tl.zeros((a_high.shape[0], b_high.shape[1]), tl.float32)
+    if TWO:
+        out = times(a_low, b_low, out, INTERPRETED)
+        out = times(a_high, b_low, out, INTERPRETED)
+    out = times(a_low, b_high, out, INTERPRETED)
+    return times(a_high, b_high, out, INTERPRETED)
 
 
 @triton.jit
@@ -171,6 +180,7 @@ def step(
     WIDE: tl.constexpr,
     PADDED: tl.constexpr,
     KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """One block of n keys at logical positions `at` (n,), added to (highest (M,), total (M, 16), mixed (M, PADDED)).
 
@@ -179,7 +189,7 @@ def step(
     """
     two: tl.constexpr = KIND == "float32"
     k_high, k_low, k_scale = load_keys(keys, key_scale, block, inside, head, KV_HEADS, DIM, PADDED, KIND)
-    score = product(q_high, q_low, k_high, k_low, two) * k_scale[None, :] * q_scale[:, None]
+    score = product(q_high, q_low, k_high, k_low, two, INTERPRETED) * k_scale[None, :] * q_scale[:, None]
     seen = active[:, None] & (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
     score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(highest, tl.max(score, axis=1))
@@ -189,15 +199,15 @@ def step(
 
     w_high, w_low = terms(weight * 8192.0)
     ones = tl.full((at.shape[0], 16), 1.0, tl.float16)
-    added = product(w_high, w_low, ones, ones, False) * 0.0001220703125
+    added = product(w_high, w_low, ones, ones, False, INTERPRETED) * 0.0001220703125
     v_high, v_low, v_scale = load_values(
         values, value_scale, block, inside, at <= bound, head, KV_HEADS, WIDE, PADDED, KIND
     )
     if KIND == "float16":
-        part = product(w_high, w_low, v_high, v_low, two) * 0.0001220703125
+        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * 0.0001220703125
     else:
         w_high, w_low, w_scale = row_terms(weight * v_scale[None, :])
-        part = product(w_high, w_low, v_high, v_low, two) * w_scale[:, None]
+        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * w_scale[:, None]
     new_total = tl.fma(total, decay[:, None] + tl.zeros_like(total), added)
     new_mixed = tl.fma(mixed, decay[:, None] + tl.zeros_like(mixed), part)
     on = active[:, None]

@@ -5,14 +5,19 @@ machine, for `python -m runtime.bench tune` to replace on a GPU. No choice of ti
 `splits` does where groups are scaled, so it looks at the scheme and K only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-# Rows of one tensor-core product: up to here a product has one shape, whatever the width.
+# Up to so many rows a float product has one shape, whatever the width.
 NARROW = 16
-# Inputs that one split adds before the partial sums are. A constant of the arithmetic, not of a GPU.
-INPUTS_PER_SPLIT = 4096
+# Rows that a tensor-core product takes at least. Packed weights, whose bits no shape changes, spare what they can.
+LEAST = 8
+# Bytes of one asynchronous load at least, and threads of a warp: tiles with less for each thread are waited for.
+_LOAD, _WARP = 4, 32
+# Inputs that one split adds before the partial sums are. Constants of the arithmetic, not of a GPU. Float tiles stay
+# large on small layers (a smaller one would be another instruction), so their K is cut sooner.
+INPUTS_PER_SPLIT = {"integer": 4096, "float": 2048}
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class Plan:
 
     narrow, wide  have one block_k: it says where a float product is split.
     programs      what a narrow product is cut into at least, where K allows: about two for each multiprocessor.
+    few           narrow tiles of layers with so few outputs that `narrow` would leave multiprocessors idle.
     """
 
     narrow: Tiles
     wide: Tiles
     programs: int
+    few: Tiles | None = None
 
 
 _HOPPER = 264
@@ -44,7 +51,7 @@ _AMPERE = 216
 # By the least compute capability, newest first.
 PLANS: dict[tuple[int, int], dict[str, Plan]] = {
     (9, 0): {
-        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), Tiles(128, 64, 0, 4, 3), _HOPPER),
+        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), Tiles(128, 64, 0, 8, 3), _HOPPER, few=Tiles(32, NARROW, 0, 4, 4)),
         "float": Plan(Tiles(64, NARROW, 64, 4, 4), Tiles(64, 64, 64, 4, 3), _HOPPER),
     },
     (8, 0): {
@@ -59,18 +66,37 @@ INTERPRETER: dict[str, Plan] = {
 }
 
 
-def plan(kind: str, device: torch.device) -> Plan:
-    """The plan of a weight's kind on a device: of the newest generation in the table that is not newer than it."""
-    name = "float" if kind == "float" else "integer"
+def plan(kind: str, device: torch.device, outputs: int | None = None) -> Plan:
+    """The plan of a weight's kind on a device: of the newest generation in the table that is not newer than it.
+
+    outputs  of the layer, where the plan may look at them.
+    """
+    name = _class(kind)
     if device.type != "cuda":
         return INTERPRETER[name]
-    found = torch.cuda.get_device_capability(device)
-    return next(plans[name] for least, plans in PLANS.items() if found >= least)
+    capability = torch.cuda.get_device_capability(device)
+    found = next(plans[name] for least, plans in PLANS.items() if capability >= least)
+    if found.few is None or outputs is None or 2 * outputs >= found.programs * found.narrow.block_n:
+        return found
+    return replace(found, narrow=found.few)
 
 
-def splits(inputs: int) -> int:
-    """Parts into which float sums over K inputs are cut, added first to last: a function of K alone."""
-    return max(1, -(-inputs // INPUTS_PER_SPLIT))
+def for_rows(plan: Plan, rows: int, chunk: int) -> Tiles:
+    """The plan's tiles for so many rows; `chunk` inputs are one product of a packed weight (0: a float weight)."""
+    if rows > NARROW:
+        return plan.wide
+    if rows <= LEAST and chunk * LEAST >= plan.narrow.warps * _WARP * _LOAD:
+        return replace(plan.narrow, block_t=LEAST)
+    return plan.narrow
+
+
+def splits(kind: str, inputs: int) -> int:
+    """Parts into which float sums over K inputs are cut, added first to last: a function of the kind and K alone."""
+    return max(1, -(-inputs // INPUTS_PER_SPLIT[_class(kind)]))
+
+
+def _class(kind: str) -> str:
+    return "float" if kind == "float" else "integer"
 
 
 def rows_at_once(device: torch.device) -> int:

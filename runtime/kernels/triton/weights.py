@@ -34,8 +34,9 @@ class GpuWeight:
     codes        float: (N, K) as the file has it. Else (N, cut.row_bytes) int8, packed as layout.py says.
     cut          how the inputs are cut; None for float.
     lower        planes: the lower nibbles, packed as `codes` are.
-    pairs        nf4: (256,) int16, the two int8 levels of each byte.
-    scale        (cut.columns, N) in the narrowest float type that holds every one of them; of nf4 the absmax.
+    pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.
+    scale        (cut.columns, N) float32; of nf4 absmax / 127, its levels being in 127ths. 16 bits would do for most,
+                 but loads of less than 32 are not asynchronous, and one that is waited for costs more.
     offset       (cut.columns, N) float32 or None, as PackedWeight has it.
     perm         (K,) int32 or None: column j belongs to input perm[j].
     bias         (N,) float32 or None.
@@ -69,11 +70,6 @@ class GpuWeight:
     def has_planes(self) -> bool:
         """Whether `upper_weight` takes it."""
         return self.kind == "planes"
-
-    @property
-    def divisor(self) -> float:
-        """What scales are divided by, in float32: nf4's levels are held in 127ths."""
-        return 127.0 if self.kind == "nf4" else 1.0
 
 
 def gpu_weight(
@@ -132,9 +128,6 @@ def concatenate(weights: Sequence[GpuWeight]) -> GpuWeight | None:
         )
         if not alike:
             return None
-    scales = [w.scale for w in weights if w.scale is not None]
-    if len({scale.dtype for scale in scales}) > 1:
-        scales = [scale.float() for scale in scales]
     bias = None
     if any(w.bias is not None for w in weights):
         bias = torch.cat([w.codes.new_zeros(w.shape[0]).float() if w.bias is None else w.bias for w in weights])
@@ -143,7 +136,7 @@ def concatenate(weights: Sequence[GpuWeight]) -> GpuWeight | None:
         shape=(sum(w.shape[0] for w in weights), first.shape[1]),
         codes=torch.cat([w.codes for w in weights]),
         lower=_joined([w.lower for w in weights], 0),
-        scale=torch.cat(scales, dim=1) if scales else None,
+        scale=_joined([w.scale for w in weights], 1),
         offset=_joined([w.offset for w in weights], 1),
         bias=bias,
     )
@@ -180,7 +173,7 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
     found = _kind(kind, codes)
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
-    scale = _by_group("scale", weight.scale, n, shape, device)
+    scale = _by_group("scale", weight.scale / 127.0 if kind == "nf4" else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
     pairs = _pairs().to(device) if found == "nf4" else None
@@ -191,7 +184,7 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
         shape,
         lower=_pack(stored & 15, shape) if planes else None,
         pairs=pairs,
-        scale=_narrowest(scale),
+        scale=scale,
         offset=offset,
         perm=None if weight.perm is None else _order(weight.perm, k).to(device),
         bias=None if weight.bias is None else _vector("bias", weight.bias, (n,)).to(device),
@@ -249,15 +242,6 @@ def _by_group(name: str, values: Tensor, n: int, shape: Cut, device: torch.devic
     """(N, G) to (columns, N) float32."""
     moved = _vector(name, values, (n, shape.groups)).to(device)
     return torch.nn.functional.pad(moved, (0, shape.columns - shape.groups)).t().contiguous()
-
-
-def _narrowest(scale: Tensor) -> Tensor:
-    """The same numbers in 16 bits where those hold every one of them: scales are read with every product."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = scale.to(dtype)
-        if torch.equal(narrow.float(), scale):
-            return narrow
-    return scale
 
 
 def _vector(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:

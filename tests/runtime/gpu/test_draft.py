@@ -36,7 +36,9 @@ def spans(cache: GpuCache, handles: Sequence[int], counts: Sequence[int]) -> Row
 
 def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) -> None:
     """Greedy ones of the whole vocabulary, sampled ones of a part; forks part when they are written to."""
-    made = load(small("qwen3", num_hidden_layers=1), device=device, kernels="triton").decoder
+    made = load(
+        small("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), device=device, kernels="triton"
+    ).decoder
     assert isinstance(made, TritonDecoder) and isinstance(made, GreedyChains) and isinstance(made, DeviceRounds)
     cache, handles = opened(made, text)
     tokens = text(sum(PIECES), seed=5)

@@ -18,7 +18,7 @@ from runtime.upper import upper_linear
 pytest.importorskip("triton")
 
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear
-from runtime.kernels.triton.weights import MAX_INPUTS, concatenate, gpu_weight, share_inputs
+from runtime.kernels.triton.weights import MAX_INPUTS, gpu_weight
 
 Packed = Callable[..., PackedWeight]
 
@@ -50,11 +50,6 @@ def test_bytes(packed: Packed, device: torch.device) -> None:
     for kind, size in sizes.items():
         weight = gpu_weight(packed(kind, 8, 512, 64 if size == 0.5 else 0), None, device)
         assert weight.codes.nbytes == 8 * 512 * size
-    # Scales that 16 bits hold exactly are stored so.
-    exact = packed("int4", 8, 512, 64)
-    narrow = gpu_weight(PackedWeight(exact.scheme, exact.codes, exact.scale.bfloat16().float()), None, device)
-    assert narrow.scale is not None
-    assert narrow.scale.dtype == torch.bfloat16
 
 
 def test_refuses_what_could_overflow(packed: Packed, device: torch.device) -> None:
@@ -103,16 +98,6 @@ def test_float_layers_join(device: torch.device) -> None:
     ]
     for found, expected in zip(joined.split(x), alone, strict=True):
         assert torch.equal(found, expected)
-
-
-def test_scales_of_different_widths_join(packed: Packed, device: torch.device) -> None:
-    weight = packed("int4", 8, 64, 32)
-    narrow = PackedWeight(weight.scheme, weight.codes, weight.scale.bfloat16().float())
-    made = [gpu_weight(w, None, device) for w in (weight, narrow)]
-    whole = concatenate(share_inputs(made))
-    assert whole is not None
-    assert whole.scale is not None
-    assert torch.equal(whole.scale.cpu(), torch.cat((weight.scale, narrow.scale)).t())
 
 
 def test_an_upper_view_of_a_layer_with_planes(packed: Packed, device: torch.device) -> None:
