@@ -76,8 +76,8 @@ def test_the_compressor_measures_on_it(recipe: str, tmp_path: Path, monkeypatch:
     from compress import Recipe, compress
     from compress.report import baselines, speed
 
-    why = {"name": "transformers", "tokens_per_second": None, "why": "no such device in another process"}
-    monkeypatch.setattr(baselines, "run", lambda *_: [why])
+    row = baselines._row("transformers, eager", why="no such device in another process")
+    monkeypatch.setattr(baselines, "run", lambda *_: [row])
     for name, value in (("REPEATS", 1), ("COST_SECONDS", 0.0)):
         monkeypatch.setattr(speed, name, value)
     plain = [dispatch.Kernel("reference", True, "plain torch", exact=True)]
