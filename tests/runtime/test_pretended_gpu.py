@@ -70,7 +70,8 @@ def test_beams(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found("cuda") == wanted
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("nf4", marks=pytest.mark.slow), "kv-int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nf4", "kv-int8"])
 def test_the_compressor_measures_on_it(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole job but the baselines, whose child process would find no such device; timed for as short as can be."""
     from compress import Recipe, compress
