@@ -63,7 +63,7 @@ def test_a_block_says_where_the_rows_stand(data: st.DataObject) -> None:
     for row in range(rows):
         table = found.table[found.request[row]].tolist()
         held = cache.table(request[row])
-        assert table[: len(held)] == list(held) and 0 <= min(table) and max(table) <= scratch
+        assert table[: len(held)] == list(held) and min(table) >= 0 and max(table) <= scratch
         # A row's last key is its own, wherever the others of its path lie.
         last = position[row]
         start = int(found.start[row])
