@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from compress import shards
 from compress.errors import UserError
 from compress.export import check_names
 from compress.training.settings import MOST_MINUTES
+from runtime.devices import resolve
+from runtime.errors import UserError as RuntimeFloorError
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def check_ranges(options: Options) -> None:
             raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")
         if not 0 < options.minutes <= MOST_MINUTES:
             raise UserError(f"--minutes: expected a number above 0, found {options.minutes}: correct it")
-    if options.device.split(":")[0] not in ("cpu", "cuda", "auto"):
-        raise UserError(f"--device: expected cpu, cuda or auto, found {options.device!r}: correct it")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device: {options.device} was asked for, but torch finds no CUDA device: take cpu or auto")
+    try:
+        resolve(options.device)
+    except RuntimeFloorError as error:
+        raise UserError(f"--device: {error}") from error

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from compress import journal as journals
 from compress import model_stages, shards
 from compress.errors import UserError
@@ -35,6 +33,7 @@ from compress.survey import Survey, survey
 from compress.training.parallel import World, current
 from compress.walk import Note, Progress, Walked, Work, make_work, release, walk
 from runtime.checkpoint import open_checkpoint
+from runtime.devices import resolve
 
 if TYPE_CHECKING:
     from calib.windows import Windows
@@ -232,7 +231,7 @@ def _given(index: int, model: Path, draft: Path | None, texts: Path, work: Path,
         seed=around.seed,
         progress=around.progress,
         note=around.note,
-        device=_device(around.device),
+        device=str(resolve(around.device)),
         threads=around.threads,
         shard_bytes=around.shard_bytes,
     )
@@ -258,12 +257,6 @@ def _pack(around: Surroundings, journal: Journal, plain: Path, out: Path) -> Non
         scheme, windows = around.recipe.kv.scheme, around.windows.calibration
         found = kv_cache.calibrate(out, scheme, windows, around.threads, partial(around.progress, "cache"))
         kv_cache.attach(out, found, around.shard_bytes)
-
-
-def _device(asked: str) -> str:
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
 
 
 def _remember(made: Made, kind: str, told: dict[str, Any]) -> None:

@@ -128,6 +128,13 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
             _summary(artifact.report, artifact.path)
     except USER_ERRORS as error:
         _fail(_with_notes(" ".join(str(error).split()), error), 2)
+    except RuntimeError as error:
+        from runtime.devices import explained
+
+        meant = explained(error)
+        if meant is None:
+            raise
+        _fail(_with_notes(str(meant), error), 2)
     except OSError as error:
         _fail(
             f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): check it and its permissions", 2

@@ -58,6 +58,14 @@ def _main(recipes: str, out: Path, force: bool, words: list[str]) -> None:
     except USER_ERRORS as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
+    except RuntimeError as error:
+        from runtime.devices import explained
+
+        meant = explained(error)
+        if meant is None:
+            raise
+        typer.echo(f"error: {meant}", err=True)
+        raise typer.Exit(2) from None
     except OSError as error:
         typer.echo(f"error: {error.filename or out} cannot be used ({error.strerror or error})", err=True)
         raise typer.Exit(2) from None

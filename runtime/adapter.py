@@ -5,8 +5,10 @@ transformers' kernels pick their order of operations by shape, so the lossless c
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +17,29 @@ from runtime.chains import chains
 from runtime.errors import UserError
 from runtime.kv_kind import UNCALIBRATED, CacheKind
 from runtime.rows import Cache, Out, Rows
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Through:
+    """How transformers is to run a model: the type it computes in, and accelerate's spreading over devices.
+
+    device_map  "auto", "balanced", … (transformers' own words): several GPUs, and the host where they do not suffice;
+                None: all on the one device.
+
+    Raises UserError for another dtype.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device_map: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, found {self.dtype!r}")
+
+
+FLOAT32 = Through()
 
 
 class AdapterCache:
@@ -156,20 +181,26 @@ class Adapter:
         return Out(torch.stack([logits[i] for i in wanted]), torch.stack([hidden[i] for i in wanted]))
 
 
-def adapt(path: Path, config: Any, device: torch.device) -> Adapter:
-    """Loads the directory with transformers and the format's own library, in float32.
+def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOAT32) -> Adapter:
+    """Loads the directory with transformers and the format's own library.
 
     Raises UserError where a library that the format needs is not installed, or the weights do not load.
     """
     from transformers import AutoModelForCausalLM
 
+    given: dict[str, Any] = {"dtype": _DTYPES[through.dtype]}
+    if through.device_map is not None:
+        if find_spec("accelerate") is None:
+            raise UserError(
+                f"{path.name}: device_map {through.device_map!r} needs accelerate, which is missing: pip install"
+                " 'specpress[hf]'"
+            )
+        given["device_map"] = through.device_map
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **given)
     except ImportError as error:
         method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "its format")
         raise UserError(f"{path.name}: transformers needs the library of {method} to load it: {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path.name}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-    return Adapter(model.eval().to(device))
+    return Adapter(model.eval() if through.device_map is not None else model.eval().to(device))

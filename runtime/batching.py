@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from runtime.controller import Controller, Drafted, Round
+from runtime.device_rounds import Asked, DeviceRounds
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.errors import UserError
 from runtime.metrics import Clock, Metrics
-from runtime.rounds import EMPTY, Live, Work, along, handle_of, judge, rows_of
+from runtime.rounds import EMPTY, Live, Work, along, asked_of, handle_of, judge, rows_of
 from runtime.rows import Cache, Decoder
 from runtime.sampling import Logits, finite_choices, host
 from runtime.stopping import kept
 from runtime.verify import Rule, depths, require_sound
+from runtime.waiting import later_round, sound
 
 # Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
 PREFILL_ROWS = 512
@@ -90,14 +92,21 @@ class Engine:
         if not work:
             return []
         drafting = [part for part in work if part.budget > 0]
-        drafts = self._propose(drafting)
+        later = later_round(self._decoder, self._drafter, work)
+        drafts = self._propose(drafting) if later is None else later.unknown
         drafted = self.clock.now()
         tokens, rows, at = rows_of(work, drafts)
         judged = [part for part in work if part.judged]
         lengths = [len(part.one.request.tokens) for part in judged]
         try:
-            out = self._decoder.forward(tokens, rows, self._cache, at)
-            outcomes = self._settle(judged, drafts, host(out.logits), out.hidden)
+            if later is None:
+                out = self._decoder.forward(tokens, rows, self._cache, at)
+                choices = self._choices(judged, drafts, out.logits)
+            else:
+                out = later.forward(tokens, rows, self._cache, at)
+                choices, drafts = later.settle(self._asked(judged, drafts), out.logits)
+                drafted = started + later.seconds
+            outcomes = self._settle(judged, drafts, host(out.logits), choices, out.hidden)
         except BaseException:
             # Slots that the forward took and may not have written: nobody must come to read or to adopt them.
             for part in work:
@@ -202,17 +211,33 @@ class Engine:
             require_sound(draft, part.budget, self._decoder.vocab_size)
         return {part.one.number: draft for part, draft in zip(drafting, drafts, strict=True)}
 
+    def _asked(self, judged: Sequence[Work], drafts: dict[int, Draft]) -> list[Asked]:
+        """What the device is to choose by at each row of logits."""
+        parts = [asked_of(part.one.request, drafts.get(part.one.number, EMPTY), self._rule) for part in judged]
+        return [one for asked in parts for one in asked]
+
+    def _choices(self, judged: Sequence[Work], drafts: dict[int, Draft], logits: Tensor) -> list[int]:
+        """At each row the token that the device chooses where it can, else the argmax."""
+        if isinstance(self._decoder, DeviceRounds):
+            return sound(self._decoder.choices(logits, self._asked(judged, drafts))[0])
+        return finite_choices(host(logits), "target")
+
     def _settle(
-        self, judged: Sequence[Work], drafts: dict[int, Draft], logits: Logits, hidden: Tensor
+        self,
+        judged: Sequence[Work],
+        drafts: dict[int, Draft],
+        logits: Logits,
+        choices: list[int],
+        hidden: Tensor,
     ) -> list[Outcome]:
         """Judges each draft, appends what was accepted, and rolls the cache back to it."""
-        choices = finite_choices(logits, "target")
+        there = isinstance(self._decoder, DeviceRounds)
         outcomes, base = [], 0
         for part in judged:
             one = part.one
             draft = drafts.get(one.number, EMPTY)
             end = base + len(draft.tokens) + 1
-            verdict = judge(one.request, draft, logits[base:end], choices[base:end], self._rule)
+            verdict = judge(one.request, draft, logits[base:end], choices[base:end], self._rule, there)
             request, before = one.request, len(one.request.tokens)
             gained = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
             count, stopped = kept(gained, request.stop_tokens, request.stop_strings)

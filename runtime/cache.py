@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kernels.reference import KEY_BLOCK
 from runtime.kv import Quantizer, Store, allocate
@@ -104,7 +105,7 @@ class KeyValueCache(ABC):
             source, target = torch.tensor(moves).unbind(1)
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
             store = self._store[request]
-            self.quantizer.move(store, store.physical(source), store.physical(target))
+            self._move(store, store.physical(source), store.physical(target))
         self.truncate(request, length + len(path))
 
     def reserve(self, request: int, count: int) -> int:
@@ -118,6 +119,10 @@ class KeyValueCache(ABC):
         self._own(request, blocks_of(start, count))
         self._length[request] = start + count
         return start
+
+    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+        """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
+        self.quantizer.move(store, source, target)
 
     @abstractmethod
     def _own(self, request: int, blocks: Iterable[int]) -> None:
@@ -152,7 +157,8 @@ class KeyValueCache(ABC):
 
     def bytes_per_token(self) -> int:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        per_head = {"float32": self.head_dim * 4, "int8": self.head_dim + 4, "int4": -(-self.head_dim // 2) + 4}
+        dim = self.head_dim
+        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
         return self.layers * 2 * self.kv_heads * per_head[self.kind]
 
     def _allocate(self, blocks: int) -> Store:
@@ -160,9 +166,20 @@ class KeyValueCache(ABC):
         try:
             return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
         except (RuntimeError, MemoryError) as error:
-            tokens = blocks * KEY_BLOCK
-            size = tokens * self.bytes_per_token() / 1e9
-            raise UserError(f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused") from error
+            raise self._refused(blocks * KEY_BLOCK, error) from error
+
+    def _refused(self, tokens: int, error: Exception) -> UserError:
+        meant = explained(error)
+        if meant is not None and not isinstance(error, torch.OutOfMemoryError):
+            return meant
+        free = ""
+        if self.device.type == "cuda":
+            free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
+        size = tokens * self.bytes_per_token() / 1e9
+        return UserError(
+            f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused{free}; take a smaller kind of"
+            " cache, fewer pages or requests, or a shorter text"
+        )
 
     def _add(self, store: Store, length: int) -> int:
         """A new request's handle."""

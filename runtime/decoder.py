@@ -80,7 +80,7 @@ class LlamaDecoder:
         )
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """

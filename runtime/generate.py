@@ -87,7 +87,10 @@ def main(
         bool, typer.Option("--lossy", help="Allow --verify typical, which changes what is written.")
     ] = False,
     kv: Annotated[
-        str, typer.Option(help="Keys and values in float32, int8 or int4.", show_default="as the artifact says")
+        str,
+        typer.Option(
+            help="Keys and values in float32, int8, int4 or, on GPUs, float16.", show_default="as the artifact says"
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,

@@ -1,4 +1,4 @@
-"""How keys and values are held: float32, or int8 or int4 with one scale per token and head.
+"""How keys and values are held: float32 or float16, or int8 or int4 with one scale per token and head.
 
 Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.reference import KEY_BLOCK, quantize_rows
-from runtime.kv_kind import CacheKind
+from runtime.kv_kind import FLOATS, CacheKind
 
 # Codes lie within ± these.
 LIMITS = {"int8": 127.0, "int4": 7.0}
@@ -28,10 +28,11 @@ class Store:
     """Memory of keys and values, for all layers; `wide` is head_dim rounded up to 16.
 
     float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
+    float16  the same, float16.
     int8     the same, int8.
     int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
              values (…, 64, wide / 2) with dimension i beside i + wide / 2.
-    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for float32.
+    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for floats.
     table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
              pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
     """
@@ -74,10 +75,11 @@ def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim:
     wide = -(-head_dim // VECTOR) * VECTOR
     dtype, keys, values = {
         "float32": (torch.float32, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "float16": (torch.float16, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
         "int8": (torch.int8, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
         "int4": (torch.uint8, (head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
     }[kind]
-    scales = (0,) if kind == "float32" else (*lead, KEY_BLOCK)
+    scales = (0,) if kind in FLOATS else (*lead, KEY_BLOCK)
     shapes = (((*lead, *keys), dtype), ((*lead, *values), dtype), (scales, torch.float32), (scales, torch.float32))
     return Store(*(_zeros(shape, kind, device) for shape, kind in shapes))
 
@@ -104,18 +106,18 @@ class Quantizer:
     key_factor: Tensor | None = None
 
     def write(self, store: Store, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values (n, kv_heads, head_dim) float32 at n slots."""
+        """Stores keys and values (n, kv_heads, head_dim) float32 at n slots. float16 beyond ±65504 are infinities."""
         block, inside = slots // KEY_BLOCK, slots % KEY_BLOCK
         dim = keys.shape[-1]
-        if self.kind != "float32":
+        if self.kind not in FLOATS:
             if self.key_factor is not None:
                 keys = keys / self.key_factor[layer]
             limit = LIMITS[self.kind]
             keys, store.key_scale[layer, block, :, inside] = quantize_rows(keys, limit)
             values, store.value_scale[layer, block, :, inside] = quantize_rows(values, limit)
         if self.kind != "int4":
-            store.keys[layer, block, :, :, inside] = keys
-            store.values[layer, block, :, inside, :dim] = values
+            store.keys[layer, block, :, :, inside] = keys.to(store.keys.dtype)
+            store.values[layer, block, :, inside, :dim] = values.to(store.values.dtype)
             return
         blocks, block = block.unique(return_inverse=True)
         held_keys, held_values = _nibbles(store.keys[layer, blocks]), _nibbles(store.values[layer, blocks])
@@ -126,8 +128,8 @@ class Quantizer:
     def read(self, store: Store, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Float32 keys (blocks, kv_heads, head_dim, 64) and values (blocks, kv_heads, 64, wide) of some blocks."""
         keys, values = store.keys[layer, blocks], store.values[layer, blocks]
-        if self.kind == "float32":
-            return keys, values
+        if self.kind in FLOATS:
+            return keys.float(), values.float()
         if self.kind == "int4":
             keys, values = _nibbles(keys), _nibbles(values)
         keys = keys.float() * store.key_scale[layer, blocks].unsqueeze(-2)
@@ -138,7 +140,7 @@ class Quantizer:
     def move(self, store: Store, source: Tensor, target: Tensor) -> None:
         """Copies slots in all layers; what is read is read before anything is written."""
         a, i, b, j = source // KEY_BLOCK, source % KEY_BLOCK, target // KEY_BLOCK, target % KEY_BLOCK
-        if self.kind != "float32":
+        if self.kind not in FLOATS:
             for scale in (store.key_scale, store.value_scale):
                 scale[:, b, :, j] = scale[:, a, :, i]
         if self.kind != "int4":

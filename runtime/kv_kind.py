@@ -5,7 +5,9 @@ from typing import Literal
 
 from torch import Tensor
 
-CacheKind = Literal["float32", "int8", "int4"]
+CacheKind = Literal["float32", "float16", "int8", "int4"]
+# Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
+FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class CacheScheme:
     note: str = ""
 
     def factor(self, kind: CacheKind) -> Tensor | None:
-        """The key factors of a cache of this kind; None for float32, which is not rounded."""
-        return None if kind == "float32" else self.key_factor
+        """The key factors of a cache of this kind; None for floats, which have no codes."""
+        return None if kind in FLOATS else self.key_factor
 
 
 UNCALIBRATED = CacheScheme()

@@ -23,7 +23,7 @@ import torch
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
 from runtime.family import Architecture
-from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
+from runtime.kv_kind import FLOATS, UNCALIBRATED, CacheKind, CacheScheme
 from runtime.shards import Shards
 
 TENSORS = "kv_cache/scales.safetensors"
@@ -51,9 +51,9 @@ def holds_scales(config: Mapping[str, Any]) -> bool:
 
 
 def to_config(config: Mapping[str, Any], kind: CacheKind) -> dict[str, Any]:
-    """config.json with both keys added, for a cache of `kind` (int8 or int4). Raises ValueError for float32."""
-    if kind == "float32":
-        raise ValueError("a float32 cache has no scheme")
+    """config.json with both keys added, for a cache of `kind` (int8 or int4). Raises ValueError for floats."""
+    if kind in FLOATS:
+        raise ValueError(f"a {kind} cache has no scheme")
     ours = {**config.get("specpress", {}), "kv_cache": {"kind": kind, "tensors": TENSORS}}
     changed = {**config, "specpress": ours}
     if holds_scales(config):

@@ -15,9 +15,11 @@ from runtime.blocks import Attention, Block, Mixture, Mlp, Parts
 from runtime.checkpoint import Checkpoint, open_checkpoint
 from runtime.configuration import configuration, transformers_configuration
 from runtime.decoder import LlamaDecoder
+from runtime.devices import explaining, resolve
 from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
+from runtime.gpu.memory import free_bytes, needed, require_room
 from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
 from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
@@ -28,6 +30,8 @@ from runtime.upper import has_planes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from runtime.adapter import Through
 
 Weight = PackedWeight | Tensor
 
@@ -84,7 +88,7 @@ def load(
     device: str = "cpu",
     threads: int | None = None,
     kernels: str = "auto",
-    adapter: bool = False,
+    adapter: "bool | Through" = False,
     planes: bool = False,
 ) -> Model:
     """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
@@ -93,12 +97,13 @@ def load(
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
-    adapter  run through transformers even where the decoder knows the architecture.
+    adapter  run through transformers even where the decoder knows the architecture; a `Through` (adapter.py) says in
+             which type it computes, and whether it is spread over devices.
     planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
 
     Raises UserError for anything wrong with the directory, the device or the architecture.
     """
-    where = _device(device)
+    where = resolve(device)
     if threads is not None:
         if threads < 1:
             raise UserError(f"threads must be at least 1, found {threads}")
@@ -116,7 +121,7 @@ def load(
     config = configuration(checkpoint)
     architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
     if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
-        from runtime.adapter import adapt
+        from runtime.adapter import FLOAT32, adapt
 
         if checkpoint.path.is_file():
             raise UserError(
@@ -129,19 +134,16 @@ def load(
                 " choose another drafter"
             )
         config = transformers_configuration(checkpoint)
-        return Model(adapt(checkpoint.path, config, where), checkpoint.path, config)
-    kernel = choose(kernels, device if device != "auto" else where.type, threads)
-    return Model(build(checkpoint, architecture, config, kernel, where, planes), checkpoint.path, config)
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UserError(f"device must be cpu, cuda or auto, found {device!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device!r} was asked for, but torch {torch.__version__} finds no CUDA device here")
-    return torch.device(device)
+        with explaining():
+            adapted = adapt(checkpoint.path, config, where, FLOAT32 if isinstance(adapter, bool) else adapter)
+        return Model(adapted, checkpoint.path, config)
+    kernel = choose(kernels, str(where), threads)
+    if where.type == "cuda":
+        size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
+        require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
+    with explaining():
+        made = build(checkpoint, architecture, config, kernel, where, planes)
+    return Model(made, checkpoint.path, config)
 
 
 def build(
@@ -157,7 +159,7 @@ def build(
     Raises UserError naming a missing or misshapen tensor, or why there can be no planes.
     """
     a = architecture
-    if planes and not (kernel.native or kernel.name == "reference"):
+    if planes and not (kernel.native or kernel.name in ("reference", "triton")):
         raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
     kv = kv_scheme.read(checkpoint, a, device)
     reader = _Reader(checkpoint, kernel, device, planes)
@@ -168,9 +170,11 @@ def build(
         embedding = None if a.tied or embedding is None else embedding.clone()
     blocks = tuple(_block(reader, a, number) for number in range(a.layers))
     norm = reader.vector("model.norm.weight", a.hidden)
-    head_weight: Weight = (
-        reader.table("model.embed_tokens.weight", shape) if a.tied else reader.weight("lm_head", shape)
-    )
+    head_weight: Weight
+    if a.tied:
+        head_weight = reader.table("model.embed_tokens.weight", shape) if embedding is None else embedding
+    else:
+        head_weight = reader.weight("lm_head", shape)
     head = linear(head_weight, reader.bias("lm_head"), kernel)
     if planes and not has_planes(Parts(embedding, blocks, norm, head)):
         raise UserError(
@@ -180,6 +184,10 @@ def build(
     if isinstance(head, NativeLinear):
         return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     assert embedding is not None
+    if kernel.name == "triton":
+        from runtime.gpu.decoder import TritonDecoder
+
+        return TritonDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
 
 

@@ -83,7 +83,13 @@ class NativeDecoder:
         """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        Raises UserError for float16, which only GPUs take.
         """
+        if kind not in CACHES:
+            raise UserError(
+                f"the kernels for CPUs hold keys and values in {', '.join(CACHES)}, not in {kind}, which needs a GPU; "
+                "choose one of them."
+            )
         a = self.architecture
         return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
 

@@ -44,6 +44,17 @@ class Pages:
         """Pages that `take` can give: free or idle."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def known(self) -> int:
+        """Pages that are known by their tokens, held or idle."""
+        return len(self._prefix)
+
+    def grow(self, total: int) -> None:
+        """Adds free pages up to `total`; the others keep their numbers."""
+        self._free = [*range(total - 1, self.total - 1, -1), *self._free]
+        self._holders += [0] * (total - self.total)
+        self.total = total
+
     def holders(self, page: int) -> int:
         """Requests that hold the page."""
         return self._holders[page]

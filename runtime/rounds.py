@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from runtime.device_rounds import ARGMAX, Asked, chosen_there
 from runtime.drafters import Draft, Request
 from runtime.metrics import Metrics
 from runtime.rows import Rows, integers
@@ -95,10 +96,23 @@ def along(hidden: Tensor, path: list[int]) -> Tensor | None:
     return hidden[[0, *(1 + i for i in path)]]
 
 
-def judge(request: Request, draft: Draft, logits: Logits, choices: list[int], rule: Rule) -> Verdict:
-    """What the request's rule makes of its draft. logits (n + 1, V) of the draft's nodes; `choices`: their argmax."""
+def asked_of(request: Request, draft: Draft, rule: Rule) -> list[Asked]:
+    """What a device is to choose by, for each of the n + 1 nodes of a draft."""
+    if not chosen_there(request.sampling, rule):
+        return [ARGMAX] * (len(draft.parents) + 1)
+    position = len(request.tokens)
+    return [Asked(request.sampling, position + depth) for depth in (0, *(1 + depth for depth in depths(draft)))]
+
+
+def judge(
+    request: Request, draft: Draft, logits: Logits, choices: list[int], rule: Rule, chosen: bool = False
+) -> Verdict:
+    """What the request's rule makes of its draft. logits (n + 1, V) of the draft's nodes; `choices`: their argmax.
+
+    chosen  `choices` are what a device chose by `asked_of` instead.
+    """
     sampling, position = request.sampling, len(request.tokens)
-    if sampling.greedy and sampling.plain:
+    if (sampling.greedy and sampling.plain) or (chosen and chosen_there(sampling, rule)):
         return greedy(choices, draft)
     context = (sampling, request.tokens, paths(draft), request.prompt_length, request.stop_tokens)
     if sampling.greedy:

@@ -116,6 +116,21 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 128_000,
         "eos_token_id": 128_001,
     },
+    "llama-3.1-8b-tenth": _LLAMA
+    | _sizes(128_256, 2048, 8192, 4, 32, 8, 131_072, tied=False)
+    | {
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    "llama-3.1-70b": _LLAMA
+    | _sizes(128_256, 8192, 28_672, 80, 64, 8, 131_072, tied=False)
+    | {
+        "head_dim": 128,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
     "qwen2.5-0.5b": _QWEN2
     | _sizes(151_936, 896, 4864, 24, 14, 2, 32_768, tied=True)
     | {"bos_token_id": 151_643, "eos_token_id": 151_643},
@@ -126,7 +141,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
 )
-"""The shapes by name: published models, a draft of a tenth of the first's bytes, and examples/pair's target."""
+"""The shapes by name: published models, drafts of a tenth of TinyLlama's and the 8B's bytes, examples/pair's target."""
 
 
 def write_shape(

@@ -5,6 +5,7 @@ Self-speculation without a second model. A view holds the tensors of the decoder
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,12 +17,26 @@ from runtime.kernels.native.weights import upper_weight
 from runtime.kernels.reference import Int8Linear, UpperLinear
 
 
+@runtime_checkable
+class Planed(Protocol):
+    """A layer that knows its own upper view (Triton's, which nothing here may import)."""
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper` takes it."""
+
+    def upper(self) -> Linear:
+        """The layer on the upper plane of its weight."""
+
+
 def upper_linear(layer: Linear) -> Linear:
     """The layer on the upper plane of its weight; a layer without planes (float, 4-bit, …) as it is."""
     if isinstance(layer, NativeLinear) and layer.weight.has_planes:
         return NativeLinear(upper_weight(layer.weight), layer.path, layer.pool)
     if isinstance(layer, Int8Linear) and layer.has_planes:
         return UpperLinear(layer)
+    if isinstance(layer, Planed) and layer.has_planes:
+        return layer.upper()
     return layer
 
 
@@ -70,8 +85,10 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
 
 
 def _of(layer: Linear) -> Iterator[Tensor]:
-    if isinstance(layer, NativeLinear):
-        yield from layer.weight.tensors
+    held = getattr(getattr(layer, "weight", None), "tensors", None)
+    if held is not None:
+        # The native kernels' layers, and Triton's.
+        yield from held
     elif isinstance(layer, UpperLinear):
         yield from _of(layer.whole)
     else:

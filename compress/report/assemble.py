@@ -21,6 +21,7 @@ from compress.report import baselines, exports, page, quality, size, speed, unme
 from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
+from runtime.devices import resolve
 from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.kernels import available
 from runtime.speculate import Speculator
@@ -66,7 +67,13 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
     measured = _measure(facts, options, progress) if loads else _unloaded(facts, options)
     missing = dict(measured.missing)
     measured_size = size.measure(
-        facts.original, facts.model, facts.draft, facts.layers, measured.cache_bytes, facts.pruned
+        facts.original,
+        facts.model,
+        facts.draft,
+        facts.layers,
+        measured.cache_bytes,
+        facts.pruned,
+        resolve(options.device),
     )
     for section, figures in (("size", measured_size), ("quality", measured.quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
@@ -226,8 +233,8 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
 def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
     """What there is to say where nothing is measured that takes a model."""
     nothing = speed.not_measured()
-    device = torch.device("cuda" if options.device.startswith("cuda") else "cpu")
-    kernels = next(kernel.name for kernel in available(device.type) if kernel.usable)
+    device = resolve(options.device)
+    kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, unknown = exports.unmeasured(facts.exports, unmeasured.NOT_LOADED)
     missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED, **unknown}
     section = unmeasured.quality(options.seq_len, _head(facts.recipe))

@@ -218,7 +218,8 @@ def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str
             pad_token_id=0,
             **options,
         )
-        return int(out.shape[1]) - len(prompt)
+        # Reading the tokens waits for the device.
+        return len(out[0].tolist()) - len(prompt)
 
     began = time.perf_counter()
     generate(job.prompts[0])

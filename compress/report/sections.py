@@ -157,7 +157,10 @@ def _size(report: dict[str, Any]) -> Section:
     others: list[Row] = [
         ("bits per quantised weight, scales included", number(size["bits_per_weight"], 3)),
         ("draft on disk", "none" if size["draft_bytes"] is None else f"{size['draft_bytes']:,} B"),
-        ("peak memory of this process", megabytes(size["peak_memory_bytes"])),
+        (
+            "peak memory of this process" if report["machine"]["device"] == "cpu" else "peak memory on the GPU",
+            megabytes(size["peak_memory_bytes"]),
+        ),
     ]
     zeros = size.get("sparsity")
     if zeros is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.report.facts import LayerRecord
@@ -25,6 +26,7 @@ def measure(
     packed: Sequence[LayerRecord],
     cache_bytes: tuple[int, int] | None,
     pruned: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """The `size` section of report.json: bytes, ratios, bits.
 
@@ -35,7 +37,8 @@ def measure(
 
     Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
     not counted; bits_per_weight over the quantised weights only, with all that is stored for them (`bits_per_weight`);
-    kv_bytes_per_token{original, compressed}; peak_memory_bytes of this process until now; sparsity, null where nothing
+    kv_bytes_per_token{original, compressed}; peak_memory_bytes of this process until now (on CUDA: what
+    torch held on the GPU at most); sparsity, null where nothing
     was pruned. A figure that could not be had is null, and `not_measured` says why. Raises UserError for a directory
     without readable safetensors weights.
     """
@@ -56,7 +59,7 @@ def measure(
             missing["sparsity.two_of_four_bytes"] = (
                 "the zeros do not lie two in every four, so a 2:4 store cannot hold these layers"
             )
-    peak = peak_memory_bytes()
+    peak = peak_memory_bytes(device)
     if peak is None:
         missing["peak_memory_bytes"] = "this system does not tell a process's peak memory"
     return {
@@ -114,8 +117,13 @@ def weight_bytes(directory: Path) -> int:
     return open_checkpoint(directory).bytes_on_disk()
 
 
-def peak_memory_bytes() -> int | None:
-    """The most resident memory that this process has had, or None where the system does not tell."""
+def peak_memory_bytes(device: torch.device | None = None) -> int | None:
+    """The most resident memory that this process has had, or None where the system does not tell.
+
+    On a CUDA device: the most that torch has held there.
+    """
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     try:
         import resource
     except ImportError:

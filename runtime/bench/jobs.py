@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 import typer
 
 from runtime.bench.prompts import read_prompts
@@ -51,8 +52,9 @@ def opened_job(
     verify: str,
     draft_length: int | None,
     threads: int | None,
+    device: str = "cpu",
 ) -> Iterator[tuple[Job, Model]]:
-    """Loads what is to be measured. Raises UserError for whatever does not fit together."""
+    """Loads what is to be measured, on a device. Raises UserError for whatever does not fit together."""
     if (target is None) == (shape is None):
         raise UserError("name either a --target or a --shape to measure")
     if verify not in ("coupled", "rejection"):
@@ -66,7 +68,7 @@ def opened_job(
 
         def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> Model:
             path = write_shape(name, scheme, Path(folder) / f"{role}-{name}") if is_shape else name
-            return load(path, threads=threads, planes=planes)
+            return load(path, device=device, threads=threads, planes=planes)
 
         model = opened(shape or str(target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
@@ -163,8 +165,9 @@ class Between:
 
 
 def facts_of(job: Job, model: Model) -> dict[str, Any]:
+    device = model.decoder.device
     return {
-        "machine": machine(),
+        "machine": machine() | ({"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "target": model.path.name,
         "random_weights": not (model.path / "tokenizer.json").exists(),
         "kernels": model.decoder.kernels,

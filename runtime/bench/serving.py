@@ -38,6 +38,7 @@ _Gamma = Annotated[
     int | None, typer.Option(help="Tokens drafted a round.", show_default="what pays most, chosen every round")
 ]
 _Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")]
+_Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -59,6 +60,7 @@ def speculate(
     draft_length: _Gamma = None,
     rounds: Annotated[int, typer.Option(help="Passes over the prompts, plain and speculative in turns.")] = 3,
     threads: _Threads = None,
+    device: _Device = "cpu",
     json_file: _Json = None,
 ) -> None:
     """Measures speculative against plain decoding of the same target: speed, acceptance, prediction, mismatches."""
@@ -72,7 +74,7 @@ def speculate(
         _check({"--rounds": rounds, "--batch": batch, "--new-tokens": new_tokens}, count, json_file)
         with opened_job(
             target, shape, scheme, drafter, draft, alpha, corpus, prompts, count, new_tokens, batch, temperature, seed,
-            verify, draft_length, threads,
+            verify, draft_length, threads, device,
         ) as (job, model):  # fmt: skip
             between = Between(job, model, rounds) if batch == 1 else None
             plain, spoken = measure(job, NoDrafter(), rounds, say, between)
@@ -105,6 +107,7 @@ def load(
         float | None, typer.Option(help="Seconds that P90 time to first token must stay under.")
     ] = None,
     threads: _Threads = None,
+    device: _Device = "cpu",
     json_file: _Json = None,
 ) -> None:
     """Sends requests in a Poisson process; with a bound finds the highest rate that stays under it."""
@@ -126,7 +129,7 @@ def load(
         bound = Bound(*(None if limit is None else limit * 1e3 for limit in (max_latency, max_ttft)))
         with opened_job(
             target, shape, scheme, drafter, draft, alpha, corpus, prompts, count, new_tokens, batch, temperature, seed,
-            verify, draft_length, threads,
+            verify, draft_length, threads, device,
         ) as (job, model):  # fmt: skip
             cache = job.decoder.new_cache()
             length: int | Controller = Controller() if job.draft_length is None else job.draft_length

@@ -95,7 +95,8 @@ def show_load(facts: dict[str, Any], results: dict[str, Any]) -> None:
 
 def _title(facts: dict[str, Any]) -> str:
     weights = ", random weights: speed only" if facts["random_weights"] else ""
+    where = facts["machine"].get("device") or facts["machine"]["cpu"]
     return (
-        f"{facts['target']}{weights}. {facts['machine']['cpu']}, {facts['threads']} threads,"
+        f"{facts['target']}{weights}. {where}, {facts['threads']} threads,"
         f" {facts['kernels']} kernels. Milliseconds; the prompt's time is included."
     )

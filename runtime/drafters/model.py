@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.device_rounds import BROKEN, DeviceRounds, Later, chosen_there
 from runtime.drafters import Draft, Outcome, Request
 from runtime.noise import Stream, pick, race, uniforms
 from runtime.rows import Decoder, GreedyChains, Rows, integers
@@ -98,6 +99,36 @@ class ModelDrafter:
                 growing = [d for d in growing if len(d.tokens) < d.budget]
                 missing = [d.tokens[-1:] for d in growing]
         return [Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), self._stacked(d.probs)) for d in drafting]
+
+    def propose_later(self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device) -> Later | None:
+        """See device_rounds.DraftsLater: greedy and `coupled` drafts of a model on the same device."""
+        decoder = self._decoder
+        if not isinstance(decoder, DeviceRounds) or decoder.device != device:
+            return None
+        affordable = [self._affordable(r, b) for r, b in zip(requests, budgets, strict=True)]
+        chains = [i for i, budget in enumerate(affordable) if budget > 0]
+        growing, counts = [requests[i] for i in chains], [affordable[i] for i in chains]
+        if not growing or not all(chosen_there(request.sampling, self._rule) for request in growing):
+            return None
+        pieces = [self._catch_up(request) for request in growing]
+        texts = [self._texts[request.id] for request in growing]
+        tokens, rows = _rows(texts, pieces)
+        limit = min(self._vocab_size, decoder.vocab_size)
+        drafted = decoder.draft(tokens, rows, self._cache, counts, limit, [request.sampling for request in growing])
+        for text, piece in zip(texts, pieces, strict=True):
+            text.fed += piece
+        return Later(drafted, counts, chains)
+
+    def settle(self, requests: Sequence[Request], later: Later, tokens: Sequence[Sequence[int]]) -> list[Draft]:
+        """See device_rounds.DraftsLater."""
+        drafts = [Draft() for _ in requests]
+        for i, count, row in zip(later.chains, later.counts, tokens, strict=True):
+            drafted = list(row[:count])
+            if BROKEN in drafted:
+                raise not_finite("draft")
+            self._texts[requests[i].id].fed += drafted[:-1]
+            drafts[i] = Draft(drafted, list(range(-1, count - 1)))
+        return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to learn: the next `propose` compares the cache with the texts themselves."""

@@ -1,5 +1,5 @@
-"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: torch, and
-bitsandbytes for nf4 and int8."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, else
+torch, and bitsandbytes for nf4 and int8."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,10 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import native
 from runtime.kernels.reference import float_linear, packed_linear
+from runtime.kernels.triton.available import usable
 
 Weight = PackedWeight | Tensor
-NAMES: tuple[str, ...] = ("auto", *native.PATHS, "reference", "bitsandbytes")
+NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ def available(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
     bnb_why = "installed" if has_bnb else "not installed (pip install 'specpress[bnb]')"
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
     plain = Kernel("reference", True, "plain torch, width-independent, slow", exact=True)
+    triton = Kernel("triton", *usable(device), exact=True)
     if device.startswith("cuda"):
-        return [bnb, plain] if has_bnb else [plain, bnb]
+        return [triton, bnb, plain] if has_bnb else [triton, plain, bnb]
     count = native.default_threads() if threads is None else threads
     paths = [Kernel(path, *native.usable(path), exact=True, threads=count) for path in native.PATHS]
-    return [*paths, plain, bnb]
+    return [*paths, plain, *([triton] if triton.usable else []), bnb]
 
 
 def choose(kernels: str, device: str, threads: int | None = None) -> Kernel:
@@ -89,6 +91,12 @@ def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Ten
 
         threads = pool(kernel.threads)
         return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
+    if kernel.name == "triton":
+        from runtime.kernels.triton.linear import triton_linear
+        from runtime.kernels.triton.weights import gpu_weight
+
+        codes = weight if isinstance(weight, Tensor) else weight.codes
+        return triton_linear(gpu_weight(weight, bias, codes.device))
     if isinstance(weight, Tensor):
         return float_linear(weight, bias)
     if kernel.name == "bitsandbytes":
@@ -109,6 +117,15 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
         # The native decoder multiplies by all parts in one call, so nothing is copied together here.
         parts = zip(share_inputs(weights), biases, strict=True)
         return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
+    if kernel.name == "triton":
+        from runtime.kernels.triton.linear import TritonJoined, triton_linear
+        from runtime.kernels.triton.weights import concatenate, gpu_weight
+        from runtime.kernels.triton.weights import share_inputs as share
+
+        each = zip(weights, biases, strict=True)
+        made = share([gpu_weight(w, b, (w if isinstance(w, Tensor) else w.codes).device) for w, b in each])
+        whole = concatenate(made)
+        return TritonJoined(tuple(triton_linear(w) for w in (made if whole is None else [whole])), tuple(sizes))
     if len(weights) == 1:
         return Joined((linear(first, biases[0], kernel),), tuple(sizes))
     if all(isinstance(w, Tensor) for w in weights):

@@ -16,6 +16,8 @@ from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigm
 KEY_BLOCK = 64
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
 _EXACT_FLOAT = 1 << 24
+# The fewest rows of a product of integers on CUDA.
+_CUDA_ROWS = 17
 # Largest magnitude of a code, by kind (nf4's int8 levels; int4 counted from 0).
 _LARGEST = {"int8": 128, "int4": 15, "nf4": 127, "ternary": 1}
 
@@ -67,6 +69,19 @@ def quantize_static(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, torch.where(x.isnan().any(dim=-1), torch.nan, step)
 
 
+def integer_product(x: Tensor, codes: Tensor) -> Tensor:
+    """x (T, K) int8 times codes (K, N) int8: (T, N) int32, exact.
+
+    CUDA's product takes more than 16 rows, and inputs and outputs in eights: others are filled with zeros there.
+    """
+    if not x.is_cuda:
+        return torch._int_mm(x, codes)
+    (rows, inputs), outputs = x.shape, codes.shape[1]
+    pad = torch.nn.functional.pad
+    wide = pad(x, (0, -inputs % 8, 0, max(0, _CUDA_ROWS - rows)))
+    return torch._int_mm(wide, pad(codes, (0, -outputs % 8, 0, -inputs % 8)))[:rows, :outputs]
+
+
 @dataclass(frozen=True)
 class FloatLinear:
     """y = x Wᵀ + b. `weight` is (K, N), its inputs padded."""
@@ -94,7 +109,7 @@ class Int8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rounded, step = quantize_rows(x) if self.input_scale is None else quantize_static(x, self.input_scale)
-        y = (torch._int_mm(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
+        y = (integer_product(rounded, self.codes).float() * self.scale) * step.unsqueeze(1)
         return y if self.bias is None else y + self.bias
 
 

@@ -152,7 +152,14 @@ def _session(path: Path, shown: str, device: torch.device, threads: int) -> Any:
     options.log_severity_level = 4  # its errors come out as exceptions, too, and those are told
     chosen = (provider, {"device_id": device.index or 0}) if device.type == "cuda" else provider
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=[chosen])
+        session = onnxruntime.InferenceSession(str(path), options, providers=[chosen])
     except Exception as error:  # its errors have no class in common but this
         reason = onnx_files.first_line(error)
         raise UserError(f"{shown}: ONNX Runtime cannot load it ({reason}); export it again") from error
+    if provider not in session.get_providers():
+        # Where its CUDA libraries do not load, ONNX Runtime says so in a log and takes the CPU.
+        raise UserError(
+            f"{shown}: device {str(device)!r} was asked for, but ONNX Runtime {onnxruntime.__version__} cannot load its"
+            " CUDA provider; install the CUDA and cuDNN libraries that this version of onnxruntime-gpu asks for"
+        )
+    return session

@@ -277,4 +277,4 @@ def test_help_loads_no_model_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     done = subprocess.run([sys.executable, "-m", "runtime.bench", "decode", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--prefill" in done.stdout
-    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and len(SHAPES) == 7
+    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and len(SHAPES) == 9

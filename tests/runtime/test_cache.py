@@ -8,7 +8,7 @@ from runtime.cache import ContiguousCache
 from runtime.errors import UserError
 from runtime.kv import CacheKind
 
-KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
+KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
 LAYERS, HEADS, DIM = 2, 3, 20
 
 
@@ -47,6 +47,9 @@ def test_what_is_read_was_written(kind: CacheKind) -> None:
     got = stored(cache, handle)
     if kind == "float32":
         assert torch.equal(got, both)
+        return
+    if kind == "float16":
+        assert torch.equal(got, both.half().float())
         return
     # Half a step of each token and head, and not much less: it is rounded.
     step = both.abs().amax(-1, keepdim=True) / {"int8": 127, "int4": 7}[kind]
@@ -155,7 +158,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 def test_bytes_per_token() -> None:
-    per_head = {"float32": 80, "int8": 24, "int4": 14}
+    per_head = {"float32": 80, "float16": 40, "int8": 24, "int4": 14}
     for kind in KINDS:
         cache = make(kind)
         assert cache.bytes_per_token() == 2 * LAYERS * HEADS * per_head[kind]

@@ -6,10 +6,12 @@ the pages add up.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -27,10 +29,11 @@ from torch import Tensor
 from runtime import load
 from runtime.cache import KeyValueCache
 from runtime.errors import OutOfPages
+from runtime.gpu.cache import GpuCache
 from runtime.kv import CacheKind
 from runtime.paged import PagedCache
 from runtime.pages import Pages
-from runtime.rows import Rows, integers
+from runtime.rows import Out, Rows, integers
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 CAPACITY, PAGES, REQUESTS = 200, 6, 4
@@ -204,16 +207,21 @@ class Machine(RuleBasedStateMachine):
     def pages_add_up(self) -> None:
         if not isinstance(self.cache, PagedCache):
             return
-        held = Counter(page for handle in self.texts for page in self.cache.table(handle))
-        assert all(self.cache.holders(page) == held[page] for page in range(PAGES))
-        assert self.cache.pages_free == PAGES - len(held)
+        held, total = Counter(page for handle in self.texts for page in self.cache.table(handle)), self.cache.pages
+        assert all(self.cache.holders(page) == held[page] for page in range(total))
+        assert self.cache.pages_free == total - len(held)
+        if isinstance(self.cache, GpuCache):
+            for handle in self.texts:
+                pages, out = self.cache.table(handle), np.zeros((2, 4), np.int32)
+                self.cache.tables([handle], 4, out)
+                assert out[0].tolist()[: len(pages)] == list(pages) and out.max() <= self.cache.pool.scratch == total
         assert all(len(self.cache.table(h)) == -(-len(text) // 64) for h, text in self.texts.items())
 
     def teardown(self) -> None:
         for handle in self.texts:
             self.cache.close(handle)
         if isinstance(self.cache, PagedCache):
-            assert self.cache.pages_free == PAGES
+            assert self.cache.pages_free == self.cache.pages
 
 
 def play(decoder: Any, kind: CacheKind, pages: int | None, examples: int, **options: Any) -> None:
@@ -242,6 +250,27 @@ def test_any_sequence_leaves_what_a_fresh_prefill_leaves(
 
 def test_a_packed_model_too(tiny_packed: Callable[[str], Path], kernels: str) -> None:
     play(load(tiny_packed("int4"), kernels=kernels).decoder, "int8", PAGES, 6 if kernels == "reference" else 20)
+
+
+@dataclass
+class OnPool:
+    """A decoder with the cache of GPUs, whose pool lies in the same memory."""
+
+    decoder: Any
+    kernels: str = "reference"
+
+    def new_cache(self, kind: CacheKind, pages: int | None = None) -> KeyValueCache:
+        a = self.decoder.architecture
+        return GpuCache(a.layers, a.kv_heads, a.head_dim, torch.device("cpu"), pages, kind)
+
+    def forward(self, *arguments: Any) -> Out:
+        return self.decoder.forward(*arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pages", [PAGES, None], ids=["paged", "growing"])
+def test_a_pool_that_grows_too(tiny: Callable[..., Path], pages: int | None, kind: CacheKind) -> None:
+    play(OnPool(load(tiny("llama")).decoder), kind, pages, 20)
 
 
 def test_a_copy_that_was_forgotten_is_found(

@@ -60,6 +60,15 @@ def test_logits_of_float_models_are_the_references(
     assert relative(whole(made, tokens), whole(load(tiny(kind), kernels="reference").decoder, tokens)) < 1e-5
 
 
+def test_half_precision_caches_are_left_to_gpus(tiny: Tiny, text: Text, whole: Whole, native_path: str) -> None:
+    """The reference has them too, so that there is something to compare a GPU's with."""
+    with pytest.raises(UserError, match="hold keys and values in float32, int8, int4, not in float16"):
+        decoder(tiny("llama"), native_path).new_cache("float16")
+    plain = load(tiny("llama"), kernels="reference").decoder
+    tokens = text(70)
+    assert 1e-6 < relative(whole(plain, tokens, "float16"), whole(plain, tokens)) < 1e-3
+
+
 @pytest.mark.parametrize("scheme", PACKED)
 def test_logits_of_packed_models_are_the_references(
     tiny_packed: Callable[[str], Path], text: Text, whole: Whole, native_path: str, scheme: str

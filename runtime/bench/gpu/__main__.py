@@ -1,0 +1,289 @@
+"""The commands of `python -m runtime.bench gpu`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from runtime.commands import without_traceback
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.bench.gpu.place import Place
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="What a GPU is measured by.")
+Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Kernels = Annotated[str, typer.Option(help="auto, triton, bitsandbytes or reference.")]
+Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
+ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
+ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
+Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, int8, int4, nf4 or ternary; may be repeated.")]
+
+
+def opened(device: str, rounds: int, json_file: Path | None) -> "Place":
+    """The place, once the options that all commands share are checked. Raises UserError."""
+    from runtime.bench.gpu.place import find
+
+    if rounds < 1:
+        raise UserError(f"--rounds must be at least 1, found {rounds}")
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise UserError(f"--json: {json_file} cannot be a file: it is a folder, or lies in none; name another")
+    return find(device)
+
+
+def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
+    """Numbers with commas between them, in order. Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
+        raise UserError(f"{option}: expected numbers from 1 to {most} with commas between them, found {text!r}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def known(shapes: list[str]) -> list[str]:
+    """The shapes, each once. Raises UserError for one that is not offered."""
+    from runtime.shapes import SHAPES
+
+    if unknown := [name for name in shapes if name not in SHAPES]:
+        raise UserError(f"--shape: {unknown[0]!r} is unknown; use one of {', '.join(SHAPES)}")
+    return list(dict.fromkeys(shapes))
+
+
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    typer.echo(text, err=True)
+
+
+@app.command()
+def decode(
+    shape: ShapeNames = ["tinyllama-1.1b", "llama-3.1-8b", "llama-3.1-70b"],  # noqa: B006 (typer reads it)
+    scheme: Schemes = ["bf16", "int8", "int4", "nf4", "ternary"],  # noqa: B006
+    widths: Widths = "1,2,4,8,16",
+    context: Annotated[int, typer.Option(help="Tokens in the cache before the step.")] = 512,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+) -> None:
+    """Times a step (forward and greedy choice) after a context, at each width, for each scheme."""
+    with without_traceback():
+        from runtime.bench.gpu.decode import time_shape
+        from runtime.bench.gpu.output import finish, show
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 256)
+        everything: list[dict[str, Any]] = []
+        missing: list[dict[str, Any]] = []
+        readings: list[float] = []
+        for name in known(shape):
+            found, left_out, read = time_shape(place, name, scheme, counts, context, rounds, kernels, say)
+            everything, missing, readings = everything + found, missing + left_out, readings + read
+            columns = [
+                ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
+                ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"),
+                ("bytes_read", "bytes read", ",d"),
+                ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
+                ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
+            ]  # fmt: skip
+            show(f"{name}, random weights, after {context} tokens", columns, found, place)
+        finish("decode", place, readings, rounds, everything, json_file, missing, context=context)
+
+
+@app.command()
+def kernels(
+    shape: ShapeNames = ["llama-3.1-8b"],  # noqa: B006
+    scheme: Annotated[list[str], typer.Option(help="int4 or nf4; may be repeated.")] = ["int4", "nf4"],  # noqa: B006
+    widths: Widths = "1,2,4,8,16",
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+) -> None:
+    """Times the 4-bit layers beside torch's int4 product and bitsandbytes' GEMV."""
+    with without_traceback():
+        from runtime.bench.gpu.kernels import time_layers
+        from runtime.bench.gpu.output import finish, show
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 256)
+        if unknown := set(scheme) - {"int4", "nf4"}:
+            raise UserError(f"--scheme: expected int4 or nf4, found {', '.join(sorted(unknown))}")
+        everything: list[dict[str, Any]] = []
+        missing: list[dict[str, Any]] = []
+        readings: list[float] = []
+        for name in known(shape):
+            found, left_out, read = time_layers(place, name, scheme, counts, rounds, kernels)
+            everything += [one | {"shape": name} for one in found]
+            missing, readings = missing + left_out, readings + read
+            columns = [
+                ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
+                ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
+                ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
+                ("relative_error", "error", ".1e"),
+            ]  # fmt: skip
+            show(f"{name}'s layers, random weights", columns, found, place)
+        finish("kernels", place, readings, rounds, everything, json_file, missing)
+
+
+@app.command()
+def speculate(
+    shape: ShapeName = "llama-3.1-8b",
+    draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth",
+    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4 or ternary.")] = "int4",
+    alpha: Annotated[float, typer.Option(help="The oracle's acceptance per token.")] = 0.8,
+    draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8",
+    prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 3,
+    json_file: Json = None,
+) -> None:
+    """Speculation at a known acceptance and a draft's real cost: measured beside predicted speed-up."""
+    with without_traceback():
+        from runtime.bench.gpu.output import finish, show
+        from runtime.bench.gpu.speculate import oracle
+
+        place, lengths = opened(device, rounds, json_file), numbers("--draft-lengths", draft_lengths, 64)
+        known([shape, draft])
+        found, _ = oracle(place, shape, draft, scheme, alpha, lengths, prompts, new_tokens, rounds, kernels, say)
+        columns = [
+            ("draft_length", "γ", "d"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
+            ("draft_cost_ratio", "c", ".3f"), ("step_ms", "step ms", ".2f"), ("speedup", "speed-up", ".2f"),
+            ("decode_speedup", "without prompts", ".2f"), ("predicted_speedup", "predicted", ".2f"),
+            ("mismatches", "texts that differ", "d"),
+        ]  # fmt: skip
+        show(f"{shape} and {draft}, {scheme}, oracle right with {alpha:g} a token", columns, found, place)
+        finish("speculate", place, [], rounds, found, json_file, alpha=alpha, new_tokens=new_tokens)
+
+
+@app.command()
+def attention(
+    shape: ShapeName = "llama-3.1-8b",
+    kind: Annotated[list[str], typer.Option(help="float32, float16, int8 or int4; may be repeated.")] = [  # noqa: B006
+        "float16",
+        "int8",
+        "int4",
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of each request.")] = 32_768,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 8,
+    widths: Widths = "1,5",
+    device: Device = "cuda",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+) -> None:
+    """Times one layer's attention over long caches, and compares time and memory with what is computed for them."""
+    with without_traceback():
+        from typing import get_args
+
+        from runtime.bench.gpu.attention import time_kinds
+        from runtime.bench.gpu.output import finish, show
+        from runtime.kv_kind import CacheKind
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 16)
+        if unknown := set(kind) - set(get_args(CacheKind)):
+            raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
+        for option, value in (("--context", context), ("--batch", batch)):
+            if value < 1:
+                raise UserError(f"{option} must be at least 1, found {value}")
+        [name] = known([shape])
+        kinds: Any = tuple(dict.fromkeys(kind))
+        found, left_out, readings = time_kinds(place, name, kinds, context, batch, counts, rounds)
+        columns = [
+            ("scheme", "cache", "s"), ("width", "width", "d"), ("ms_median", "ms a layer", ".3f"),
+            ("computed_ms", "computed ms", ".3f"), ("bytes_computed", "bytes computed", ",d"),
+            ("bytes_held", "bytes held", ",d"), ("gb_per_second", "GB/s", ".0f"),
+            ("share_of_bandwidth", "of copies' speed", ".0%"),
+        ]  # fmt: skip
+        show(f"{name}, one layer's attention, {batch} requests of {context} tokens", columns, found, place)
+        finish("attention", place, readings, rounds, found, json_file, left_out)
+
+
+@app.command()
+def batch(
+    target: Annotated[str, typer.Option(help="A model directory or run folder.", show_default=False)],
+    draft: Annotated[str | None, typer.Option(help="Its draft's directory.", show_default="the run's own")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text or .jsonl file of prompts.")] = None,
+    sizes: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128,256",
+    draft_length: Annotated[int, typer.Option(help="Tokens drafted a round.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 64,
+    device: Device = "cuda",
+    rounds: Rounds = 3,
+    json_file: Json = None,
+) -> None:
+    """Plain and speculative greedy decoding of a real pair in batches: tokens/s, and the texts that differ."""
+    with without_traceback():
+        from runtime.bench.gpu.output import finish, show
+        from runtime.bench.gpu.speculate import batches
+        from runtime.bench.jobs import opened_job
+
+        place, counts = opened(device, rounds, json_file), numbers("--sizes", sizes, 1024)
+        with opened_job(
+            target, None, "", "model", draft, 0.0, None, prompts, None, new_tokens, 1, 0.0, 0, "coupled", draft_length,
+            None, device,
+        ) as (job, _):  # fmt: skip
+            found = list(batches(job, counts, rounds, say))
+        columns = [
+            ("batch", "batch", "d"), ("plain_tokens_per_second", "plain tokens/s", ".0f"),
+            ("speculative_tokens_per_second", "speculative", ".0f"), ("speedup", "speed-up", ".2f"),
+            ("acceptance_rate", "α", ".3f"), ("prompts", "texts", "d"), ("mismatches", "of which differ", "d"),
+        ]  # fmt: skip
+        show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, found, place)
+        finish("batch", place, [], rounds, found, json_file, new_tokens=new_tokens)
+
+
+@app.command()
+def tune(
+    shape: ShapeName = "llama-3.1-8b",
+    scheme: Schemes = ["int4"],  # noqa: B006
+    widths: Widths = "1,8",
+    device: Device = "cuda",
+    rounds: Rounds = 8,
+    json_file: Json = None,
+) -> None:
+    """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tables.py."""
+    with without_traceback():
+        from runtime.bench.gpu.output import finish, show
+        from runtime.bench.gpu.tune import tune as tried
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 512)
+        [name] = known([shape])
+        found, readings = tried(place, name, scheme, counts, rounds, say)
+        columns = [
+            ("scheme", "scheme", "s"), ("layer", "layer", "s"), ("width", "width", "d"), ("block_n", "outputs", "d"),
+            ("warps", "warps", "d"), ("stages", "stages", "d"), ("programs", "programs", "d"),
+            ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
+        ]  # fmt: skip
+        show(f"{name}, quickest first", columns, [one for one in found if one["why"] is None], place)
+        refused = [one for one in found if one["why"] is not None]
+        finish("tune", place, readings, rounds, found, json_file, refused)
+
+
+@app.command()
+def generate(
+    shape: ShapeName = "llama-3.1-8b",
+    scheme: Schemes = ["bf16", "int4"],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Random tokens before the new ones.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 5,
+    json_file: Json = None,
+) -> None:
+    """transformers' generate (eager; static cache and compile) beside plain decoding here."""
+    with without_traceback():
+        from runtime.bench.gpu.generate import time_ways
+        from runtime.bench.gpu.output import finish, show
+
+        place = opened(device, rounds, json_file)
+        [name] = known([shape])
+        found, left_out, readings = time_ways(place, name, scheme, prompt, new_tokens, rounds, kernels, say)
+        columns = [
+            ("way", "way", "s"), ("tokens_per_second", "tokens/s", ".1f"), ("ms_per_token", "ms a token", ".2f"),
+            ("over_eager", "over eager", ".2f"),
+        ]  # fmt: skip
+        show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, found, place)
+        finish("generate", place, readings, rounds, found, json_file, left_out)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,101 @@
+"""Which device a name means, and what CUDA's failures mean: each one sentence."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_KINDS = ("cpu", "cuda")
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]?i?B)")
+_FREE = re.compile(r"of which ([\d.]+ [KMGT]?i?B) is free")
+
+
+def resolve(device: str) -> "torch.device":
+    """The device of "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one that works, else the CPU).
+
+    Raises UserError for another name, and where CUDA was asked for and cannot be had: nothing falls back silently.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cpu" if why_no_cuda() else "cuda")
+    kind, colon, index = device.partition(":")
+    if kind not in _KINDS or (colon and (kind == "cpu" or not index.isdecimal())):
+        raise UserError(f"device must be cpu, cuda, cuda:N or auto, found {device!r}")
+    if kind == "cuda":
+        why = why_no_cuda()
+        if why:
+            raise UserError(f"device {device!r} was asked for, but {why}; or run on cpu")
+        count = torch.cuda.device_count()
+        if index and int(index) >= count:
+            raise UserError(f"device {device!r} was asked for, but there are {count} CUDA devices, numbered from 0")
+    return torch.device(device)
+
+
+def why_no_cuda() -> str:
+    """Why CUDA cannot be used here, and what to do; empty where it can."""
+    import torch
+
+    if torch.version.cuda is None and not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device: it is built without CUDA; install torch for CUDA"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    said = " ".join(str(one.message) for one in told)
+    if "driver" in said and "too old" in said:
+        return (
+            f"torch {torch.__version__} needs a newer NVIDIA driver than this machine's (CUDA {torch.version.cuda});"
+            " update the driver, or install a torch for an older CUDA"
+        )
+    return f"torch {torch.__version__} finds no CUDA device here; see what nvidia-smi says"
+
+
+def explained(error: BaseException) -> UserError | None:
+    """What an error of CUDA means, as a sentence; None for an error of another kind."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return _out_of_memory(str(error))
+    # torch's own class for these, where this torch has it; a plain RuntimeError in older ones.
+    failure: type[BaseException] = getattr(torch, "AcceleratorError", RuntimeError)
+    text = " ".join(str(error).split())
+    if isinstance(error, failure | RuntimeError) and text.startswith(("CUDA error", "CUDA driver error")):
+        what = text.split(":", 1)[1].split(" CUDA kernel errors")[0].split(" Search for")[0].strip().rstrip(".")
+        return UserError(
+            f"the GPU failed ({what}); it may have been taken away or reset: see what nvidia-smi says, and start again"
+        )
+    if isinstance(error, RuntimeError) and ("NVIDIA driver" in text or "CUDA driver version" in text):
+        return UserError(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use this machine's NVIDIA driver; update the"
+            " driver, or install a torch for an older CUDA"
+        )
+    return None
+
+
+def _out_of_memory(text: str) -> UserError:
+    asked, free = _ASKED.search(text), _FREE.search(text)
+    needed = f"{asked[1]} more were needed" if asked else "more was needed than there is"
+    left = f", {free[1]} were free" if free else ""
+    return UserError(
+        f"the GPU is out of memory: {needed}{left}; take a scheme of fewer bits, fewer requests, a shorter context or a"
+        " smaller kind of cache, or end what else runs there"
+    )
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Turns CUDA's errors into UserErrors of one sentence; others pass."""
+    try:
+        yield
+    except Exception as error:
+        meant = None if isinstance(error, UserError) else explained(error)
+        if meant is None:
+            raise
+        raise meant from error

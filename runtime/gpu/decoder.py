@@ -1,0 +1,301 @@
+"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward.
+
+Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
+the same whatever shares the call. Nothing here waits for the device but what says so.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.blocks import Block, Linear, Mixture, Parts
+from runtime.device_rounds import ARGMAX, BROKEN, Asked
+from runtime.family import Architecture
+from runtime.gpu.cache import GpuCache
+from runtime.gpu.choices import choices
+from runtime.gpu.graphs import Computed, Graphs
+from runtime.gpu.inputs import Bucket, Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.layers import Memory, hidden_states
+from runtime.gpu.memory import WIDEST
+from runtime.inputs import checked_cache
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.reference import KEY_BLOCK
+from runtime.kernels.triton.linear import TritonLinear
+from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
+from runtime.layout import Reserved, reserve
+from runtime.rotary import RotaryTable
+from runtime.rows import Cache, Out, Rows
+from runtime.sampling import Sampling
+from runtime.upper import upper_parts, weight_bytes
+
+# Blocks of positions for which a rotary table is made at once: its address must not change under a graph.
+_LEAST_TABLE = 32
+
+
+class TritonDecoder:
+    """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        embedding: Tensor,
+        blocks: tuple[Block, ...],
+        norm: Tensor,
+        head: Linear,
+        kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
+    ):
+        self.architecture = architecture
+        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
+        self.kernels, self.kv = kernel.name, kv
+        self.parts = Parts(embedding, blocks, norm, head)
+        self._embedding, self._config, self._kernel = embedding, config, kernel
+        self._rotary = RotaryTable(config, self.device)
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._logits: Tensor | None = None
+        self._graphs, self._staging = Graphs(self.device), Staging(self.device)
+        # A mixture's rows go to their experts by the host, which no graph can hold.
+        self._mixed = any(isinstance(block.mlp, Mixture) for block in blocks)
+
+    @property
+    def threads(self) -> int:
+        """torch's: the kernels use none."""
+        return torch.get_num_threads()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "TritonDecoder":
+        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        a = self.architecture
+        return TritonDecoder(a, self._config, self._embedding, p.blocks, p.norm, p.head, self._kernel, self.kv)
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests; None: as many as the requests may come to need.
+        """
+        a = self.architecture
+        return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, self.kv.factor(kind))
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder; what it returns lies on the device. Raises TypeError and ValueError as inputs.checked_cache
+        and layout.reserve."""
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, None, ())
+
+    @torch.inference_mode()
+    def forward_drafted(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        logits_at: Tensor | None,
+        drafted: Tensor,
+        places: Sequence[int],
+    ) -> Out:
+        """See device_rounds.DeviceRounds. Raises as `forward`."""
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, drafted, places)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        steps: Sequence[int],
+        limit: int,
+        samplings: Sequence[Sampling] | None = None,
+    ) -> Tensor:
+        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers."""
+        held = self._checked(tokens, rows, cache, None)
+        if not 1 <= limit <= self.vocab_size:
+            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
+        if min(steps, default=1) < 1:
+            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        # A request's last token is not fed, so it takes no slot.
+        reserved = reserve(rows, held, [count - 1 for count in steps])
+        if not reserved:
+            return torch.empty((0, 0), dtype=torch.int64, device=self.device)
+        with self._here():
+            return self._drafted(tokens, reserved, held, steps, limit, samplings)
+
+    def _drafted(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        samplings: Sequence[Sampling] | None,
+    ) -> Tensor:
+        ways = [Sampling()] * len(reserved) if samplings is None else samplings
+        lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
+        texts = [r.start + r.count for r in reserved]  # tokens before the next one
+        words = tokens.numpy().astype("int32")
+        out = torch.empty((max(steps), len(reserved)), dtype=torch.int64, device=self.device)
+        chosen = out[0]
+        for step in range(max(steps)):
+            if step:
+                going = [
+                    Reserved(r.request, i, 1, text + step - 1, None)
+                    for i, (r, text) in enumerate(zip(reserved, texts, strict=True))
+                    if step < steps[i]
+                ]
+                found = self._compute(going, len(reserved), held, words[:0], chosen, range(len(reserved)), None)
+            else:
+                found = self._compute(reserved, len(words), held, words, None, (), lasts)
+            asked = [Asked(way, text + step) for way, text in zip(ways, texts, strict=True)]
+            chosen = out[step]
+            chosen.copy_(self._choose(found, asked, limit))
+        return out.t()
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """See rows.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to.
+
+        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
+        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
+        """
+        drafted = self.draft(tokens, rows, cache, steps, limit).cpu()
+        counts = torch.tensor(steps, dtype=torch.int64).unsqueeze(1)
+        real = torch.arange(drafted.shape[1]) < counts
+        if bool((real & (drafted == BROKEN)).any()):
+            raise FloatingPointError("a row of logits holds NaN or Inf")
+        return torch.where(real, drafted, -1)
+
+    @torch.inference_mode()
+    def choices(
+        self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
+    ) -> tuple[list[int], list[list[int]]]:
+        """See device_rounds.DeviceRounds. Raises ValueError as choices.choices."""
+        with self._here():
+            found = choices(logits, asked)
+        if drafted is None:
+            return found.tolist(), []
+        both = torch.cat((found, drafted.flatten())).tolist()
+        rest, wide = both[len(asked) :], drafted.shape[1]
+        return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _checked(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None) -> GpuCache:
+        held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
+        if not isinstance(held, GpuCache):
+            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+        return held
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        logits_at: Tensor | None,
+        drafted: Tensor | None,
+        places: Sequence[int],
+    ) -> Out:
+        held = self._checked(tokens, rows, cache, logits_at)
+        if len(rows) == 0:
+            empty = torch.empty((0, self.vocab_size), device=self.device)
+            return Out(empty, empty.new_empty((0, self.hidden_size)))
+        reserved = reserve(rows, held)
+        found = self._compute(reserved, len(rows), held, tokens.numpy().astype("int32"), drafted, places, logits_at)
+        return Out(found.logits, found.hidden)
+
+    def _compute(
+        self,
+        reserved: Sequence[Reserved],
+        count: int,
+        cache: GpuCache,
+        tokens: Any,
+        drafted: Tensor | None,
+        places: Sequence[int],
+        at: Tensor | None,
+    ) -> Computed:
+        """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
+        keys = max(r.start + r.count for r in reserved)
+        bucket = bucket_for(count, len(reserved), keys, depth_of(reserved))
+        fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
+        block = self._graphs.block(bucket)
+        self._staging.send(block)
+        inputs = views(bucket, block)
+        if drafted is not None:
+            # What is no token is found when the drafts are looked at; until then it must not be looked up.
+            self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
+        # All rows' logits cost no more than some where few rows are: the head is read once.
+        early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
+        memory = Memory(
+            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, bucket.sharing
+        )
+        angles = self._angles_for(bucket.blocks)
+
+        def body() -> Computed:
+            hidden = hidden_states(self.parts, self.architecture, inputs, memory, angles, early)
+            logits = self._logits_of(hidden, bucket)
+            return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
+
+        found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
+        if early is not None:
+            return found
+        if at is None:
+            return Computed(*(part[:count].clone() for part in found))
+        rows = at.to(self.device, non_blocking=True)
+        return Computed(*(part[rows] for part in found))
+
+    def _logits_of(self, hidden: Tensor, bucket: Bucket) -> Tensor:
+        """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
+        head = self.parts.head
+        if not (bucket.captured and isinstance(head, TritonLinear)):
+            return head(hidden)
+        if self._logits is None:
+            self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
+        return head.product(head.round(hidden), out=self._logits[: len(hidden)])
+
+    def _angles_for(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions in so many blocks, always the same tensors: graphs hold their addresses."""
+        blocks = max(blocks, _LEAST_TABLE)
+        if blocks not in self._angles:
+            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
+            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
+        return self._angles[blocks]
+
+    def mark(self) -> object:
+        """See device_rounds.DeviceRounds."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: object, second: object) -> float:
+        """See device_rounds.DeviceRounds."""
+        if isinstance(first, float) and isinstance(second, float):
+            return second - first
+        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
+
+    def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
+        if list(places) == [*range(len(places))]:
+            target[: len(places)].copy_(values)
+        else:
+            target.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
+
+    def _choose(self, found: Computed, asked: Sequence[Asked], limit: int) -> Tensor:
+        """The next token of each row, from the graph's argmax where that is all that is asked for."""
+        if limit == self.vocab_size and all(one.sampling.greedy for one in asked):
+            return found.largest
+        return choices(found.logits, asked, limit)

@@ -1,0 +1,47 @@
+"""runtime/kernels/exact.py's functions, operation by operation: single IEEE operations (launched without contraction),
+so that the bits are the reference's."""
+
+import triton
+import triton.language as tl
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2_HIGH: tl.constexpr = tl.constexpr(0.693359375)
+_LN2_LOW: tl.constexpr = tl.constexpr(-2.12194440e-4)
+# Adding and subtracting it rounds a float32 below 2^22 to the nearest integer, ties to even.
+_ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def nearest(v):
+    """The nearest integer, ties to even, of |v| < 2^22; a float32."""
+    return (v + _ROUNDER) - _ROUNDER
+
+
+@triton.jit
+def exp(v):
+    """e^v; 0 below −87.3, and v is capped at 88.3. A NaN stays one."""
+    clipped = tl.where(v < -87.3, -87.3, tl.where(v > 88.3, 88.3, v))
+    k = tl.floor(clipped * _LOG2E + 0.5)
+    r = (clipped - k * _LN2_HIGH) - k * _LN2_LOW
+    poly = r * 1.9875691500e-4
+    poly = (poly + 1.3981999507e-3) * r
+    poly = (poly + 8.3334519073e-3) * r
+    poly = (poly + 4.1665795894e-2) * r
+    poly = (poly + 1.6666665459e-1) * r
+    poly = (poly + 5.0000001201e-1) * (r * r) + r + 1.0
+    power = ((k.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(v < -87.3, 0.0, poly * power)
+
+
+@triton.jit
+def silu(v):
+    """v · sigmoid(v)."""
+    return v * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), 1.0 + exp(-v))
+
+
+@triton.jit
+def gelu_tanh(v):
+    """GELU in its tanh form."""
+    inner = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
+    tanh = 1.0 - tl.div_rn(tl.full(v.shape, 2.0, tl.float32), exp(2.0 * inner) + 1.0)
+    return 0.5 * v * (1.0 + tanh)

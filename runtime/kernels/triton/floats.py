@@ -1,0 +1,106 @@
+"""Products of float32 inputs with float weights as the file has them (bfloat16, float16, float32).
+
+Tensor cores multiply 8-bit mantissas (bfloat16) or 11-bit ones (tf32) exactly and add in float32. So inputs are cut
+into three terms of 8 or 11 bits, which together are the float32 number, and each is multiplied by the weight: three
+products whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32's.
+
+Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times at most (once
+for each tensor-core step; K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what of x
+lies below bfloat16's range (2⁻¹³³).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def float_product(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    inputs_per_split,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
+
+    KIND         "bfloat16", "float16" or "float32".
+    WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
+    INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
+    """
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n_in, t_in = n < outputs, t < rows
+    inside = tl.arange(0, BLOCK_K)
+    weight_at = weight + n.to(tl.int64)[:, None] * inputs + inside[None, :]
+    x_at = x + t.to(tl.int64)[None, :] * x_stride + inside[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for number in range(SPLITS):
+        part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        first = (tl.program_id(2) + number) * inputs_per_split
+        for k in range(first, tl.minimum(first + inputs_per_split, inputs), BLOCK_K):
+            if WHOLE:
+                w = tl.load(weight_at + k, mask=n_in[:, None], other=0.0)
+                v = tl.load(x_at + k, mask=t_in[None, :], other=0.0)
+            else:
+                k_in = inside + k < inputs
+                w = tl.load(weight_at + k, mask=n_in[:, None] & k_in[None, :], other=0.0)
+                v = tl.load(x_at + k, mask=t_in[None, :] & k_in[:, None], other=0.0)
+            if KIND == "float32":
+                part = _times(w, v, part, "ieee", INTERPRETED)
+            elif KIND == "float16":
+                # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
+                wide = w.to(tl.float32)
+                high = _upper_bits(v, 13)
+                rest = v - high
+                middle = _upper_bits(rest, 13)
+                part = _times(wide, rest - middle, part, "tf32", INTERPRETED)
+                part = _times(wide, middle, part, "tf32", INTERPRETED)
+                part = _times(wide, high, part, "tf32", INTERPRETED)
+            else:
+                high = _upper_bits(v, 16)
+                rest = v - high
+                middle = _upper_bits(rest, 16)
+                part = _times(w, (rest - middle).to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, middle.to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, high.to(tl.bfloat16), part, "tf32", INTERPRETED)
+        total += part
+    where = t.to(tl.int64)[None, :] * outputs + n[:, None]
+    here = n_in[:, None] & t_in[None, :]
+    if PARTIAL:
+        tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
+    else:
+        if bias is not None:
+            total += tl.load(bias + n, mask=n_in, other=0.0)[:, None]
+        if residual is not None:
+            total += tl.load(residual + where, mask=here, other=0.0)
+        tl.store(out + where, total, mask=here)
+
+
+@triton.jit
+def _times(w, v, part, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """part + w · v; PRECISION is of float32 operands, which is what they are then."""
+    if INTERPRETED:
+        terms = w.to(tl.float32)[:, None, :] * tl.trans(v.to(tl.float32))[None, :, :]
+        part += tl.sum(terms, axis=2)
+    else:
+        part = tl.dot(w, v, part, input_precision=PRECISION)
+    return part
+
+
+@triton.jit
+def _upper_bits(v, BITS: tl.constexpr):
+    """v (float32) with its lowest BITS bits cleared."""
+    return ((v.to(tl.int32, bitcast=True) >> BITS) << BITS).to(tl.float32, bitcast=True)

@@ -1,0 +1,239 @@
+"""Layers on Triton's kernels, alone or several over one input. Usable inside the capture of a CUDA graph.
+
+Same bits at every width: all packed weights, whatever the number of rows, and those of reference.py where K is one
+split (tables.splits) or one group. Float weights: by construction up to `tables.NARROW` rows; beyond that the tiles are
+wider and the tensor cores' steps the same, which the tests check on the machine at hand.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.kernels.dispatch import Joined
+from runtime.kernels.triton import tables, words
+from runtime.kernels.triton.available import interpreted
+from runtime.kernels.triton.floats import float_product
+from runtime.kernels.triton.integer import groups_product, rows_product
+from runtime.kernels.triton.layout import Cut
+from runtime.kernels.triton.quantize import OPTIONS, Rounded, Rounding, quantize, rounding
+from runtime.kernels.triton.reduce import add_groups, add_rows
+from runtime.kernels.triton.unpack import LEFT
+from runtime.kernels.triton.weights import GpuWeight, upper_weight
+
+# Outputs of one program that adds partial sums.
+_REDUCE = 256
+# Units (rows of up to 128 bytes) that are worth a program of their own.
+_LEAST_UNITS = 4
+_FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True, eq=False)
+class TritonLinear:
+    """y (T, N) = x (T, K) Wᵀ (+ b), float32.
+
+    plan    tile sizes; splits: parts into which float sums over K are cut (`tables` has both).
+    how     how inputs are rounded; None: they are not (float weights).
+    """
+
+    weight: GpuWeight
+    plan: tables.Plan
+    splits: int
+    how: Rounding | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Raises ValueError unless x is (T, K) float32."""
+        return self.product(self.round(x))
+
+    def round(self, x: Tensor) -> Rounded | Tensor:
+        """x as the product takes it; layers for which `Rounding.serves` holds share it."""
+        return x if self.how is None else quantize(x, self.how)
+
+    def product(self, rounded: Rounded | Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """The product with rounded inputs, plus `residual` (T, N) float32, into `out` (T, N) float32 where given.
+
+        `residual` may be `out`. Raises ValueError for inputs that were rounded for another kind of weight, and for
+        outputs that are not contiguous.
+        """
+        n, k = self.weight.shape
+        rows = rounded.shape[0] if isinstance(rounded, Tensor) else rounded.codes.shape[0]
+        device = rounded.device if isinstance(rounded, Tensor) else rounded.codes.device
+        for name, tensor in (("out", out), ("residual", residual)):
+            if tensor is not None and not (tensor.shape == (rows, n) and tensor.is_contiguous()):
+                raise ValueError(f"{name} must be ({rows}, {n}) and contiguous, found {list(tensor.shape)}")
+        y = torch.empty((rows, n), device=device) if out is None else out
+        if isinstance(rounded, Tensor):
+            if self.how is not None or rounded.ndim != 2 or rounded.shape[1] != k or rounded.dtype != torch.float32:
+                wanted = "rounded inputs" if self.how is not None else f"(T, {k}) float32"
+                raise ValueError(f"this layer takes {wanted}, found {rounded.dtype} {list(rounded.shape)}")
+            if rows:
+                self._float(rounded if rounded.stride(1) == 1 or k == 1 else rounded.contiguous(), y, residual)
+            return y
+        if self.how is None or not rounded.how.serves(self.how):
+            raise ValueError("these inputs were rounded for a weight that is cut or ordered otherwise")
+        if rows:
+            assert self.weight.cut is not None
+            product = self._rows if self.weight.cut.columns == 1 else self._groups
+            product(rounded, y, residual, self.weight.cut)
+        return y
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper` takes it."""
+        return self.weight.has_planes
+
+    def upper(self) -> "TritonLinear":
+        """The layer on the upper plane of its weight. Raises ValueError where it has none."""
+        return triton_linear(upper_weight(self.weight), self.plan, self.splits)
+
+    def _tiles(self, rows: int) -> tuple[tables.Tiles, tuple[int, int]]:
+        cut = self.weight.cut
+        tiles = tables.for_rows(self.plan, rows, 0 if cut is None else cut.chunk)
+        # Programs of the same outputs are neighbours: a long prompt reads the weights once.
+        return tiles, (triton.cdiv(rows, tiles.block_t), triton.cdiv(self.weight.shape[0], tiles.block_n))
+
+    def _parallel(self, grid: tuple[int, int], most: int) -> int:
+        """Splits that run as programs of their own: enough to fill the machine."""
+        return max(1, min(most, triton.cdiv(self.plan.programs, grid[0] * grid[1])))
+
+    def _rows(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
+        w, rows, n = self.weight, len(y), self.weight.shape[0]
+        tiles, grid = self._tiles(rows)
+        each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS))
+        splits = triton.cdiv(cut.units, each)
+        target = y if splits == 1 else torch.empty((splits, rows, n), dtype=torch.int32, device=y.device)
+        sums = x.sums if w.offset is not None else None
+        ends = (w.scale, w.offset, w.bias, residual)
+        rows_product[(*grid, splits)](
+            *(x.codes, x.step, sums, w.codes, w.lower, w.pairs, *ends, target),
+            *(rows, n, cut.stored, cut.units, each),
+            **_codes(w, cut),
+            CHUNK=cut.chunk,
+            PER_BYTE=cut.per_byte,
+            PARTIAL=splits > 1,
+            **_launch(tiles),
+        )
+        if splits > 1:
+            add_rows[(triton.cdiv(n, _REDUCE), rows)](
+                *(target, x.step, sums, *ends, y, rows, n, splits),
+                BLOCK=_REDUCE,
+                **OPTIONS,
+            )
+
+    def _groups(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
+        w, rows, n = self.weight, len(y), self.weight.shape[0]
+        tiles, grid = self._tiles(rows)
+        rounds = cut.columns // cut.per_byte if cut.units == 0 else cut.groups
+        each = triton.cdiv(rounds, self.splits)
+        splits = triton.cdiv(rounds, each)
+        apart = splits > 1 and self._parallel(grid, splits) > 1
+        target = torch.empty((splits, rows, n), device=y.device) if apart else y
+        groups_product[(*grid, splits if apart else 1)](
+            *(x.codes, x.step, x.sums if w.offset is not None else None, w.codes, w.lower, w.pairs),
+            *(w.scale, w.offset, w.bias, residual, target),
+            *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
+            **_codes(w, cut),
+            CHUNK=cut.chunk,
+            PER_BYTE=cut.per_byte,
+            UNITS=cut.units,
+            SPLITS=1 if apart else splits,
+            PARTIAL=apart,
+            STAGES=tiles.stages,
+            **_launch(tiles),
+        )
+        if apart:
+            _add(target, w.bias, residual, y)
+
+    def _float(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
+        w, rows, (n, k) = self.weight, len(y), self.weight.shape
+        tiles, grid = self._tiles(rows)
+        each = triton.cdiv(triton.cdiv(k, self.splits), tiles.block_k) * tiles.block_k
+        splits = triton.cdiv(k, each)
+        apart = splits > 1 and self._parallel(grid, splits) > 1
+        target = torch.empty((splits, rows, n), device=y.device) if apart else y
+        float_product[(*grid, splits if apart else 1)](
+            *(x, w.codes, w.bias, residual, target, rows, n, k, x.stride(0), each),
+            KIND=_FLOATS[w.codes.dtype],
+            WHOLE=k % tiles.block_k == 0,
+            SPLITS=1 if apart else splits,
+            PARTIAL=apart,
+            INTERPRETED=interpreted(),
+            BLOCK_K=tiles.block_k,
+            **_launch(tiles),
+        )
+        if apart:
+            _add(target, w.bias, residual, y)
+
+
+@dataclass(frozen=True)
+class TritonJoined(Joined):
+    """Layers of one input that are several products: the input is rounded once where one rounding serves them all."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One (T, N_i) tensor per joined layer."""
+        return split_outputs(self.products(self.round(x)), self.sizes)
+
+    @property
+    def layers(self) -> tuple[TritonLinear, ...]:
+        """The parts, which are all Triton's."""
+        return self.parts  # type: ignore[return-value]
+
+    @property
+    def how(self) -> Rounding | None:
+        """The one rounding of all parts; None: they are float, or do not share one."""
+        return rounding(*(layer.weight for layer in self.layers))
+
+    def round(self, x: Tensor) -> Rounded | Tensor:
+        """x as `products` takes it."""
+        how = self.how
+        return x if how is None else quantize(x, how)
+
+    def products(self, rounded: Rounded | Tensor) -> tuple[Tensor, ...]:
+        """Each part's output; x itself is rounded by the parts that want it rounded."""
+        if isinstance(rounded, Tensor):
+            return tuple(layer(rounded) for layer in self.layers)
+        return tuple(layer.product(rounded) for layer in self.layers)
+
+
+def split_outputs(outputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Outputs of parts, cut to the sizes of the layers that were joined; views where one part holds them all."""
+    if len(outputs) == 1:
+        return outputs[0].split(sizes, dim=1)
+    if tuple(output.shape[1] for output in outputs) == sizes:
+        return outputs
+    return torch.cat(outputs, dim=1).split(sizes, dim=1)
+
+
+def triton_linear(weight: GpuWeight, plan: tables.Plan | None = None, splits: int | None = None) -> TritonLinear:
+    """The layer of a weight; tiles and splits from `tables` where they are not given."""
+    chosen = tables.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
+    cuts = tables.splits(weight.kind, weight.shape[1]) if splits is None else splits
+    return TritonLinear(weight, chosen, cuts, rounding(weight))
+
+
+def _add(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    splits, rows, n = parts.shape
+    grid = (triton.cdiv(n, _REDUCE), rows)
+    add_groups[grid](parts, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
+
+
+def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]]:
+    """How the kernel unpacks."""
+    texts = () if interpreted() else words.texts(weight.kind, cut.per_byte)
+    return {"KIND": weight.kind, "TEXTS": texts, "LEFT": LEFT.get(weight.kind, 0)}
+
+
+def _launch(tiles: tables.Tiles) -> dict[str, int | bool]:
+    return {
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_T": tiles.block_t,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **OPTIONS,
+    }

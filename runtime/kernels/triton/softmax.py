@@ -1,0 +1,214 @@
+"""One block of keys in a row's attention: what the kernels for few rows and for many have in common.
+
+Tensor cores multiply float16, so a float32 row is split into two float16 terms after a power of two has brought its
+largest entry to 2^13..2^14: |x − x₁ − x₂| ≤ 2^-22·|x| + 2^-38·max|x|. Codes of int8 and int4, and float16 keys, are
+one exact term. Products are exact in the float32 sums. A row of a tile is a row of the tensor core's instruction,
+which is m16n8k16 in all kernels here (wgmma needs 64 rows), so neither its neighbours nor its place changes its bits.
+Sums over keys are products with ones for the same reason: a reduction's order would follow the tile's layout.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def balance(highest):
+    """Powers of two (factor, inverse) for a row with this largest magnitude: factor · highest lies in 2^13..2^14.
+
+    Rows that are infinite or NaN stay so; those below 2^-100 lose digits that no sum would show.
+    """
+    exponent = (highest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.minimum(tl.maximum(exponent, 27), 253)
+    factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    return factor, inverse
+
+
+@triton.jit
+def terms(x):
+    """Balanced float32 as the sum of two float16."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def row_terms(x):
+    """float32 (M, K) as two float16 terms and the power of two (M,) that their product takes."""
+    factor, inverse = balance(tl.max(tl.abs(x), axis=1))
+    high, low = terms(x * factor[:, None])
+    return high, low, inverse
+
+
+@triton.jit
+def times(a, b, total, INTERPRETED: tl.constexpr):
+    """total (M, N) + a (M, K) · b (K, N), float16. The interpreter's products look at a row's place: plain sums."""
+    if INTERPRETED:
+        total += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(a_high + a_low) · (b_high + b_low), the smallest products first; b_low counts where TWO."""
+    out = tl.zeros((a_high.shape[0], b_high.shape[1]), tl.float32)
+    if TWO:
+        out = times(a_low, b_low, out, INTERPRETED)
+        out = times(a_high, b_low, out, INTERPRETED)
+    out = times(a_low, b_high, out, INTERPRETED)
+    return times(a_high, b_high, out, INTERPRETED)
+
+
+@triton.jit
+def columns(WIDE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
+    """What the PADDED columns of a tile of values are: dimension, column in the store, and whether it exists.
+
+    int4 holds dimension i beside i + WIDE / 2 in one byte: the first half of the columns are the low nibbles.
+    """
+    at = tl.arange(0, PADDED)
+    if KIND == "int4":
+        column = at % (PADDED // 2)
+        dimension = (at // (PADDED // 2)) * (WIDE // 2) + column
+        exists = column < WIDE // 2
+    else:
+        column = at
+        dimension = at
+        exists = at < WIDE
+    return dimension, column, exists
+
+
+@triton.jit
+def load_keys(
+    keys,
+    scales,
+    block,
+    inside,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Keys (PADDED, n) as float16 terms and scales (n,), of slots `inside` (n,) blocks `block` (a number or (n,)).
+
+    Nothing is masked by position: a mask would split the wide loads, and an unseen score is replaced anyway.
+    """
+    page = block.to(tl.int64) * KV_HEADS + head
+    d = tl.arange(0, PADDED)
+    exists = d[:, None] < DIM
+    if KIND == "int4":
+        place = page * (DIM * 32) + inside % 32
+        byte = tl.load(keys + d[:, None] * 32 + place[None, :], mask=exists, other=136).to(tl.int32)
+        high = (((byte >> (inside // 32 * 4)[None, :]) & 15) - 8).to(tl.float16)
+    else:
+        place = page * (DIM * 64) + inside
+        held = tl.load(keys + d[:, None] * 64 + place[None, :], mask=exists, other=0)
+        if KIND == "float32":
+            factor, scale = balance(tl.max(tl.abs(held), axis=0))
+            high, low = terms(held * factor[None, :])
+        else:
+            high = held.to(tl.float16)
+    if KIND == "float16":
+        scale = tl.full(inside.shape, 1.0, tl.float32)
+    elif KIND != "float32":
+        scale = tl.load(scales + page * 64 + inside)
+    if KIND != "float32":
+        low = high
+    return high, low, scale
+
+
+@triton.jit
+def load_values(
+    values,
+    scales,
+    block,
+    inside,
+    seen,
+    head,
+    KV_HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Values (n, PADDED) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
+    _, column, exists = columns(WIDE, PADDED, KIND)
+    size: tl.constexpr = WIDE // 2 if KIND == "int4" else WIDE
+    slot = (block.to(tl.int64) * KV_HEADS + head) * 64 + inside
+    there = seen[:, None] & exists[None, :]
+    held = tl.load(values + slot[:, None] * size + column[None, :], mask=there, other=0)
+    if KIND == "float32":
+        factor, scale = balance(tl.max(tl.abs(held), axis=1))
+        high, low = terms(held * factor[:, None])
+    elif KIND == "float16":
+        high = held
+        scale = tl.full(inside.shape, 1.0, tl.float32)
+    else:
+        scale = tl.load(scales + slot, mask=seen, other=0.0)
+        if KIND == "int4":
+            shift = tl.arange(0, PADDED) // (PADDED // 2) * 4
+            high = (((held.to(tl.int32) >> shift[None, :]) & 15) - 8).to(tl.float16)
+        else:
+            high = held.to(tl.float16)
+    if KIND != "float32":
+        low = high
+    return high, low, scale
+
+
+@triton.jit
+def step(
+    q_high,
+    q_low,
+    q_scale,
+    highest,
+    total,
+    mixed,
+    first,
+    last,
+    active,
+    at,
+    bound,
+    block,
+    inside,
+    keys,
+    key_scale,
+    values,
+    value_scale,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One block of n keys at logical positions `at` (n,), added to (highest (M,), total (M, 16), mixed (M, PADDED)).
+
+    Rows that are `active` see positions first..last; `bound` is the last position that any of them sees. A row that
+    sees no key of the block, or is not active, keeps its bits. (Online softmax: Milakov and Gimelshein, 1805.02867.)
+    """
+    two: tl.constexpr = KIND == "float32"
+    k_high, k_low, k_scale = load_keys(keys, key_scale, block, inside, head, KV_HEADS, DIM, PADDED, KIND)
+    score = product(q_high, q_low, k_high, k_low, two, INTERPRETED) * k_scale[None, :] * q_scale[:, None]
+    seen = active[:, None] & (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
+    score = tl.where(seen, score, float("-inf"))
+    above = tl.maximum(highest, tl.max(score, axis=1))
+    base = tl.where(above == float("-inf"), 0.0, above)
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(highest - base)
+
+    w_high, w_low = terms(weight * 8192.0)
+    ones = tl.full((at.shape[0], 16), 1.0, tl.float16)
+    added = product(w_high, w_low, ones, ones, False, INTERPRETED) * 0.0001220703125
+    v_high, v_low, v_scale = load_values(
+        values, value_scale, block, inside, at <= bound, head, KV_HEADS, WIDE, PADDED, KIND
+    )
+    if KIND == "float16":
+        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * 0.0001220703125
+    else:
+        w_high, w_low, w_scale = row_terms(weight * v_scale[None, :])
+        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * w_scale[:, None]
+    new_total = tl.fma(total, decay[:, None] + tl.zeros_like(total), added)
+    new_mixed = tl.fma(mixed, decay[:, None] + tl.zeros_like(mixed), part)
+    on = active[:, None]
+    return tl.where(active, above, highest), tl.where(on, new_total, total), tl.where(on, new_mixed, mixed)

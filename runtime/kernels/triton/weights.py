@@ -1,0 +1,271 @@
+"""A weight as the kernels read it: packed codes, scales by group, checked and laid out once, when it is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from runtime.formats.nf4 import INT8_LEVELS
+from runtime.formats.nibbles import unpack_nibbles
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.triton.layout import CHUNKS, PER_BYTE, Cut, cut
+
+# Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
+MAX_INPUTS = 1 << 17
+# Kinds of integer codes by the scheme's kind, each with its first and last code; the first that holds all is taken.
+_RANGES: dict[str, tuple[tuple[str, int, int], ...]] = {
+    "int8": (("int8", -128, 127),),
+    "int4": (("int4", -8, 7), ("uint4", 0, 15)),
+    "nf4": (("nf4", 0, 15),),
+    "ternary": (("ternary", -1, 1),),
+}
+# Bits of one code in a byte, by how many share it.
+_BITS = {1: 8, 2: 4, 4: 2}
+
+
+@dataclass(frozen=True, eq=False)
+class GpuWeight:
+    """A linear layer's weight on a device.
+
+    kind         "float"; "int8", "int4" (−8..7), "uint4" (0..15), "nf4", "ternary"; "planes" (int8 in two planes of
+                 nibbles) and "upper" (the upper one alone, as `reference.upper_codes`).
+    shape        (N outputs, K inputs).
+    codes        float: (N, K) as the file has it. Else (N, cut.row_bytes) int8, packed as layout.py says.
+    cut          how the inputs are cut; None for float.
+    lower        planes: the lower nibbles, packed as `codes` are.
+    pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.
+    scale        (cut.columns, N) float32; of nf4 absmax / 127, its levels being in 127ths. 16 bits would do for most,
+                 but loads of less than 32 are not asynchronous, and one that is waited for costs more.
+    offset       (cut.columns, N) float32 or None, as PackedWeight has it.
+    perm         (K,) int32 or None: column j belongs to input perm[j].
+    bias         (N,) float32 or None.
+    input_scale  (1,) float32 or None: the static step of the inputs.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    codes: Tensor
+    cut: Cut | None = None
+    lower: Tensor | None = None
+    pairs: Tensor | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    perm: Tensor | None = None
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(value for value in values if isinstance(value, Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper_weight` takes it."""
+        return self.kind == "planes"
+
+
+def gpu_weight(
+    weight: PackedWeight | Tensor, bias: Tensor | None, device: torch.device | str, planes: bool = False
+) -> GpuWeight:
+    """Lays out a packed or float (N, K) weight on a device; `bias` (N,) is for float ones (packed ones carry theirs).
+
+    planes  lay int8 codes out as two planes of nibbles (so does a PackedWeight that asks for them).
+
+    Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
+    """
+    where = torch.device(device)
+    if isinstance(weight, PackedWeight):
+        return _packed(weight, where, planes or weight.planes)
+    return _float(weight, bias, where)
+
+
+def upper_weight(weight: GpuWeight) -> GpuWeight:
+    """A weight in two planes, of which the products read the upper one alone: the same memory.
+
+    Raises ValueError for other weights.
+    """
+    if not weight.has_planes:
+        raise ValueError("only int8 weights packed as planes have an upper half of their own")
+    return replace(weight, kind="upper", lower=None)
+
+
+def share_inputs(weights: Sequence[GpuWeight]) -> list[GpuWeight]:
+    """The weights, equal input orders and equal static steps being one tensor: their inputs are rounded once."""
+    out: list[GpuWeight] = []
+    for weight in weights:
+        for other in out:
+            if weight.perm is not None and other.perm is not None and torch.equal(weight.perm, other.perm):
+                weight = replace(weight, perm=other.perm)
+            mine, theirs = weight.input_scale, other.input_scale
+            if mine is not None and theirs is not None and torch.equal(mine, theirs):
+                weight = replace(weight, input_scale=theirs)
+        out.append(weight)
+    return out
+
+
+def concatenate(weights: Sequence[GpuWeight]) -> GpuWeight | None:
+    """The rows of weights (after `share_inputs`) as one weight; None where they do not read their inputs alike."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    for other in weights[1:]:
+        alike = (
+            other.kind == first.kind
+            and other.shape[1] == first.shape[1]
+            and other.cut == first.cut
+            and other.codes.dtype == first.codes.dtype
+            and other.perm is first.perm
+            and other.input_scale is first.input_scale
+            and (other.offset is None) == (first.offset is None)
+        )
+        if not alike:
+            return None
+    bias = None
+    if any(w.bias is not None for w in weights):
+        bias = torch.cat([w.codes.new_zeros(w.shape[0]).float() if w.bias is None else w.bias for w in weights])
+    return replace(
+        first,
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+        codes=torch.cat([w.codes for w in weights]),
+        lower=_joined([w.lower for w in weights], 0),
+        scale=_joined([w.scale for w in weights], 1),
+        offset=_joined([w.offset for w in weights], 1),
+        bias=bias,
+    )
+
+
+def _joined(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(there, dim=dim) if there else None
+
+
+def _float(weight: Tensor, bias: Tensor | None, device: torch.device) -> GpuWeight:
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    if weight.ndim != 2 or weight.dtype not in known:
+        raise ValueError(
+            f"a float weight must be (N, K) float32, bfloat16 or float16, found {weight.dtype} {list(weight.shape)}"
+        )
+    n, k = weight.shape
+    added = None if bias is None else _vector("bias", bias, (n,)).to(device)
+    return GpuWeight("float", (n, k), weight.to(device).contiguous(), bias=added)
+
+
+def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeight:
+    kind, (n, k) = weight.scheme.kind, weight.shape
+    if kind not in _RANGES:
+        raise ValueError(f"no Triton kernel for {kind} weights")
+    if planes and kind != "int8":
+        raise ValueError(f"only int8 weights have planes, found {kind}")
+    if n < 1 or not 1 <= k <= MAX_INPUTS:
+        raise ValueError(
+            f"a {kind} layer needs an output and 1 to {MAX_INPUTS} inputs, or a 32-bit sum could overflow;"
+            f" found {n} and {k}"
+        )
+    codes = _codes(weight, device)
+    found = _kind(kind, codes)
+    per_byte = PER_BYTE["planes" if planes else found]
+    shape = cut(k, weight.scheme.group_size, per_byte)
+    scale = _by_group("scale", weight.scale / 127.0 if kind == "nf4" else weight.scale, n, shape, device)
+    offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
+    stored = _spread(codes, shape)
+    pairs = _pairs().to(device) if found == "nf4" else None
+    return GpuWeight(
+        "planes" if planes else found,
+        (n, k),
+        _pack(stored >> 4 if planes else stored, shape),
+        shape,
+        lower=_pack(stored & 15, shape) if planes else None,
+        pairs=pairs,
+        scale=scale,
+        offset=offset,
+        perm=None if weight.perm is None else _order(weight.perm, k).to(device),
+        bias=None if weight.bias is None else _vector("bias", weight.bias, (n,)).to(device),
+        input_scale=None if weight.input_scale is None else _positive(weight.input_scale).to(device),
+    )
+
+
+def _codes(weight: PackedWeight, device: torch.device) -> Tensor:
+    """(N, K) int8 on the device, one code a byte."""
+    codes = weight.codes.to(device)
+    if weight.nibbles is not None:
+        minus = 8 if weight.scheme.kind == "int4" else 0
+        codes = unpack_nibbles(codes, minus, high_first=weight.nibbles == "high")
+    if codes.ndim != 2 or codes.dtype != torch.int8:
+        raise ValueError(f"codes must be (N, K) int8, found {codes.dtype} {list(codes.shape)}")
+    return codes
+
+
+def _kind(kind: str, codes: Tensor) -> str:
+    low, high = (int(v) for v in torch.aminmax(codes))
+    for name, first, last in _RANGES[kind]:
+        if first <= low and high <= last:
+            return name
+    shown = " or ".join(f"{first}..{last}" for _, first, last in _RANGES[kind])
+    raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
+
+
+def _spread(codes: Tensor, shape: Cut) -> Tensor:
+    """(N, K) to (N, stored): every group filled up by zeros, and groups that are not there."""
+    pad = torch.nn.functional.pad
+    groups = pad(codes, (0, shape.groups * shape.group - shape.inputs)).view(-1, shape.groups, shape.group)
+    return pad(groups, (0, shape.padded - shape.group, 0, shape.columns - shape.groups)).flatten(1)
+
+
+def _pack(stored: Tensor, shape: Cut) -> Tensor:
+    """(N, stored) codes to (N, row_bytes) int8: `per_byte` neighbouring chunks share their bytes."""
+    if shape.per_byte == 1:
+        return stored.contiguous()
+    bits = _BITS[shape.per_byte]
+    chunks = stored.view(len(stored), -1, shape.per_byte, shape.chunk)
+    packed = torch.zeros_like(chunks[:, :, 0], dtype=torch.uint8)
+    for place in range(shape.per_byte):
+        packed |= (chunks[:, :, place] & ((1 << bits) - 1)).to(torch.uint8) << bits * place
+    return packed.view(torch.int8).flatten(1)
+
+
+def _pairs() -> Tensor:
+    """For every byte its two levels of nf4: (256,) int16, the first in the low half."""
+    byte = torch.arange(256)
+    low, high = INT8_LEVELS[byte & 15].to(torch.int16), INT8_LEVELS[byte >> 4].to(torch.int16)
+    return (low & 255) | (high << 8)
+
+
+def _by_group(name: str, values: Tensor, n: int, shape: Cut, device: torch.device) -> Tensor:
+    """(N, G) to (columns, N) float32."""
+    moved = _vector(name, values, (n, shape.groups)).to(device)
+    return torch.nn.functional.pad(moved, (0, shape.columns - shape.groups)).t().contiguous()
+
+
+def _vector(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(values.shape) != shape or not values.is_floating_point():
+        raise ValueError(f"{name} must be float {list(shape)}, found {values.dtype} {list(values.shape)}")
+    return values.float().contiguous()
+
+
+def _order(perm: Tensor, k: int) -> Tensor:
+    """(K,) int32."""
+    whole = perm.dtype in (torch.int32, torch.int64) and perm.shape == (k,)
+    if not whole or not torch.equal(perm.sort().values.long(), torch.arange(k, device=perm.device)):
+        raise ValueError(f"perm must be a permutation of the {k} inputs, found {perm.dtype} {list(perm.shape)}")
+    return perm.to(torch.int32).contiguous()
+
+
+def _positive(value: Tensor) -> Tensor:
+    """(1,) float32."""
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ValueError(f"input_scale must be one float, found {value.dtype} {list(value.shape)}")
+    out = value.detach().float().reshape(1).contiguous()
+    if not (torch.isfinite(out).all() and float(out[0]) > 0):
+        raise ValueError(f"input_scale must be positive, found {float(out[0])}")
+    return out
+
+
+__all__ = ["CHUNKS", "MAX_INPUTS", "GpuWeight", "concatenate", "gpu_weight", "share_inputs", "upper_weight"]

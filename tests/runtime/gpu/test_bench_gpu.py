@@ -1,0 +1,160 @@
+"""The GPU's benchmarks at toy sizes: their rows, what they leave out, and that interpreted times are called so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from runtime.bench.__main__ import app
+from runtime.bench.gpu.attention import computed_bytes
+from runtime.bench.gpu.models import random_model, random_weight, read_bytes
+from runtime.bench.gpu.place import find
+from runtime.formats import dequantize
+from runtime.formats.packed import PackedWeight
+from runtime.rows import Rows
+from runtime.shapes import SCHEMES, SHAPES, Shape
+
+PAIR = Path(__file__).parents[3] / "examples" / "pair"
+TOY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOY |= {"num_key_value_heads": 1, "vocab_size": 512}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A shape of one narrow block, and copies of a megabyte: the figures do not matter here."""
+    toy = Shape("pair", dict(SHAPES["pair"].config) | TOY)
+    monkeypatch.setattr("runtime.shapes.SHAPES", {**SHAPES, "pair": toy})
+    for name in ("models", "attention", "generate"):
+        monkeypatch.setattr(f"runtime.bench.gpu.{name}.SHAPES", {**SHAPES, "pair": toy})
+    monkeypatch.setattr("runtime.bench.layers.SHAPES", {**SHAPES, "pair": toy})
+    monkeypatch.setattr("runtime.bench.gpu.place._COPIED", {"cuda": 1 << 20, "cpu": 1 << 20})
+
+
+def run(folder: Path, device: str, *words: object) -> tuple[str, dict[str, Any]]:
+    file = folder / "figures.json"
+    result = CliRunner().invoke(
+        app, ["gpu", *map(str, words), "--device", device, "--rounds", "1", "--json", str(file)]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert found["machine"]["interpreted"] is (device == "cpu")
+    assert ("INTERPRETED or a CPU's own: the times below are no speed" in result.output) is (device == "cpu")
+    return result.output, found
+
+
+def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None:
+    words = ("--shape", "pair", "--scheme", "int4", "--scheme", "bf16", "--widths", "1,3", "--context", 5)
+    _, found = run(tmp_path, device, "decode", *words, "--kernels", "reference")
+    rows = {(row["scheme"], row["width"]): row for row in found["rows"] if row["what"] == "decode"}
+    assert list(rows) == [("bf16", 1), ("bf16", 3), ("int4", 1), ("int4", 3)]
+    assert rows["int4", 1]["over_bf16"] > 0 and rows["bf16", 1]["over_bf16"] == 1
+    assert all(row["bytes_read"] > 0 and row["share_of_bandwidth"] > 0 for row in rows.values())
+    assert found["left_out"] == [] and found["protocol"]["context"] == 5
+
+
+def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
+    words = ("--shape", "pair", "--widths", "1", "--kernels", "reference")
+    _, found = run(tmp_path, device, "kernels", *words)
+    ours = [row for row in found["rows"] if row["engine"].startswith("specpress")]
+    assert {row["layer"] for row in ours} == {"qkv", "o", "gate_up", "down"}
+    assert all(row["relative_error"] < 0.02 for row in found["rows"])
+    told = {(one["engine"], one["layer"]) for one in found["left_out"]}
+    timed = {(row["engine"], row["layer"]) for row in found["rows"]}
+    for engine in ("torch _weight_int4pack_mm", "bitsandbytes gemv_4bit"):
+        assert all(((engine, layer) in told) != ((engine, layer) in timed) for layer in ("qkv", "o", "gate_up", "down"))
+
+
+def test_attention_holds_what_is_computed(tmp_path: Path, device: str) -> None:
+    pytest.importorskip("triton")
+    words = ("--shape", "pair", "--kind", "int8", "--kind", "float16", "--context", 63, "--batch", 1, "--widths", "1")
+    _, found = run(tmp_path, device, "attention", *words)
+    rows = {row["scheme"]: row for row in found["rows"]}
+    # 64 tokens are one block: what is held is what is computed, for a head of 64.
+    assert {kind: row["bytes_held"] for kind, row in rows.items()} == {"int8": 8704, "float16": 16384}
+    assert all(row["bytes_held"] == row["bytes_computed"] for row in rows.values())
+
+
+@pytest.mark.parametrize(("kind", "size"), [("float16", 4096), ("int8", 2112), ("int4", 1088)])
+def test_bytes_of_a_cache(kind: str, size: int) -> None:
+    """Of one token of the 8B shape: 8 heads of 128, codes and two scales a head."""
+    assert computed_bytes(kind, 8, 128, 1) == size
+
+
+def test_speculation_beside_its_prediction(tmp_path: Path, device: str) -> None:
+    words = ("--shape", "pair", "--draft", "pair", "--draft-lengths", "2", "--prompts", 1, "--new-tokens", 5)
+    _, found = run(tmp_path, device, "speculate", *words, "--kernels", "reference", "--scheme", "int8")
+    [row] = found["rows"]
+    assert row["mismatches"] == 0 and row["predicted_speedup"] > 0 and row["speedup"] > 0
+    assert row["target_bytes"] == row["draft_bytes"] > 0
+
+
+def test_batches_of_the_pair(tmp_path: Path, device: str) -> None:
+    words = ("--target", PAIR / "target", "--draft", PAIR / "draft", "--sizes", "1,3", "--new-tokens", 4)
+    _, found = run(tmp_path, device, "batch", *words)
+    assert [(row["batch"], row["prompts"], row["mismatches"]) for row in found["rows"]] == [(1, 1, 0), (3, 3, 0)]
+
+
+def test_generate_beside_transformers(tmp_path: Path, device: str) -> None:
+    words = ("--shape", "pair", "--scheme", "bf16", "--prompt", 3, "--new-tokens", 2, "--kernels", "reference")
+    _, found = run(tmp_path, device, "generate", *words)
+    assert [row["way"].split(",")[0] for row in found["rows"]] == [
+        "transformers",
+        "transformers",
+        "specpress (reference)",
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+
+
+def test_tiles_are_sorted_by_time(tmp_path: Path, device: str) -> None:
+    pytest.importorskip("triton")
+    _, found = run(tmp_path, device, "tune", "--shape", "pair", "--scheme", "ternary", "--widths", "1")
+    times = [row["ms_median"] for row in found["rows"] if row["layer"] == "o" and row["why"] is None]
+    assert times == sorted(times) and len(times) >= 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_random_models_are_seeded_and_run(scheme: str, device: str) -> None:
+    models = [random_model("pair", scheme, torch.device(device), "reference") for _ in range(2)]
+    found = []
+    for model in models:
+        cache = model.decoder.new_cache()
+        rows = Rows.chains([(cache.open(3), 0, 3)])
+        found.append(model.decoder.forward(torch.tensor([1, 2, 3]), rows, cache).logits)
+    assert torch.equal(*found) and torch.isfinite(found[0]).all() and found[0].std() > 0.1
+    assert read_bytes(models[0]) > 0
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4", "nf4", "ternary"])
+def test_random_weights_have_the_variance_that_keeps_outputs_alike(scheme: str, device: str) -> None:
+    weight = random_weight(scheme, 64, 256, torch.Generator(device).manual_seed(1))
+    values = dequantize(weight) if isinstance(weight, PackedWeight) else weight.float()
+    assert values.device.type == device and values.square().mean().item() == pytest.approx(1 / 256, rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_without_a_gpu_there_is_one_sentence() -> None:
+    result = CliRunner().invoke(app, ["gpu", "decode", "--shape", "pair"])
+    assert result.exit_code == 2 and "device 'cuda' was asked for, but torch" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["decode", "--shape", "gpt-9"], "--shape: 'gpt-9' is unknown"),
+        (["decode", "--widths", "0"], "--widths: expected numbers from 1 to 256"),
+        (["kernels", "--scheme", "int8"], "--scheme: expected int4 or nf4, found int8"),
+        (["attention", "--kind", "fp8"], "--kind: expected float32"),
+        (["decode", "--rounds", "0"], "--rounds must be at least 1"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["gpu", *words, "--device", "cpu"])
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
+
+
+def test_a_gpu_place_says_what_it_is(device: str) -> None:
+    facts = find(device).facts()
+    assert {"cpu", "device", "interpreted", "torch"} <= set(facts)

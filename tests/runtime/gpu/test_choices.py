@@ -1,0 +1,81 @@
+"""Choices made on the device: noise of the same bits, the tokens that the CPU chooses, nothing of the neighbours."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime import noise
+from runtime.device_rounds import ARGMAX, BROKEN, Asked
+from runtime.gpu.choices import choices
+from runtime.noise import Stream
+from runtime.sampling import Distributions, Sampling
+
+VOCABULARY = 1003
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.3, seed=2**64 - 5, top_k=40),
+    Sampling(temperature=1.0, seed=3, top_p=0.8),
+    Sampling(temperature=0.9, seed=2**63, min_p=0.1),
+    Sampling(temperature=1.1, seed=9, top_k=100, top_p=0.9, min_p=0.02),
+    Sampling(temperature=1e-6, seed=4),
+]
+
+
+def logits_of(rows: int, device: str, seed: int = 0) -> torch.Tensor:
+    return (3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))).to(device)
+
+
+def test_uniforms_are_those_of_the_cpu(device: str) -> None:
+    from runtime.kernels.triton.uniforms import uniforms
+
+    keys = [(7, 3), (2**64 - 5, 9), (2**63 - 1, 100_000)]
+    signed = torch.tensor([[(seed + 2**63) % 2**64 - 2**63, position] for seed, position in keys]).to(device)
+    for stream in (Stream.CHOICE, Stream.DRAFT):
+        for count in (1, 2051):
+            got = uniforms(signed, count, stream).cpu().numpy()
+            want = [noise.by_numpy(seed, position, stream, count) for seed, position in keys]
+            assert np.array_equal(got, np.stack(want))
+
+
+@pytest.mark.parametrize("limit", [None, 700])
+def test_tokens_are_those_of_the_cpu(device: str, limit: int | None) -> None:
+    count = 6 * len(SAMPLINGS)
+    logits = logits_of(count, device)
+    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
+    got = choices(logits, asked, limit).tolist()
+    for i, one in enumerate(asked):
+        row = Distributions(logits[i, :limit].cpu(), one.sampling).array(0)
+        if one.sampling.greedy:
+            assert got[i] == row.argmax()
+        else:
+            assert got[i] == noise.race(row, noise.exponential(one.sampling.seed, one.position, len(row)))
+    assert len(set(got)) > count // 2
+
+
+def test_neighbours_do_not_matter(device: str) -> None:
+    logits = logits_of(40, device, 1)
+    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], i // 3) for i in range(40)]
+    together = choices(logits, asked)
+    assert together.tolist() == [int(choices(logits[i : i + 1], asked[i : i + 1])) for i in range(40)]
+
+
+def test_logits_that_are_no_numbers_and_masked_tokens(device: str) -> None:
+    logits = logits_of(6, device, 2)
+    logits[0, 5], logits[1, 6], logits[2, :], logits[3, 7:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[4, 900] = torch.nan  # behind the limit, and still no number
+    for way in (ARGMAX, Asked(Sampling(temperature=1.0, seed=1), 0)):
+        found = choices(logits, [way] * 6, 800).tolist()
+        assert found[:3] == [BROKEN] * 3 and found[4] == BROKEN and 0 <= found[3] < 7 and found[5] >= 0
+
+
+def test_equal_logits_give_the_first(device: str) -> None:
+    logits = torch.zeros(2, 50, device=device)
+    logits[1, [9, 30]] = 1.0
+    assert choices(logits, [ARGMAX] * 2).tolist() == [0, 9]
+
+
+def test_what_cannot_be_chosen_there_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="must be plain"):
+        choices(logits_of(1, device), [Asked(Sampling(repetition_penalty=1.2), 0)])
+    assert choices(logits_of(0, device), []).tolist() == []

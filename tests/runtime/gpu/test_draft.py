@@ -1,0 +1,102 @@
+"""Drafts without waiting: the tokens, the cache and the errors of drafting step by step."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import load
+from runtime.device_rounds import BROKEN, Asked, DeviceRounds
+from runtime.gpu.cache import GpuCache
+from runtime.gpu.decoder import TritonDecoder
+from runtime.rows import GreedyChains, Rows, integers
+from runtime.sampling import Sampling
+
+Tiny = Callable[..., Path]
+Text = Callable[..., Tensor]
+# Of three requests: tokens before, pieces to feed, tokens to draft. One draft crosses the border of a page.
+LENGTHS, PIECES, STEPS = (0, 63, 9), (3, 1, 2), (2, 3, 1)
+WAYS = (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4, top_p=0.9))
+
+
+def opened(made: TritonDecoder, text: Text) -> tuple[GpuCache, list[int]]:
+    cache = made.new_cache("int8")
+    handles = [cache.open(80) for _ in PIECES]
+    tokens = torch.cat([text(length, seed=length) for length in LENGTHS[1:]])
+    rows = Rows.chains([(handle, 0, length) for handle, length in zip(handles, LENGTHS, strict=True) if length])
+    made.forward(tokens, rows, cache, integers([]))
+    return cache, handles
+
+
+def spans(cache: GpuCache, handles: Sequence[int], counts: Sequence[int]) -> Rows:
+    return Rows.chains([(h, cache.length(h), n) for h, n in zip(handles, counts, strict=True)])
+
+
+def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) -> None:
+    """Greedy ones of the whole vocabulary, sampled ones of a part; forks part when they are written to."""
+    made = load(
+        small("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), device=device, kernels="triton"
+    ).decoder
+    assert isinstance(made, TritonDecoder) and isinstance(made, GreedyChains) and isinstance(made, DeviceRounds)
+    cache, handles = opened(made, text)
+    tokens = text(sum(PIECES), seed=5)
+    for ways, limit in (((Sampling(),) * 3, 320), (WAYS, 171)):
+        ours, theirs = [cache.fork(handle) for handle in handles], [cache.fork(handle) for handle in handles]
+        if ways is WAYS:
+            drafted = made.draft(tokens, spans(cache, ours, PIECES), cache, STEPS, limit, ways).tolist()
+        else:
+            drafted = made.continue_greedy(tokens, spans(cache, ours, PIECES), cache, STEPS, limit).tolist()
+            assert [row[count:] for row, count in zip(drafted, STEPS, strict=True)] == [[-1], [], [-1, -1]]
+        for row, (handle, piece) in enumerate(zip(theirs, tokens.split(PIECES), strict=True)):
+            for step in range(STEPS[row]):
+                logits = made.forward(piece, spans(cache, [handle], [len(piece)]), cache).logits[-1:, :limit]
+                [token], _ = made.choices(logits, [Asked(ways[row], cache.length(handle))])
+                assert drafted[row][step] == token < limit
+                piece = integers([token])
+            assert cache.length(ours[row]) == cache.length(handle)
+        more = text(2, seed=8)
+        pair = [made.forward(more, spans(cache, which[:2], [1, 1]), cache).logits for which in (ours, theirs)]
+        assert torch.equal(*pair)
+
+
+def test_drafted_rows_and_their_choices_come_together(small: Tiny, text: Text, device: str) -> None:
+    made = load(small("llama", num_hidden_layers=1), device=device, kernels="triton").decoder
+    assert isinstance(made, TritonDecoder)
+    tokens, drafted = text(5), text(3, seed=1)
+    cache = made.new_cache()
+    want = made.forward(torch.cat((tokens, drafted)), Rows.chains([(cache.open(8), 0, 8)]), cache).logits
+    placeholders = torch.cat((tokens, torch.zeros(3, dtype=torch.int64)))
+    rows = Rows.chains([(cache.open(8), 0, 8)])
+    there = drafted.to(made.device)
+    got = made.forward_drafted(placeholders, rows, cache, integers([4, 5, 6, 7]), there, [5, 6, 7]).logits
+    assert torch.equal(got, want[4:])
+    choices, known = made.choices(got, [Asked(Sampling(), 0)] * 4, there.view(1, 3))
+    assert choices == want[4:].argmax(dim=-1).tolist() and known == [drafted.tolist()]
+
+
+def test_logits_that_are_no_numbers(small: Tiny, text: Text, device: str) -> None:
+    made = load(small("mistral", num_hidden_layers=1), device=device, kernels="triton").decoder
+    assert isinstance(made, TritonDecoder)
+    made.parts.embedding[7] = torch.nan  # type: ignore[index]
+    cache = made.new_cache()
+    rows = Rows.chains([(cache.open(20), 0, 3), (cache.open(20), 0, 2)])
+    tokens = integers([5, 7, 6, 5, 6])
+    drafted = made.draft(tokens, rows, cache, [2, 2], 320).tolist()
+    assert drafted[0] == [BROKEN, BROKEN] and BROKEN not in drafted[1]
+    cache = made.new_cache()
+    rows = Rows.chains([(cache.open(20), 0, 3), (cache.open(20), 0, 2)])
+    with pytest.raises(FloatingPointError, match="NaN or Inf"):
+        made.continue_greedy(tokens, rows, cache, [1, 2], 320)
+
+
+def test_numbers_that_cannot_be(small: Tiny, device: str) -> None:
+    made = load(small("llama", num_hidden_layers=1), device=device, kernels="triton").decoder
+    assert isinstance(made, TritonDecoder)
+    cache = made.new_cache()
+    rows = Rows.chains([(cache.open(20), 0, 1)])
+    for steps, limit, why in (([0], 320, "1 step or more"), ([1], 0, "must lie in 1..320"), ([1], 321, "must lie in")):
+        with pytest.raises(ValueError, match=why):
+            made.draft(integers([1]), rows, cache, steps, limit)
+    assert made.draft(integers([]), Rows.chains([]), cache, [], 320).shape == (0, 0)

@@ -1,0 +1,85 @@
+"""Forwards as graphs: the bits of eager ones, no waiting in between. On a GPU only: elsewhere nothing is captured."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import load
+from runtime.gpu.decoder import TritonDecoder
+from runtime.gpu.graphs import Graphs
+from runtime.rows import Rows, integers
+
+Tiny = Callable[..., Path]
+Text = Callable[..., Tensor]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+
+
+def decoder(path: Path, capture: bool = True) -> TritonDecoder:
+    made = load(path, device="cuda", kernels="triton").decoder
+    assert isinstance(made, TritonDecoder)
+    if not capture:
+        made._graphs._memory = None
+    return made
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, kind: str) -> None:
+    tokens = text(60)
+    out = []
+    for capture in (True, False):
+        made = decoder(tiny("qwen3"), capture)
+        cache = made.new_cache(kind)  # type: ignore[arg-type]
+        request = cache.open(200)
+        made.forward(tokens, Rows.chains([(request, 0, 60)]), cache, integers([]))
+        found = []
+        # The first round of a width is eager, the second captures, the others replay; then the pool moves.
+        for turn in range(5):
+            for width in (1, 2, 5, 7, 16, 64):
+                more = text(width, seed=width)
+                logits = made.forward(more, Rows.chains([(request, 60, width)]), cache).logits
+                found.append(logits)
+                cache.truncate(request, 60)
+            if turn == 3:
+                before = cache.pool
+                others = [cache.open(250) for _ in range(4)]
+                assert cache.pool is not before
+                cache.close(others[0])
+        out.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
+
+
+def test_nothing_waits_but_what_says_so(tiny: Tiny, text: Text) -> None:
+    made = decoder(tiny("llama"))
+    cache = made.new_cache()
+    request = cache.open(200)
+    made.forward(text(30), Rows.chains([(request, 0, 30)]), cache, integers([]))
+    for turn in range(4):
+        if turn == 3:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            drafted = made.draft(text(2), Rows.chains([(request, 30, 2)]), cache, [4], 320)
+            cache.truncate(request, 30)
+            rows = Rows.chains([(request, 30, 6)])
+            tokens = torch.cat((text(2), torch.zeros(4, dtype=torch.int64)))
+            made.forward_drafted(tokens, rows, cache, integers([1, 2, 3, 4, 5]), drafted.flatten(), [2, 3, 4, 5])
+            cache.truncate(request, 30)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graphs_of_a_pool_go_with_it(tiny: Tiny, text: Text) -> None:
+    made = decoder(tiny("llama"))
+    made._graphs = Graphs(made.device, most=2)
+    cache = made.new_cache()
+    request = cache.open(100)
+    for width in (1, 2, 3, 1, 2, 3):
+        made.forward(text(width), Rows.chains([(request, 0, width)]), cache)
+        cache.truncate(request, 0)
+    [kept] = made._graphs._of.values()
+    assert len(kept) == 2
+    del cache
+    assert not made._graphs._of

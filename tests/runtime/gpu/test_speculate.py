@@ -1,0 +1,69 @@
+"""Whole texts: with every drafter that of plain decoding, greedy and sampled, waiting for the device once a round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import Model, Speculator, load
+from runtime.device_rounds import DeviceRounds, DraftsLater
+from runtime.drafters.lookup import LookupDrafter
+from runtime.drafters.model import ModelDrafter
+from runtime.drafters.nested import NestedDrafter
+from runtime.drafters.tree import TreeDrafter
+from runtime.sampling import Sampling
+from runtime.speculate import CacheOptions
+
+Tiny = Callable[..., Path]
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def target(small: Tiny, device: str) -> Model:
+    return load(small("llama", num_hidden_layers=1), device=device, kernels="triton")
+
+
+@pytest.fixture(scope="module")
+def draft(small: Tiny, device: str) -> Model:
+    """The target's twin: a draft that is right, so that the drafted keys are used."""
+    return load(small("llama", num_hidden_layers=1), device=device, kernels="triton")
+
+
+def texts(target: Model, drafter: Any, prompts: list[list[int]], sampling: Sampling) -> tuple[list[list[int]], int]:
+    """The new tokens, and the rounds of all texts."""
+    speculator = Speculator(target, drafter, None if drafter is None else 3, cache=CacheOptions(pages=8))
+    results = speculator.generate(prompts, NEW, sampling, stop=())
+    return [result.tokens for result in results], sum(result.metrics.rounds for result in results)
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=5)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
+def test_every_drafter_leaves_the_text_as_it_is(target: Model, draft: Model, sampling: Sampling) -> None:
+    prompts = [[7, 300, 12, 9], [3, 4, 3]]
+    plain, rounds = texts(target, None, prompts, sampling)
+    found, fewer = texts(target, ModelDrafter(draft), prompts, sampling)
+    assert found == plain and fewer < rounds
+    assert texts(target, LookupDrafter(), prompts[1:], sampling)[0] == plain[1:]
+    assert texts(target, TreeDrafter(draft), prompts[:1], sampling)[0] == plain[:1]
+
+
+def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:
+    target = load(tiny_packed("int8"), device=device, kernels="triton", planes=True)
+    plain, _ = texts(target, None, [[7, 300]], Sampling())
+    assert texts(target, NestedDrafter(target), [[7, 300]], Sampling())[0] == plain
+
+
+def test_drafts_that_are_taken_later(target: Model, draft: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never asked for by themselves; where a rule needs the host, they are."""
+    drafter, prompts = ModelDrafter(draft), [[5, 6]]
+    assert isinstance(target.decoder, DeviceRounds) and isinstance(drafter, DraftsLater)
+    greedy, penalised = Sampling(), Sampling(repetition_penalty=1.3)
+    want = [texts(target, None, prompts, sampling)[0] for sampling in (greedy, penalised)]
+    asked = []
+    propose = ModelDrafter.propose
+    monkeypatch.setattr(ModelDrafter, "propose", lambda *arguments: asked.append(1) or propose(*arguments))
+    assert texts(target, drafter, prompts, greedy)[0] == want[0] and not asked
+    assert texts(target, drafter, prompts, penalised)[0] == want[1] and asked

@@ -1,0 +1,120 @@
+"""Rows into the cache on the device: the memory that kv.Quantizer writes, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from runtime.kernels import reference
+from runtime.kernels.triton.cache import move, store_rows
+from runtime.kernels.triton.rotate import rotate_and_store
+from runtime.kv import Quantizer, Store, allocate
+from runtime.kv_kind import CacheKind
+
+KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
+LAYERS, BLOCKS, HEADS = 2, 3, 2
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def empty(kind: CacheKind, dim: int) -> Store:
+    return allocate(kind, LAYERS, BLOCKS, HEADS, dim, torch.device("cpu"))
+
+
+def on(device: torch.device, store: Store) -> Store:
+    return Store(*(part.clone().to(device) for part in parts(store)))
+
+
+def parts(store: Store) -> tuple[Tensor, ...]:
+    return store.keys, store.values, store.key_scale, store.value_scale
+
+
+def same(ours: Store, theirs: Store) -> bool:
+    return all(torch.equal(a.cpu(), b) for a, b in zip(parts(ours), parts(theirs), strict=True))
+
+
+def factor_for(kind: CacheKind, dim: int) -> Tensor | None:
+    return None if kind.startswith("float") else normal(LAYERS, HEADS, dim, seed=9).abs() + 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [8, 24, 64, 72])
+def test_rows_are_stored_as_the_quantizer_does(device: torch.device, kind: CacheKind, dim: int) -> None:
+    """Two launches over the same slots, whose second must leave nothing of the first; j and j + 32 at once."""
+    theirs = empty(kind, dim)
+    ours = on(device, theirs)
+    factor = factor_for(kind, dim)
+    quantizer = Quantizer(kind, factor)
+    for seed, slots in ((1, [0, 32, 63, 31, 64, 191, 100]), (2, [32, 0, 1, 33, 100])):
+        keys, values = normal(2, len(slots), HEADS, dim, seed=seed)
+        values[0] = 0.0
+        at = torch.tensor(slots)
+        quantizer.write(theirs, 1, at, keys, values)
+        mine = None if factor is None else factor[1].to(device)
+        store_rows(keys.to(device), values.to(device), ours, 1, kind, at.to(device, torch.int32), mine)
+        assert same(ours, theirs)
+    assert theirs.keys[1].any() and not ours.keys[0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("source", "target"), [([5], [2]), ([1, 4, 5, 9, 70], [0, 1, 2, 3, 4]), ([9, 0, 3, 1, 40], [0, 1, 2, 3, 8])]
+)
+def test_moves(device: torch.device, kind: CacheKind, source: list[int], target: list[int]) -> None:
+    theirs, quantizer = empty(kind, 24), Quantizer(kind)
+    for layer in range(LAYERS):
+        quantizer.write(theirs, layer, torch.arange(80), *normal(2, 80, HEADS, 24, seed=layer))
+    ours = on(device, theirs)
+    quantizer.move(theirs, torch.tensor(source), torch.tensor(target))
+    # A pair that is left out.
+    a, b = (
+        torch.tensor([*slots, last], dtype=torch.int32, device=device) for slots, last in ((source, 7), (target, -1))
+    )
+    move(ours, kind, a, b)
+    assert same(ours, theirs)
+
+
+def test_too_many_moves_are_refused(device: torch.device) -> None:
+    slots = torch.arange(65, device=device)
+    with pytest.raises(ValueError, match="at most 64"):
+        move(on(device, empty("int8", 8)), "int8", slots, slots)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "rotated", "normed"), [(24, 24, True), (40, 16, False), (64, 64, False)])
+def test_rotation_and_storing(device: torch.device, kind: CacheKind, dim: int, rotated: int, normed: bool) -> None:
+    heads, count = 4, 5
+    whole = normal(count, (heads + 2 * HEADS) * dim, seed=3)
+    q, k, v = whole.split([heads * dim, HEADS * dim, HEADS * dim], dim=1)
+    table = normal(50, rotated // 2, seed=4)
+    cos, sin = table.cos(), table.sin()
+    position, slots = torch.tensor([3, 4, 4, 49, 0]), torch.tensor([67, 68, 100, 2, 34])
+    q_norm, k_norm = normal(2, dim, seed=5) if normed else (None, None)
+    want_q, want_k = q.reshape(count, heads, dim), k.reshape(count, HEADS, dim)
+    if normed:
+        want_q, want_k = reference.rms_norm(want_q, q_norm, 1e-6), reference.rms_norm(want_k, k_norm, 1e-6)
+    want_q = reference.rotate(want_q, cos[position], sin[position])
+    want_k = reference.rotate(want_k, cos[position], sin[position])
+    theirs, factor = empty(kind, dim), factor_for(kind, dim)
+    ours = on(device, theirs)
+    Quantizer(kind, factor).write(theirs, 1, slots, want_k, v.reshape(count, HEADS, dim))
+    there = whole.to(device)
+    got = rotate_and_store(
+        *there.split([heads * dim, HEADS * dim, HEADS * dim], dim=1),
+        cos.to(device),
+        sin.to(device),
+        position.to(device, torch.int32),
+        slots.to(device, torch.int32),
+        ours,
+        1,
+        kind,
+        dim,
+        None if factor is None else factor[1].to(device),
+        None if q_norm is None else q_norm.to(device),
+        None if k_norm is None else k_norm.to(device),
+        1e-6,
+    )
+    assert torch.equal(got.cpu(), want_q) and same(ours, theirs)
