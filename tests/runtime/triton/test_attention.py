@@ -146,7 +146,7 @@ def test_against_float64(device: torch.device, kind: CacheKind, heads: int, kv: 
     assert torch.equal(run(case, q, request, position), got)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_large_scores_and_values(device: torch.device, kind: CacheKind) -> None:
     """One key takes nearly all the weight, and single channels are a hundred times the others."""
     case = make(device, kind, (140,), seed=1)
@@ -168,19 +168,17 @@ def test_bits_at_every_width_and_in_both_kernels(device: torch.device, kind: Cac
     request, position = torch.zeros(16, dtype=torch.int64), torch.arange(SPLIT - 8, SPLIT + 8)
     q = queries(16, case)
     whole = run(case, q, request, position)
-    for width in range(1, 17):
+    # The interpreter is slow, and the order of operations is one for all kinds.
+    for width in range(1, 17) if kind == "int8" else (1, 5):
         part = slice(16 - width, 16)
         assert torch.equal(run(case, q[part], request[part], position[part], 2, sharing=5 * width), whole[part])
-    for row in (0, 7, 8):
-        part = slice(row, row + 1)
-        assert torch.equal(run(case, q[part], request[part], position[part], 2), whole[part])
     # Beyond what a row needs, nothing changes; below it, the row says so.
     assert torch.equal(run(case, q, request, position, splits=5, sharing=3), whole)
     short = run(case, q, request, position, splits=1)
     assert torch.equal(short[:8], whole[:8]) and bool(short[8:].isnan().all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float16", "int4"])
 def test_neighbours_and_pages_change_no_bit(device: torch.device, kind: CacheKind) -> None:
     """A batch whose tiles hold rows of three requests, one of them with numbers that are none, and empty rows."""
     case, other = (make(device, kind, (70, 5, 130), pages=pages) for pages in (6, 11))
@@ -199,7 +197,7 @@ def test_neighbours_and_pages_change_no_bit(device: torch.device, kind: CacheKin
     assert bool(got[2].isnan().all()) and torch.equal(got[[0, 1, 3, 4, 5]], alone[[0, 1, 3, 4, 5]])
 
 
-@pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in KINDS), ("int8", 40)])
+@pytest.mark.parametrize(("kind", "window"), [("float32", None), ("int4", None), ("int8", 40)])
 def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: CacheKind, window: int | None) -> None:
     """Request 1 holds in order what is a path of the tree in request 0, whose tail goes over a block's border."""
     length, parents = 58, [-1, 0, 0, 1, 2, 3, 3, 5, 7, 8]
@@ -231,7 +229,7 @@ def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: Cach
     assert torch.equal(run(straight, q[row], request[row], position[row], 1), trees[1][row])
 
 
-@pytest.mark.parametrize(("kind", "window"), [("float16", 33), ("int8", 1), ("int8", 64), ("int4", 130)])
+@pytest.mark.parametrize(("kind", "window"), [("float16", 33), ("int8", 130)])
 def test_windows(device: torch.device, kind: CacheKind, window: int) -> None:
     """Rows that see part of a block, of a split, or neither of the first ones."""
     case = make(device, kind, (200,), window=window)
@@ -244,7 +242,7 @@ def test_windows(device: torch.device, kind: CacheKind, window: int) -> None:
     assert torch.equal(torch.cat(alone), got[1::2])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     st.sampled_from(KINDS),
     st.sampled_from([1, KEY_BLOCK, SPLIT, 2 * SPLIT]),
@@ -268,4 +266,3 @@ def test_shapes(
     got = run(case, q, request, position, splits, sharing=count)
     assert float((got - chain(case, q, request, position)).abs().max()) < bound(case, q)
     assert torch.equal(run(case, q, request, position), got)
-    assert torch.equal(run(case, q[-1:], request[-1:], position[-1:], splits + 1), got[-1:])
