@@ -72,9 +72,16 @@ def padded(dim: int) -> int:
     return triton.next_power_of_2(-(-dim // VECTOR) * VECTOR)
 
 
-def key_block(dim: int) -> int:
-    """Keys of one step: a block of the cache, or half of one where the tile would not fit a processor's memory."""
-    return 64 if padded(dim) <= 128 else 32
+def key_block(kind: CacheKind, dim: int) -> int:
+    """Keys of one step: a block of the cache, or half of one where two tiles would not fit a processor's memory."""
+    return 64 if padded(dim) <= (64 if kind == "float32" else 128) else 32
+
+
+def stages(kind: CacheKind, dim: int) -> int:
+    """Blocks of keys that are on their way at once, as far as there is memory for them."""
+    if kind == "float32":
+        return 2 if padded(dim) <= 128 else 1
+    return 3
 
 
 def workspace(rows: int, heads: Heads, splits: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -146,7 +153,7 @@ def attend(
         DIM=dim,
         WIDE=-(-dim // VECTOR) * VECTOR,
         PADDED=padded(dim),
-        BLOCK=key_block(dim),
+        BLOCK=key_block(kind, dim),
         SPLIT=SPLIT,
         WINDOW=heads.window or 0,
         KIND=kind,
@@ -154,6 +161,7 @@ def attend(
         ALONE=splits == 1,
         INTERPRETED=interpreted(),
         num_warps=4,
+        num_stages=stages(kind, dim),
         enable_fp_fusion=False,
     )
     if splits > 1:

@@ -21,8 +21,8 @@ def layer_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tens
 
 def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As layer_parts, int4's keys as words of four bytes: the smallest that atomic operations take."""
-    keys, *others = layer_parts(store, layer, kind)
-    return keys.view(torch.int32) if kind == "int4" else keys, *others
+    keys, values, key_scale, value_scale = layer_parts(store, layer, kind)
+    return keys.view(torch.int32) if kind == "int4" else keys, values, key_scale, value_scale
 
 
 def constants(kind: CacheKind, kv_heads: int, dim: int) -> dict[str, int | float | str]:

@@ -13,7 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.triton.attention import SPLIT, Heads, Places, finish, key_block, load_queries, one_split, padded
+from runtime.kernels.triton.attention import (
+    SPLIT,
+    Heads,
+    Places,
+    finish,
+    key_block,
+    load_queries,
+    one_split,
+    padded,
+    stages,
+)
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns
@@ -62,12 +72,13 @@ def attend_many(
         DIM=dim,
         WIDE=-(-dim // VECTOR) * VECTOR,
         PADDED=padded(dim),
-        BLOCK=key_block(dim),
+        BLOCK=key_block(kind, dim),
         SPLIT=SPLIT,
         WINDOW=heads.window or 0,
         KIND=kind,
         INTERPRETED=interpreted(),
         num_warps=4,
+        num_stages=stages(kind, dim),
         enable_fp_fusion=False,
     )
     return out

@@ -40,8 +40,8 @@ def make(
     device: torch.device,
     kind: CacheKind,
     lengths: tuple[int, ...],
-    queries: int = 4,
-    kv: int = 2,
+    queries: int = 2,
+    kv: int = 1,
     dim: int = 24,
     window: int | None = None,
     seed: int = 0,
@@ -125,8 +125,16 @@ def queries(count: int, case: Case, seed: int = 5) -> Tensor:
     return torch.randn(count, case.heads.queries, case.heads.dim, generator=generator(seed)) * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 24), (3, 1, 64), (18, 1, 8), (2, 2, 136)])
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv", "dim"),
+    [
+        *((kind, 4, 2, 24) for kind in KINDS),
+        ("float32", 18, 1, 8),
+        ("float16", 3, 1, 64),
+        ("int8", 1, 1, 136),
+        ("int4", 2, 2, 72),
+    ],
+)
 def test_against_float64(device: torch.device, kind: CacheKind, heads: int, kv: int, dim: int) -> None:
     """Shapes: odd groups, more heads a key than a tile holds, dimensions of no power of two, and beyond 128."""
     case = make(device, kind, (1, 150), heads, kv, dim)
@@ -160,10 +168,12 @@ def test_bits_at_every_width_and_in_both_kernels(device: torch.device, kind: Cac
     request, position = torch.zeros(16, dtype=torch.int64), torch.arange(SPLIT - 8, SPLIT + 8)
     q = queries(16, case)
     whole = run(case, q, request, position)
-    for width, sharing in ((1, 1), (2, 2), (3, 8), (5, 4), (8, 1), (16, 16)):
-        for at in range(0, 16, width):
-            part = slice(at, at + width)
-            assert torch.equal(run(case, q[part], request[part], position[part], 2, sharing), whole[part])
+    for width in range(1, 17):
+        part = slice(16 - width, 16)
+        assert torch.equal(run(case, q[part], request[part], position[part], 2, sharing=5 * width), whole[part])
+    for row in (0, 7, 8):
+        part = slice(row, row + 1)
+        assert torch.equal(run(case, q[part], request[part], position[part], 2), whole[part])
     # Beyond what a row needs, nothing changes; below it, the row says so.
     assert torch.equal(run(case, q, request, position, splits=5, sharing=3), whole)
     short = run(case, q, request, position, splits=1)
@@ -189,8 +199,7 @@ def test_neighbours_and_pages_change_no_bit(device: torch.device, kind: CacheKin
     assert bool(got[2].isnan().all()) and torch.equal(got[[0, 1, 3, 4, 5]], alone[[0, 1, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in KINDS), ("int8", 40)])
 def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: CacheKind, window: int | None) -> None:
     """Request 1 holds in order what is a path of the tree in request 0, whose tail goes over a block's border."""
     length, parents = 58, [-1, 0, 0, 1, 2, 3, 3, 5, 7, 8]
@@ -205,42 +214,37 @@ def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: Cach
     request, start, q = torch.zeros(10, dtype=torch.int64), torch.full((10,), length), queries(10, case)
     slots = [torch.cat((torch.arange(length), torch.tensor(path) + length)) for path in paths]
     want = expected(case, q, request, slots)
-    trees = {sharing: run(case, q, request, position, 1, sharing, start, tail) for sharing in (1, 2, 8)}
+    trees = {sharing: run(case, q, request, position, 1, sharing, start, tail) for sharing in (1, 8)}
     assert float((trees[1] - want).abs().max()) < bound(case, q)
-    assert torch.equal(trees[2], trees[1]) and torch.equal(trees[8], trees[1])
+    assert torch.equal(trees[8], trees[1])
     # The same keys and values as a chain, for the longest path, moved together.
     page, inside = case.table.cpu()[0].long(), slots[-1]
     physical = page[inside // KEY_BLOCK] * KEY_BLOCK + inside % KEY_BLOCK
     order = torch.arange(len(inside))
-    moved = replace(
-        case, store=replace(case.store, **{k: v.cpu().clone() for k, v in vars(case.store).items() if v is not None})
-    )
+    parts = (case.store.keys, case.store.values, case.store.key_scale, case.store.value_scale)
+    moved = Store(*(part.cpu().clone() for part in parts))
     target = page[order // KEY_BLOCK] * KEY_BLOCK + order % KEY_BLOCK
-    Quantizer(kind).move(moved.store, physical, target)
-    on = Store(
-        *(
-            part.to(device)
-            for part in (moved.store.keys, moved.store.values, moved.store.key_scale, moved.store.value_scale)
-        )
-    )
+    Quantizer(kind).move(moved, physical, target)
+    parts = (moved.keys, moved.values, moved.key_scale, moved.value_scale)
+    straight = replace(case, store=Store(*(part.to(device) for part in parts)))
     row = slice(9, 10)
-    assert torch.equal(run(replace(case, store=on), q[row], request[row], position[row], 1), trees[1][row])
+    assert torch.equal(run(straight, q[row], request[row], position[row], 1), trees[1][row])
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8"])
-@pytest.mark.parametrize("window", [1, 33, 64, 130])
+@pytest.mark.parametrize(("kind", "window"), [("float16", 33), ("int8", 1), ("int8", 64), ("int4", 130)])
 def test_windows(device: torch.device, kind: CacheKind, window: int) -> None:
+    """Rows that see part of a block, of a split, or neither of the first ones."""
     case = make(device, kind, (200,), window=window)
     position = torch.tensor([0, 31, 63, 64, 128, 199])
     request, q = torch.zeros(6, dtype=torch.int64), queries(6, case)
     got = run(case, q, request, position, 2, sharing=8)
     assert float((got - chain(case, q, request, position)).abs().max()) < bound(case, q)
     assert torch.equal(run(case, q, request, position), got)
-    alone = [run(case, q[i : i + 1], request[:1], position[i : i + 1], 2) for i in range(6)]
-    assert torch.equal(torch.cat(alone), got)
+    alone = [run(case, q[i : i + 1], request[:1], position[i : i + 1], 2) for i in (1, 3, 5)]
+    assert torch.equal(torch.cat(alone), got[1::2])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.sampled_from(KINDS),
     st.sampled_from([1, KEY_BLOCK, SPLIT, 2 * SPLIT]),

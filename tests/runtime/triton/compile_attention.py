@@ -1,0 +1,72 @@
+"""Compiles the kernels of attention and what lies around it for a GPU that is not there, as compile_kernels.py does.
+
+`python compile_attention.py 90 [all]` prints a line of JSON for each.
+"""
+
+import json
+import sys
+from typing import Any, get_args
+
+import torch
+from compile_kernels import Absent, report
+from triton.runtime import driver, jit
+
+from runtime.kernels.triton import choose, elementwise
+from runtime.kernels.triton.attention import Heads, Places, attend
+from runtime.kernels.triton.cache import move
+from runtime.kernels.triton.prefill import attend_many
+from runtime.kernels.triton.rotate import rotate_and_store
+from runtime.kv import allocate
+from runtime.kv_kind import FLOATS, CacheKind
+
+# Kind, dimensions, heads, window: one of each way through the kernels.
+FEW: list[tuple[CacheKind, int, int, int | None]] = [("int8", 128, 4, None), ("int4", 64, 8, 100)]
+MORE: list[tuple[CacheKind, int, int, int | None]] = [
+    *((kind, dim, 4, None) for kind in get_args(CacheKind) for dim in (64, 80, 128, 256)),
+    ("float32", 128, 20, None),
+]
+
+
+def attention(kind: CacheKind, dim: int, heads: int, window: int | None) -> None:
+    """Chains, trees and prompts of two heads of keys, one split and several; rows on their way into the cache."""
+    store = allocate(kind, 1, 2, 2, dim, torch.device("cpu"))
+    factor = None if kind in FLOATS else torch.ones(2, dim)
+    shape = Heads(2 * heads, 2, dim, 1.0, window, factor)
+    ints = torch.zeros(4, dtype=torch.int32)
+    q = torch.zeros(4, 2 * heads, dim)
+    tail = ints.view(4, 1)
+    chain, tree = (Places(ints.view(2, 2), ints, ints, ints, part) for part in (None, tail))
+    attend(q, store, 0, kind, shape, chain, 2, sharing=4)
+    attend(q, store, 0, kind, shape, tree, 1)
+    attend_many(q, store, 0, kind, shape, chain)
+    flat, keys, angle = q.flatten(1), torch.zeros(4, 2 * dim), torch.zeros(9, dim // 2)
+    rotate_and_store(flat, keys, keys, angle, angle, ints, ints, store, 0, kind, dim, factor, angle[0], angle[0], 1e-6)
+    move(store, kind, ints, ints)
+
+
+def main(capability: int, everything: bool) -> None:
+    """Compiles and prints."""
+    driver.set_active(Absent(capability))
+    run, seen = jit.JITFunction.run, set()
+
+    def compile_only(self: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *values, grid=grid, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(json.dumps(report(kernel, self.fn.__name__)), flush=True)
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    x, token = torch.zeros(2, 2048), torch.zeros(2, dtype=torch.int64)
+    elementwise.add_norm(x, x, x[0], 1e-5)
+    elementwise.silu_mul(x, x)
+    elementwise.gelu_mul(x, x)
+    elementwise.embed(token, x)
+    choose.largest(x)
+    choose.route(x[:, :60], 6, True)
+    for case in FEW + MORE if everything else FEW:
+        attention(*case)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:] == ["all"])
