@@ -75,6 +75,7 @@ def test_rounded_caches(small: Tiny, text: Text, device: str, longer: int, kind:
     assert torch.equal(in_pieces(made, tokens, (1, len(tokens) - 1), kind), got)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="minutes in the interpreter, where the kernels have theirs")
 def test_prompts_of_many_rows(small: Tiny, text: Text, device: str) -> None:
     """Wider than what is captured: other kernels, the same bits."""
     made, tokens = decoder(small("llama", num_hidden_layers=1), device), text(66)
