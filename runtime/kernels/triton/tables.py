@@ -1,8 +1,8 @@
 """Tile sizes by kind of weight and generation of GPU, and how K is cut.
 
 None of these figures has been measured yet: they are starting points, chosen by what fits registers and what fills the
-machine, for `python -m runtime.bench gpu tune` to replace on a GPU. No choice of tiles changes a bit of an integer product;
-`splits` does where groups are scaled, so it looks at the scheme and K only.
+machine, for `python -m runtime.bench gpu tune` to replace on a GPU. No choice of tiles changes a bit of an integer
+product; `splits` does where groups are scaled, so it looks at the scheme and K only.
 """
 
 from dataclasses import dataclass, replace

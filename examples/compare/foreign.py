@@ -1,0 +1,162 @@
+"""Checkpoints that GPTQModel and llm-compressor wrote: decoded with their own kernels, and the same files on ours.
+
+    make compressors
+    .venv/bin/python examples/compare/foreign.py            # TinyLlama's shape, random weights: minutes to compress
+
+Each checkpoint is written by its library, on a few short windows since its text means nothing, and decoded as it is by
+transformers with that library's kernels and by Specpress, in turns; only one process computes at any moment.
+"""
+
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from output import check_json, cpu, machine, write_json
+from settings import TIMED, Setting, chosen
+
+from runtime.commands import without_traceback
+from runtime.errors import UserError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint: milliseconds a token (the prompt's time among them) in its library and here, medians of rounds.
+
+    library, kernels  who wrote it, and the layers that run it in transformers.
+    ratio             theirs over ours, the median over the rounds: above 1, ours is the faster.
+    """
+
+    setting: str
+    library: str
+    kernels: str
+    precision: str
+    their_ms: float
+    our_ms: float
+    ratio: float
+
+
+@app.command()
+def main(
+    setting: Annotated[list[str] | None, typer.Option(help="Which checkpoints.", show_default=", ".join(TIMED))] = None,
+    shape: Annotated[str, typer.Option(help="A shape of runtime.bench.")] = "tinyllama-1.1b",
+    blocks: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
+    new_tokens: Annotated[int, typer.Option(help="Of each text.", min=1)] = 48,
+    prompts: Annotated[int, typer.Option(help="Texts, 16 tokens of prompt each.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of everybody.", min=1)] = 3,
+    samples: Annotated[int, typer.Option(help="Windows of 128 tokens that the libraries calibrate on.", min=1)] = 2,
+    threads: Annotated[int | None, typer.Option(help="Of everybody.", show_default="physical cores", min=1)] = None,
+    peer_python: Annotated[Path, typer.Option(help="The libraries' environment.")] = Path(".compressors/bin/python"),
+    work: Annotated[Path, typer.Option(help="Where logs are kept.")] = Path("runs/foreign"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+) -> None:
+    """Writes the checkpoints, decodes each in both, and prints milliseconds a token and their ratio."""
+    with without_traceback():
+        settings = chosen(setting, TIMED)
+        for one in settings:
+            if one.method not in ("gptq", "awq"):
+                raise UserError(f"--setting: expected packed weights (gptq or awq), found {one.name}")
+        if not peer_python.is_file():
+            raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
+        check_json(json_file)
+        # absolute, not resolved: an environment's python is a link whose own place says which environment it is
+        pythons = (Path(sys.executable).absolute(), peer_python.absolute())
+        rows = _compare(settings, pythons, (shape, blocks, samples), (prompts, new_tokens, rounds), threads, work)
+        if json_file is not None:
+            about = {"machine": machine(), "model": shape, "blocks": blocks, "new_tokens": new_tokens, "rounds": rounds}
+            write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
+
+
+def _compare(
+    settings: list[Setting],
+    pythons: tuple[Path, Path],
+    model_of: tuple[str, int | None, int],
+    work_of: tuple[int, int, int],
+    threads: int | None,
+    work: Path,
+) -> list[Row]:
+    """`model_of`: shape, blocks and calibration windows; `work_of`: prompts, new tokens and rounds."""
+    import calibration
+    import jobs
+    import timed
+    import torch
+    from rich.console import Console
+    from rounds import Work
+
+    from compress.pair import default_pair
+    from runtime.kernels.native import default_threads
+    from runtime.shapes import SHAPES
+
+    (shape, blocks, samples), (prompts, new_tokens, rounds) = model_of, work_of
+    if shape not in SHAPES:
+        raise UserError(f"--shape: expected one of {', '.join(SHAPES)}, found {shape!r}")
+    notes = Console(highlight=False, stderr=True)
+    count, folder = threads or default_threads(), work.absolute() / shape
+    text = calibration.Text("stdlib", samples, 128, 128, 0)
+    drawn = torch.randint(3, 1000, (prompts, 16), generator=torch.Generator().manual_seed(0))
+    doing = Work(drawn.tolist(), new_tokens, rounds, count)
+    rows = []
+    notes.print(f"writing {shape} with random weights (removed at the end)")
+    with timed.random_checkpoint(shape, blocks, Path(default_pair()[0]), folder) as model:
+        windows = calibration.write(calibration.draw(text, model).calibration, folder)
+        bench = jobs.Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
+        for setting in settings:
+            out = model.parent / setting.name
+            notes.print(f"{setting.peer} writes {setting.name}")
+            jobs.run(bench, setting, setting.peer, out)
+            # Not every library writes the tokenizer, which decoding asks for even where prompts are ids.
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                if not (out / name).exists():
+                    shutil.copyfile(model / name, out / name)
+            rows.append(_row(setting, out, doing, pythons, folder / "logs", notes.print))
+    _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {cpu()}, {count} threads; {rounds} rounds")
+    return rows
+
+
+def _row(setting: Setting, out: Path, doing: Any, pythons: tuple[Path, Path], logs: Path, say: Any) -> Row:
+    from processes import Start
+    from rounds import decode
+    from ways import OURS, Way
+
+    options = {"target": str(out), "draft": str(out), "drafter": "none", "positions": "512"}
+    starts = []
+    for engine, worker, python in (
+        (OURS, "specpress_generate", pythons[0]),
+        ("transformers", "transformers_packed", pythons[1]),
+    ):
+        start = Start(engine, worker, python, options, logs / f"{setting.name}.{engine}.log")
+        starts.append((start, [Way(engine, worker, python == pythons[1], "none")]))
+    ours, theirs = decode(starts, doing, say)
+    tokens = doing.new_tokens * len(doing.prompts)
+    our_ms, their_ms = ([1e3 * turn.seconds / tokens for turn in one.turns] for one in (ours, theirs))
+    return Row(
+        setting.name,
+        setting.peer,
+        theirs.facts["layers"],
+        theirs.facts["precision"],
+        median(their_ms),
+        median(our_ms),
+        median(a / b for a, b in zip(their_ms, our_ms, strict=True)),
+    )
+
+
+def _print(rows: list[Row], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console.print(title + "\n", soft_wrap=True)
+    table = Table("checkpoint", "written by", "its layers in transformers", "ms a token there", "here", "times as fast")
+    for row in rows:
+        layers = f"{row.kernels.rpartition('.')[2]}, {row.precision}"
+        table.add_row(row.setting, row.library, layers, f"{row.their_ms:.1f}", f"{row.our_ms:.1f}", f"{row.ratio:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()
