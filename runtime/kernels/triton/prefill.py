@@ -17,16 +17,14 @@ from runtime.kernels.triton.attention import (
     SPLIT,
     Heads,
     Places,
-    finish,
     key_block,
-    load_queries,
-    one_split,
     padded,
     stages,
 )
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns
+from runtime.kernels.triton.splits import finish, load_queries, one_split
 from runtime.kv import VECTOR, Store
 from runtime.kv_kind import FLOATS, CacheKind
 
