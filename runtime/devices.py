@@ -27,7 +27,7 @@ def resolve(device: str) -> "torch.device":
         return torch.device("cpu" if why_no_cuda() else "cuda")
     kind, colon, index = device.partition(":")
     if kind not in _KINDS or (colon and (kind == "cpu" or not index.isdecimal())):
-        raise UserError(f"device must be cpu, cuda, cuda:N or auto, found {device!r}")
+        raise UserError(f"expected cpu, cuda, cuda:N or auto, found {device!r}: correct the device")
     if kind == "cuda":
         why = why_no_cuda()
         if why:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from compress.pair import default_pair
 from compress.report import quality
 from runtime import kv_scheme, load
 from runtime.checkpoint import open_checkpoint
+from runtime.kernels.native.binding import CACHES
 from runtime.kernels.reference import rotate
 from runtime.kv_kind import CacheKind
 from runtime.rows import Decoder, Rows
@@ -337,6 +337,6 @@ def loss(seen: list[Tensor], windows: Windows) -> Tensor:
 def test_perplexity_through_a_cache(windows: Windows) -> None:
     decoder = load(default_pair()[0]).decoder
     few = replace(windows, evaluation=windows.evaluation[:2, :300])
-    for kind in get_args(CacheKind):
+    for kind in CACHES:
         seen = [predictions(decoder, tokens, kind) for tokens in few.evaluation]
         assert quality.kv_perplexity(decoder, few, kind) == pytest.approx(math.exp(loss(seen, few)), rel=1e-6)

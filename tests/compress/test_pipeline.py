@@ -484,7 +484,7 @@ def test_text_that_is_too_short_stops_before_the_work(tiny: Tiny, go: Any, tmp_p
             "no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA"),
         ),
-        ({"device": "tpu"}, "--device: expected cpu, cuda or auto, found 'tpu'"),
+        ({"device": "tpu"}, "--device: expected cpu, cuda, cuda:N or auto, found 'tpu'"),
     ],
 )
 def test_numbers_out_of_range(tiny: Tiny, go: Any, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:

@@ -121,7 +121,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         # Keys that belong together, or do not.
         ("stages:\n  - medusa: {joint: {weight: 1}}\n", "medusa.joint: expected with kind medusa-2 only"),
         ("stages:\n  - medusa: {heads: 9}\n", "medusa.heads: expected less than or equal to 8, found 9"),
-        ("stages:\n  - medusa: {joint: {weigth: 1}}\n", "expected one of warmup, weight, rate_factor: did you mean"),
+        (
+            "stages:\n  - medusa: {joint: {weigth: 1}}\n",
+            "expected one of warmup, weight, rate_factor, heads_factor: did you mean",
+        ),
         ("kv: int8\n", "kv: expected a mapping, found 'int8'"),
         ("kv: {scheme: int3}\n", "kv.scheme: expected int8 or int4, found 'int3'"),
         (

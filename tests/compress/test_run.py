@@ -135,7 +135,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--recipe", "nf4", "--memory-budget", "lots"], "--memory-budget: expected a size such as 4GB or 512MiB"),
         (["--recipe", "nf4", "--samples", "0"], "--samples: expected a whole number from 1"),
         (["--recipe", "nf4", "--draft-length", "1000"], "--draft-length: expected a whole number from 1 to 64"),
-        (["--recipe", "nf4", "--device", "tpu"], "--device: expected cpu, cuda or auto"),
+        (["--recipe", "nf4", "--device", "tpu"], "--device: expected cpu, cuda, cuda:N or auto"),
         (["--recipe", "nf4", "--model", "/no/such/folder"], "no such directory"),
         (["--recipe", "nf4", "--model", ""], "empty"),
     ],

@@ -40,7 +40,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "cpu:1", ""])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="device must be cpu, cuda, cuda:N or auto, found"):
+    with pytest.raises(UserError, match="expected cpu, cuda, cuda:N or auto, found"):
         resolve(name)
 
 
