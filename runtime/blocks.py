@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from runtime.kernels.dispatch import Joined
+from runtime.kernels.joined import Joined
 
 Linear = Callable[[Tensor], Tensor]
 

@@ -20,7 +20,8 @@ from runtime.errors import UserError
 from runtime.family import Architecture, describe
 from runtime.formats.packed import PackedWeight
 from runtime.gpu.memory import free_bytes, needed, require_room
-from runtime.kernels.dispatch import Joined, Kernel, choose, join, linear
+from runtime.kernels.dispatch import Kernel, choose, join, linear
+from runtime.kernels.joined import Joined
 from runtime.kernels.native.layers import NativeLinear
 from runtime.native import NativeDecoder
 from runtime.onnx import files as onnx_files

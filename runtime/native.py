@@ -14,7 +14,8 @@ from runtime.cache import KeyValueCache
 from runtime.errors import UserError
 from runtime.family import Architecture
 from runtime.inputs import checked_cache
-from runtime.kernels.dispatch import Joined, Kernel
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.joined import Joined
 from runtime.kernels.native.batch import Batches, int64
 from runtime.kernels.native.binding import (
     CACHES,

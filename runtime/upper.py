@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
 from runtime.errors import UserError
-from runtime.kernels.dispatch import Joined
+from runtime.kernels.joined import Joined
 from runtime.kernels.native.layers import NativeLinear
 from runtime.kernels.native.weights import upper_weight
 from runtime.kernels.reference import Int8Linear, UpperLinear

@@ -2,61 +2,14 @@
 
 from typing import Any
 
-import numpy as np
-
 from runtime.errors import UserError
 from runtime.gguf.header import Header, TensorEntry
-from runtime.gguf.names import ARCHITECTURES
+from runtime.gguf.keys import Keys, brief
 from runtime.gguf.rope import rope_parameters
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Each expert gets names of its own, so a count out of a damaged file must be a sane one.
 _MOST_EXPERTS = 1 << 14
-
-
-class Keys:
-    """The keys of one file's architecture, checked as they are asked for."""
-
-    def __init__(self, header: Header):
-        """Raises UserError where the file names no architecture, or one that is not run."""
-        self.header, self.shown = header, header.path.name
-        found = header.metadata.get("general.architecture")
-        if found not in ARCHITECTURES.values():
-            known = ", ".join(dict.fromkeys(ARCHITECTURES.values()))
-            raise UserError(
-                f"{self.shown}: general.architecture {found!r} is not run from a GGUF file; {known} are, and for others"
-                " give the original model directory"
-            )
-        self.architecture = str(found)
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A positive integer; an array of equal ones (a value for each layer) counts as one.
-
-        Raises UserError where it is missing and has no default, or is something else.
-        """
-        name = f"{self.architecture}.{key}"
-        value = self.header.metadata.get(name, default)
-        if isinstance(value, np.ndarray) and value.size and bool((value == value[0]).all()):
-            value = value[0].item()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.shown}: {name} must be a positive integer, found {_brief(value)}")
-        return value
-
-    def has(self, key: str) -> bool:
-        """Whether the file has the key."""
-        return f"{self.architecture}.{key}" in self.header.metadata
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number. Raises UserError as `whole`."""
-        name = f"{self.architecture}.{key}"
-        value = self.header.metadata.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise UserError(f"{self.shown}: {name} must be a positive number, found {_brief(value)}")
-        return float(value)
-
-
-def _brief(value: Any) -> str:
-    return "nothing" if value is None else repr(value)[:80]
 
 
 def configure(header: Header) -> dict[str, Any]:
@@ -104,9 +57,9 @@ def configure(header: Header) -> dict[str, Any]:
 
 def _check_whole_model(shown: str, key: str, value: Any) -> None:
     if key == "split.count" and value not in (None, 0, 1):
-        raise UserError(f"{shown} is one of {_brief(value)} parts; join them with llama-gguf-split --merge")
+        raise UserError(f"{shown} is one of {brief(value)} parts; join them with llama-gguf-split --merge")
     if key == "general.type" and value not in (None, "model"):
-        raise UserError(f"{shown} holds {_brief(value)}, expected a model; give the model's own GGUF file")
+        raise UserError(f"{shown} holds {brief(value)}, expected a model; give the model's own GGUF file")
 
 
 def _entry(header: Header, name: str) -> TensorEntry:
@@ -159,8 +112,7 @@ def _special_ids(header: Header, vocab: int) -> dict[str, Any]:
             continue
         if not isinstance(value, int) or not 0 <= value < vocab:
             raise UserError(
-                f"{header.path.name}: tokenizer.ggml.{key}_token_id must be one of {vocab} tokens, found"
-                f" {_brief(value)}"
+                f"{header.path.name}: tokenizer.ggml.{key}_token_id must be one of {vocab} tokens, found {brief(value)}"
             )
         found[name] = value
     turn, end = found.pop("eot", None), found.get("eos_token_id")

@@ -1,23 +1,21 @@
 """Rotary frequencies of a GGUF file as transformers' `rope_parameters`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import UserError
+from runtime.gguf.keys import Keys
 from runtime.gguf.names import ROPE_FACTORS
 from runtime.gguf.types import F32
-
-if TYPE_CHECKING:
-    from runtime.gguf.config import Keys
 
 _BASE = 10_000.0
 # Llama 3's scaling as all of its releases have it. A GGUF file has the factors that come of it, and not these.
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 
-def rope_parameters(keys: "Keys", head_dim: int) -> dict[str, Any]:
+def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json: default, linear, yarn or llama3.
 
     Raises UserError for scalings that are not run, and factors that are not Llama 3's.
@@ -60,7 +58,7 @@ def llama3_factors(
     return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
 
 
-def _llama3(keys: "Keys", base: float, rotated: int) -> dict[str, Any]:
+def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     """The parameters whose factors the file has."""
     entry = keys.header.tensors[ROPE_FACTORS]
     if entry.kind != F32 or entry.shape != (rotated // 2,):

@@ -12,8 +12,8 @@ from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
 from runtime.family import Architecture
 from runtime.gpu.inputs import Inputs
 from runtime.gpu.memory import WIDEST
-from runtime.kernels.dispatch import Joined
 from runtime.kernels.exact import exp, tree_sum
+from runtime.kernels.joined import Joined
 from runtime.kernels.triton.attention import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.elementwise import embed, gelu_mul, rms_norm, rotate_and_store, silu_mul
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs

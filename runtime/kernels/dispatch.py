@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import native
+from runtime.kernels.joined import Joined
 from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton.available import usable
 
@@ -67,19 +68,6 @@ def choose(kernels: str, device: str, threads: int | None = None) -> Kernel:
     if kernels in NAMES:
         raise UserError(f"kernels={kernels!r} run on a CPU, and the device is {device}")
     raise UserError(f"kernels={kernels!r} is unknown; use one of {', '.join(NAMES)}")
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Layers that read the same input, in one product where their schemes agree: `split` returns each one's output."""
-
-    parts: tuple[Callable[[Tensor], Tensor], ...]
-    sizes: tuple[int, ...]
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One (T, N_i) tensor per joined layer."""
-        whole = self.parts[0](x) if len(self.parts) == 1 else torch.cat([part(x) for part in self.parts], dim=1)
-        return whole.split(self.sizes, dim=1)
 
 
 def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Tensor], Tensor]:

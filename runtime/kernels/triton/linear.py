@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels.dispatch import Joined
+from runtime.kernels.joined import Joined
 from runtime.kernels.triton import tables, words
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.floats import float_product
