@@ -2,6 +2,7 @@
 
 python export_peer.py read MODEL OUT.safetensors DTYPE     transformers: dequantised weights, and logits
 python export_peer.py write MODEL OUT '{"method": …}'      GPTQModel: compresses and saves
+python export_peer.py oneshot MODEL OUT '{"scheme": …}'    llm-compressor: the same
 """
 
 import json
@@ -56,9 +57,44 @@ def write(model: Path, out: Path, said: dict[str, Any]) -> None:
     loaded.save(str(out))
 
 
+def oneshot(model: Path, out: Path, said: dict[str, Any]) -> None:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(1, 320, (8, 64), generator=generator)
+    modifier = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[said["method"]]
+    oneshot(
+        model=loaded,
+        dataset=Dataset.from_dict({"input_ids": texts.tolist(), "attention_mask": torch.ones_like(texts).tolist()}),
+        recipe=[modifier(targets=["Linear"], ignore=["re:.*lm_head"], **said["options"])],
+        max_seq_length=64,
+        num_calibration_samples=8,
+    )
+    loaded.save_pretrained(out, save_compressed=True)
+
+
+def read_dense(model: Path, out: Path, dtype: str) -> None:
+    """compressed-tensors' own decompression, of the weights of all blocks."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(run_compressed=False)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), quantization_config=config).eval()
+    layers = {n: m for n, m in loaded.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    found = {name: layer.weight.detach().float().contiguous() for name, layer in layers.items()}
+    with torch.no_grad():
+        found["logits"] = loaded(tokens()).logits[0].float().contiguous()
+    save_file(found, out)
+
+
 if __name__ == "__main__":
     what, model, out, last = sys.argv[1:]
-    if what == "read":
-        read(Path(model), Path(out), last)
+    if what in ("read", "dense"):
+        {"read": read, "dense": read_dense}[what](Path(model), Path(out), last)
     else:
-        write(Path(model), Path(out), json.loads(last))
+        {"write": write, "oneshot": oneshot}[what](Path(model), Path(out), json.loads(last))

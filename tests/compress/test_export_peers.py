@@ -44,7 +44,9 @@ def peer(*words: object) -> None:
 
 def weights(model: Path) -> dict[str, Tensor]:
     checkpoint = open_checkpoint(model)
-    names = {name.removesuffix(".qweight") for name in checkpoint.names() if name.endswith(".qweight")}
+    # GPTQ and AWQ; compressed-tensors, packed or not.
+    endings = (".qweight", ".weight_packed", "_proj.weight")
+    names = {name.rpartition(".")[0] for name in checkpoint.names() if name.endswith(endings)}
     packed = {name: checkpoint.weight(name) for name in sorted(names)}
     return {name: formats.dequantize(weight) for name, weight in packed.items() if isinstance(weight, PackedWeight)}
 
@@ -105,6 +107,32 @@ def test_a_checkpoint_of_gptqmodel_is_read_exactly(tiny: Tiny, tmp_path: Path, s
     assert len(ours) == 14 and theirs.keys() == ours.keys() | {"logits"}
     for name, weight in ours.items():
         assert torch.equal(weight.half().float(), theirs[name]), name
+    assert relative(logits(tmp_path / "theirs"), theirs["logits"]) < 0.05
+
+
+def scheme(bits: int, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | more
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("rtn", {"config_groups": {"all": {"targets": ["Linear"], "weights": scheme(4)}}}),
+        ("rtn", {"config_groups": {"all": {"targets": ["Linear"], "weights": scheme(4, symmetric=False)}}}),
+        ("gptq", {"config_groups": {"all": {"targets": ["Linear"], "weights": scheme(4)}}, "actorder": "static"}),
+        ("rtn", {"scheme": "W8A8"}),
+    ],
+    ids=["int4", "int4 zero points", "gptq in static activation order", "W8A8"],
+)
+def test_a_checkpoint_of_llm_compressor_is_read_exactly(
+    tiny: Tiny, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    peer("oneshot", tiny("llama"), tmp_path / "theirs", json.dumps({"method": method, "options": options}))
+    peer("dense", tmp_path / "theirs", tmp_path / "found.safetensors", "float32")
+    theirs, ours = load_file(tmp_path / "found.safetensors"), weights(tmp_path / "theirs")
+    assert len(ours) == 14 and theirs.keys() == ours.keys() | {"logits"}
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
     assert relative(logits(tmp_path / "theirs"), theirs["logits"]) < 0.05
 
 
