@@ -16,11 +16,13 @@ from runtime.blocks import Block, Linear, Mixture, Parts
 from runtime.device_rounds import ARGMAX, BROKEN, Asked
 from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
-from runtime.gpu.choices import choices
+from runtime.gpu.choices import choices, way_of
 from runtime.gpu.graphs import Computed, Graphs
-from runtime.gpu.inputs import Bucket, Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.inputs import Inputs, Staging, bucket_for, depth_of, fill, views
 from runtime.gpu.layers import Memory, hidden_states
 from runtime.gpu.memory import WIDEST
+from runtime.gpu.rounds import drafted as draft_round
+from runtime.gpu.rounds import fill_round, round_for, steps_of
 from runtime.inputs import checked_cache
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import KEY_BLOCK
@@ -132,7 +134,37 @@ class TritonDecoder:
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
         with self._here():
-            return self._drafted(tokens, reserved, held, steps, limit, samplings)
+            ways = [Sampling()] * len(reserved) if samplings is None else samplings
+            if len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST:
+                return self._drafted_at_once(tokens, reserved, held, steps, limit, ways)
+            return self._drafted(tokens, reserved, held, steps, limit, ways)
+
+    def _drafted_at_once(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        ways: Sequence[Sampling],
+    ) -> Tensor:
+        """All steps as one run, for requests that choose in one way and do not feed too much to be captured."""
+        shape = round_for(reserved, steps, limit, way_of(ways[0]))
+        words = tokens.numpy().astype("int32")
+        fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
+        block = self._graphs.block(shape)
+        self._staging.send(block)
+        inputs, blocks = steps_of(shape, block), shape.first.blocks
+
+        def hidden(step: Inputs, sharing: int, at: Tensor | None) -> Tensor:
+            return self._hidden(step, held, blocks, sharing, at)
+
+        def body() -> Tensor:
+            return draft_round(shape, inputs, hidden, lambda rows: self._logits_of(rows, True))
+
+        out = body() if self._mixed else self._graphs.run(held.pool, shape, body)
+        # A graph's memory is good until the next run.
+        return out[:, : len(reserved)].t().clone()
 
     def _drafted(
         self,
@@ -141,9 +173,9 @@ class TritonDecoder:
         held: GpuCache,
         steps: Sequence[int],
         limit: int,
-        samplings: Sequence[Sampling] | None,
+        ways: Sequence[Sampling],
     ) -> Tensor:
-        ways = [Sampling()] * len(reserved) if samplings is None else samplings
+        """Step by step."""
         lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
         texts = [r.start + r.count for r in reserved]  # tokens before the next one
         words = tokens.numpy().astype("int32")
@@ -239,14 +271,10 @@ class TritonDecoder:
             self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
         # All rows' logits cost no more than some where few rows are: the head is read once.
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
-        memory = Memory(
-            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, bucket.sharing
-        )
-        angles = self._angles_for(bucket.blocks)
 
         def body() -> Computed:
-            hidden = hidden_states(self.parts, self.architecture, inputs, memory, angles, early)
-            logits = self._logits_of(hidden, bucket)
+            hidden = self._hidden(inputs, cache, bucket.blocks, bucket.sharing, early)
+            logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
         found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
@@ -257,10 +285,14 @@ class TritonDecoder:
         rows = at.to(self.device, non_blocking=True)
         return Computed(*(part[rows] for part in found))
 
-    def _logits_of(self, hidden: Tensor, bucket: Bucket) -> Tensor:
+    def _hidden(self, inputs: Inputs, cache: GpuCache, blocks: int, sharing: int, at: Tensor | None) -> Tensor:
+        memory = Memory(cache.pool.store, cache.kind, cache.quantizer.key_factor, blocks * KEY_BLOCK, sharing)
+        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
+
+    def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
         """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
         head = self.parts.head
-        if not (bucket.captured and isinstance(head, TritonLinear)):
+        if not (captured and isinstance(head, TritonLinear)):
             return head(hidden)
         if self._logits is None:
             self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)

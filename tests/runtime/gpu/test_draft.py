@@ -19,6 +19,7 @@ Text = Callable[..., Tensor]
 # Of three requests: tokens before, pieces to feed, tokens to draft. One draft crosses the border of a page.
 LENGTHS, PIECES, STEPS = (0, 63, 9), (3, 1, 2), (2, 3, 1)
 WAYS = (Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4, top_p=0.9))
+ALIKE = tuple(Sampling(temperature=0.8, seed=seed, top_k=60, top_p=0.9) for seed in (3, 2**64 - 5, 9))
 
 
 def opened(made: TritonDecoder, text: Text) -> tuple[GpuCache, list[int]]:
@@ -34,17 +35,22 @@ def spans(cache: GpuCache, handles: Sequence[int], counts: Sequence[int]) -> Row
     return Rows.chains([(h, cache.length(h), n) for h, n in zip(handles, counts, strict=True)])
 
 
+def qwen(small: Tiny, device: str) -> TritonDecoder:
+    path = small("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
+    made = load(path, device=device, kernels="triton").decoder
+    assert isinstance(made, TritonDecoder)
+    return made
+
+
 def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) -> None:
     """Greedy ones of the whole vocabulary, sampled ones of a part; forks part when they are written to."""
-    made = load(
-        small("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), device=device, kernels="triton"
-    ).decoder
-    assert isinstance(made, TritonDecoder) and isinstance(made, GreedyChains) and isinstance(made, DeviceRounds)
+    made = qwen(small, device)
+    assert isinstance(made, GreedyChains) and isinstance(made, DeviceRounds)
     cache, handles = opened(made, text)
     tokens = text(sum(PIECES), seed=5)
-    for ways, limit in (((Sampling(),) * 3, 320), (WAYS, 171)):
+    for ways, limit in (((Sampling(),) * 3, 320), (ALIKE, 171)):
         ours, theirs = [cache.fork(handle) for handle in handles], [cache.fork(handle) for handle in handles]
-        if ways is WAYS:
+        if ways is ALIKE:
             drafted = made.draft(tokens, spans(cache, ours, PIECES), cache, STEPS, limit, ways).tolist()
         else:
             drafted = made.continue_greedy(tokens, spans(cache, ours, PIECES), cache, STEPS, limit).tolist()
@@ -59,6 +65,31 @@ def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) 
         more = text(2, seed=8)
         pair = [made.forward(more, spans(cache, which[:2], [1, 1]), cache).logits for which in (ours, theirs)]
         assert torch.equal(*pair)
+
+
+def test_drafts_at_once_are_those_of_single_steps(
+    small: Tiny, text: Text, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that choose in several ways, or feed too much, are drafted step by step; others as one run."""
+    made = qwen(small, device)
+    cache, handles = opened(made, text)
+    tokens = text(sum(PIECES), seed=5)
+    stepped = []
+    steps = TritonDecoder._drafted
+    monkeypatch.setattr(TritonDecoder, "_drafted", lambda *arguments: stepped.append(1) or steps(*arguments))
+
+    forks = [cache.fork(handle) for handle in handles]
+    together = made.draft(tokens, spans(cache, forks, PIECES), cache, STEPS, 171, WAYS)
+    assert len(stepped) == 1
+    for row, piece in enumerate(tokens.split(PIECES)):
+        one, count = [cache.fork(handles[row])], STEPS[row]
+        alone = made.draft(piece, spans(cache, one, PIECES[row : row + 1]), cache, [count], 171, [WAYS[row]])
+        assert len(stepped) == 1 and torch.equal(alone[0], together[row, :count])
+
+    monkeypatch.setattr("runtime.gpu.decoder.WIDEST", 3)
+    forks = [cache.fork(handle) for handle in handles[:2]]
+    wide = made.draft(tokens[:4], spans(cache, forks, PIECES[:2]), cache, STEPS[:2], 171, WAYS[:1] * 2)
+    assert len(stepped) == 2 and torch.equal(wide[0], together[0, : wide.shape[1]])
 
 
 def test_drafted_rows_and_their_choices_come_together(small: Tiny, text: Text, device: str) -> None:
