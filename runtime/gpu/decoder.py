@@ -1,4 +1,4 @@
-"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward.
+"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward or draft.
 
 Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
 the same whatever shares the call. Nothing here waits for the device but what says so.
@@ -6,7 +6,7 @@ the same whatever shares the call. Nothing here waits for the device but what sa
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from runtime.device_rounds import ARGMAX, BROKEN, Asked
 from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
 from runtime.gpu.choices import choices, way_of
+from runtime.gpu.clock import Clock
 from runtime.gpu.graphs import Computed, Graphs
 from runtime.gpu.inputs import Inputs, Staging, bucket_for, depth_of, fill, views
 from runtime.gpu.layers import Memory, hidden_states
@@ -38,7 +39,7 @@ from runtime.upper import upper_parts, weight_bytes
 _LEAST_TABLE = 32
 
 
-class TritonDecoder:
+class TritonDecoder(Clock):
     """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
@@ -123,12 +124,15 @@ class TritonDecoder:
         limit: int,
         samplings: Sequence[Sampling] | None = None,
     ) -> Tensor:
-        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers."""
+        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers; ValueError for
+        samplings that are not `plain`, or not one for each request."""
         held = self._checked(tokens, rows, cache, None)
         if not 1 <= limit <= self.vocab_size:
             raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
         if min(steps, default=1) < 1:
             raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
+            raise ValueError(f"{len(steps)} requests need as many samplings, all of which must be plain")
         # A request's last token is not fed, so it takes no slot.
         reserved = reserve(rows, held, [count - 1 for count in steps])
         if not reserved:
@@ -154,13 +158,11 @@ class TritonDecoder:
         fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
         block = self._graphs.block(shape)
         self._staging.send(block)
-        inputs, blocks = steps_of(shape, block), shape.first.blocks
-
-        def hidden(step: Inputs, sharing: int, at: Tensor | None) -> Tensor:
-            return self._hidden(step, held, blocks, sharing, at)
+        inputs = steps_of(shape, block)
+        forward = partial(self._hidden, held, shape.first.blocks)
 
         def body() -> Tensor:
-            return draft_round(shape, inputs, hidden, lambda rows: self._logits_of(rows, True))
+            return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
         out = body() if self._mixed else self._graphs.run(held.pool, shape, body)
         # A graph's memory is good until the next run.
@@ -273,7 +275,7 @@ class TritonDecoder:
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
 
         def body() -> Computed:
-            hidden = self._hidden(inputs, cache, bucket.blocks, bucket.sharing, early)
+            hidden = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early)
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
@@ -285,7 +287,7 @@ class TritonDecoder:
         rows = at.to(self.device, non_blocking=True)
         return Computed(*(part[rows] for part in found))
 
-    def _hidden(self, inputs: Inputs, cache: GpuCache, blocks: int, sharing: int, at: Tensor | None) -> Tensor:
+    def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
         memory = Memory(cache.pool.store, cache.kind, cache.quantizer.key_factor, blocks * KEY_BLOCK, sharing)
         return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
 
@@ -305,20 +307,6 @@ class TritonDecoder:
             cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
             self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
         return self._angles[blocks]
-
-    def mark(self) -> object:
-        """See device_rounds.DeviceRounds."""
-        if self.device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def between(self, first: object, second: object) -> float:
-        """See device_rounds.DeviceRounds."""
-        if isinstance(first, float) and isinstance(second, float):
-            return second - first
-        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
 
     def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
         if list(places) == [*range(len(places))]:
