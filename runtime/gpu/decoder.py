@@ -124,8 +124,8 @@ class TritonDecoder(Clock):
         limit: int,
         samplings: Sequence[Sampling] | None = None,
     ) -> Tensor:
-        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers; ValueError for
-        samplings that are not `plain`, or not one for each request."""
+        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
+        ValueError for samplings that are not `plain`, or not one for each request."""
         held = self._checked(tokens, rows, cache, None)
         if not 1 <= limit <= self.vocab_size:
             raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
