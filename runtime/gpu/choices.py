@@ -7,12 +7,14 @@ them two sources: one engine takes one of them for all of a request's tokens.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from runtime.device_rounds import BROKEN, Asked
 from runtime.noise import Stream
+from runtime.sampling import Sampling
 
 # Rows whose float64 probabilities are held at once.
 _ROWS = 32
@@ -33,9 +35,10 @@ def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) ->
         raise ValueError(f"{len(logits)} rows, {len(asked)} ways to choose, all of which must be plain")
     if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    highest = logits.amax(dim=-1)
+    from runtime.kernels.triton.choose import largest
+
+    best = out = largest(logits, limit)
     known = logits[:, :limit]
-    out = known.argmax(dim=-1)
     sampled = [i for i, one in enumerate(asked) if not one.sampling.greedy]
     for first in range(0, len(sampled), _ROWS):
         rows = sampled[first : first + _ROWS]
@@ -43,27 +46,68 @@ def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) ->
         at = torch.tensor(rows).to(logits.device, non_blocking=True)
         chosen = _race(known if whole else known[at], [asked[i] for i in rows])
         out = chosen if whole else out.index_copy(0, at, chosen)
-    sound = torch.isfinite(highest) & torch.isfinite(known.amax(dim=-1))
-    return out.masked_fill(~sound, BROKEN)
+    return out.masked_fill(best == BROKEN, BROKEN)
+
+
+class Way(NamedTuple):
+    """What rows that are sampled alike have in common: all but the noise."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def way_of(sampling: Sampling) -> Way | None:
+    """How a `plain` sampling chooses; None: greedy."""
+    return None if sampling.greedy else Way(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def key_of(sampling: Sampling, position: int) -> tuple[int, int]:
+    """What a token's noise is made of, as int64 holds it: the seed, below 2**64, and the token's position."""
+    seed = sampling.seed
+    return seed - (1 << 64) if seed >= 1 << 63 else seed, position
+
+
+def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: int) -> Tensor:
+    """`choices` of (n, V) rows that are all greedy, or all sampled in one way: launches only, so that graphs hold them.
+
+    keys  (n, 2) int64 on the logits' device, by `key_of`; None for greedy rows.
+    """
+    from runtime.kernels.triton.choose import largest
+
+    best = largest(logits, limit)
+    if way is None:
+        return best
+    assert keys is not None
+    pieces = zip(logits[:, :limit].split(_ROWS), keys.split(_ROWS), strict=True)
+    out = torch.cat([(_weights(rows, *way) / _noise(of, limit)).argmax(dim=-1) for rows, of in pieces])
+    return out.masked_fill(best == BROKEN, BROKEN)
 
 
 def _race(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
     """argmax(w / exponential noise) of each row, where w are probabilities but for a factor."""
-    from runtime.kernels.triton.uniforms import uniforms
-
     device, n = logits.device, len(asked)
-    keys = torch.tensor([[_signed(one.sampling.seed), one.position] for one in asked]).to(device, non_blocking=True)
-    noise = uniforms(keys, logits.shape[1], Stream.CHOICE).log_().neg_()
-    settings = [(a.sampling.temperature, a.sampling.top_k, a.sampling.top_p, a.sampling.min_p) for a in asked]
+    keys = torch.tensor([key_of(one.sampling, one.position) for one in asked]).to(device, non_blocking=True)
+    noise = _noise(keys, logits.shape[1])
+    ways = [way_of(one.sampling) for one in asked]
     weights = torch.empty(logits.shape, dtype=torch.float64, device=device)
-    for setting in dict.fromkeys(settings):
-        rows = [i for i, other in enumerate(settings) if other == setting]
+    for way in dict.fromkeys(ways):
+        assert way is not None
+        rows = [i for i, other in enumerate(ways) if other == way]
         if len(rows) == n:
-            weights = _weights(logits, *setting)
+            weights = _weights(logits, *way)
         else:
             at = torch.tensor(rows).to(device, non_blocking=True)
-            weights.index_copy_(0, at, _weights(logits[at], *setting))
+            weights.index_copy_(0, at, _weights(logits[at], *way))
     return (weights / noise).argmax(dim=-1)
+
+
+def _noise(keys: Tensor, count: int) -> Tensor:
+    """(n, count) float64, exponential."""
+    from runtime.kernels.triton.uniforms import uniforms
+
+    return uniforms(keys, count, Stream.CHOICE).log_().neg_()
 
 
 def _weights(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -81,8 +125,3 @@ def _weights(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p
         dropped = (units <= spare).sum(dim=-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
         weights = weights.masked_fill(weights < ordered.gather(1, dropped), 0.0)
     return weights.masked_fill(weights < min_p, 0.0) if min_p > 0 else weights
-
-
-def _signed(seed: int) -> int:
-    """A seed below 2**64 as int64 holds it."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

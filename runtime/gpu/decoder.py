@@ -1,4 +1,4 @@
-"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward.
+"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward or draft.
 
 Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
 the same whatever shares the call. Nothing here waits for the device but what says so.
@@ -6,7 +6,7 @@ the same whatever shares the call. Nothing here waits for the device but what sa
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from runtime.blocks import Block, Linear, Mixture, Parts
 from runtime.device_rounds import ARGMAX, BROKEN, Asked
 from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
-from runtime.gpu.choices import choices
+from runtime.gpu.choices import choices, way_of
+from runtime.gpu.clock import Clock
 from runtime.gpu.graphs import Computed, Graphs
-from runtime.gpu.inputs import Bucket, Staging, bucket_for, depth_of, fill, views
+from runtime.gpu.inputs import Inputs, Staging, bucket_for, depth_of, fill, views
 from runtime.gpu.layers import Memory, hidden_states
 from runtime.gpu.memory import WIDEST
+from runtime.gpu.rounds import drafted as draft_round
+from runtime.gpu.rounds import fill_round, round_for, steps_of
 from runtime.inputs import checked_cache
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import KEY_BLOCK
@@ -36,7 +39,7 @@ from runtime.upper import upper_parts, weight_bytes
 _LEAST_TABLE = 32
 
 
-class TritonDecoder:
+class TritonDecoder(Clock):
     """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
@@ -121,18 +124,49 @@ class TritonDecoder:
         limit: int,
         samplings: Sequence[Sampling] | None = None,
     ) -> Tensor:
-        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers."""
+        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
+        ValueError for samplings that are not `plain`, or not one for each request."""
         held = self._checked(tokens, rows, cache, None)
         if not 1 <= limit <= self.vocab_size:
             raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
         if min(steps, default=1) < 1:
             raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
+            raise ValueError(f"{len(steps)} requests need as many samplings, all of which must be plain")
         # A request's last token is not fed, so it takes no slot.
         reserved = reserve(rows, held, [count - 1 for count in steps])
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
         with self._here():
-            return self._drafted(tokens, reserved, held, steps, limit, samplings)
+            ways = [Sampling()] * len(reserved) if samplings is None else samplings
+            if len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST:
+                return self._drafted_at_once(tokens, reserved, held, steps, limit, ways)
+            return self._drafted(tokens, reserved, held, steps, limit, ways)
+
+    def _drafted_at_once(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        ways: Sequence[Sampling],
+    ) -> Tensor:
+        """All steps as one run, for requests that choose in one way and do not feed too much to be captured."""
+        shape = round_for(reserved, steps, limit, way_of(ways[0]))
+        words = tokens.numpy().astype("int32")
+        fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
+        block = self._graphs.block(shape)
+        self._staging.send(block)
+        inputs = steps_of(shape, block)
+        forward = partial(self._hidden, held, shape.first.blocks)
+
+        def body() -> Tensor:
+            return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
+
+        out = body() if self._mixed else self._graphs.run(held.pool, shape, body)
+        # A graph's memory is good until the next run.
+        return out[:, : len(reserved)].t().clone()
 
     def _drafted(
         self,
@@ -141,9 +175,9 @@ class TritonDecoder:
         held: GpuCache,
         steps: Sequence[int],
         limit: int,
-        samplings: Sequence[Sampling] | None,
+        ways: Sequence[Sampling],
     ) -> Tensor:
-        ways = [Sampling()] * len(reserved) if samplings is None else samplings
+        """Step by step."""
         lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
         texts = [r.start + r.count for r in reserved]  # tokens before the next one
         words = tokens.numpy().astype("int32")
@@ -239,14 +273,10 @@ class TritonDecoder:
             self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
         # All rows' logits cost no more than some where few rows are: the head is read once.
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
-        memory = Memory(
-            cache.pool.store, cache.kind, cache.quantizer.key_factor, bucket.blocks * KEY_BLOCK, bucket.sharing
-        )
-        angles = self._angles_for(bucket.blocks)
 
         def body() -> Computed:
-            hidden = hidden_states(self.parts, self.architecture, inputs, memory, angles, early)
-            logits = self._logits_of(hidden, bucket)
+            hidden = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early)
+            logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
         found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
@@ -257,10 +287,14 @@ class TritonDecoder:
         rows = at.to(self.device, non_blocking=True)
         return Computed(*(part[rows] for part in found))
 
-    def _logits_of(self, hidden: Tensor, bucket: Bucket) -> Tensor:
+    def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
+        memory = Memory(cache.pool.store, cache.kind, cache.quantizer.key_factor, blocks * KEY_BLOCK, sharing)
+        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
+
+    def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
         """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
         head = self.parts.head
-        if not (bucket.captured and isinstance(head, TritonLinear)):
+        if not (captured and isinstance(head, TritonLinear)):
             return head(hidden)
         if self._logits is None:
             self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
@@ -273,20 +307,6 @@ class TritonDecoder:
             cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
             self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
         return self._angles[blocks]
-
-    def mark(self) -> object:
-        """See device_rounds.DeviceRounds."""
-        if self.device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def between(self, first: object, second: object) -> float:
-        """See device_rounds.DeviceRounds."""
-        if isinstance(first, float) and isinstance(second, float):
-            return second - first
-        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
 
     def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
         if list(places) == [*range(len(places))]:

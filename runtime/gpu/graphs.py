@@ -1,20 +1,21 @@
-"""Forwards as CUDA graphs: hundreds of kernels launched as one, for shapes that come again.
+"""Forwards and drafts as CUDA graphs: hundreds of kernels launched as one, for shapes that come again.
 
-A graph holds addresses, so it belongs to the memory that it was captured on: the block of inputs of its bucket, and one
+A graph holds addresses, so it belongs to the memory that it was captured on: the block of inputs of its size, and one
 pool of keys and values. The first run of a shape is eager, which also compiles its kernels; the second is captured.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from runtime.gpu.cache import Pool
-from runtime.gpu.inputs import Bucket
+
+T = TypeVar("T")
 
 
 class Computed(NamedTuple):
@@ -26,10 +27,24 @@ class Computed(NamedTuple):
     largest: Tensor
 
 
+class Shape(Protocol):
+    """What a graph is known by (inputs.Bucket, rounds.Round), equal to others of the same kernels but for addresses."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether the shape comes again and again, so that a graph pays."""
+
+    @property
+    def words(self) -> int:
+        """int32 numbers of its inputs."""
+
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    out: Computed
+    out: object
 
 
 class Graphs:
@@ -40,41 +55,44 @@ class Graphs:
 
     def __init__(self, device: torch.device, most: int = 64):
         self._device, self._most = device, most
-        self._of: WeakKeyDictionary[Pool, OrderedDict[Bucket, _Captured | None]] = WeakKeyDictionary()
-        self._blocks: dict[Bucket, Tensor] = {}
+        self._of: WeakKeyDictionary[Pool, OrderedDict[Shape, _Captured | None]] = WeakKeyDictionary()
+        self._blocks: dict[int, Tensor] = {}
         # Graphs run one after the other and nobody reads the output of one after the next: they share their memory.
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def block(self, bucket: Bucket) -> Tensor:
-        """The inputs of a bucket (words,) int32: always at the same address where graphs are captured."""
-        if not bucket.captured:
-            return torch.empty(bucket.words, dtype=torch.int32, device=self._device)
-        if bucket not in self._blocks:
-            # Zeros, so that what pads the parts is never a number of nothing.
-            self._blocks[bucket] = torch.zeros(bucket.words, dtype=torch.int32, device=self._device)
-        return self._blocks[bucket]
+    def block(self, shape: Shape) -> Tensor:
+        """The inputs of a shape (words,) int32: where graphs are captured, always at the same address.
 
-    def run(self, pool: Pool, bucket: Bucket, forward: Callable[[], Computed]) -> Computed:
-        """What `forward` computes from the bucket's block and the pool, by its graph where there is one or may be one.
+        Shapes of one size share it: each run's inputs are copied right before it.
+        """
+        if not shape.captured:
+            return torch.empty(shape.words, dtype=torch.int32, device=self._device)
+        if shape.words not in self._blocks:
+            # Zeros, so that what pads the parts is never a number of nothing.
+            self._blocks[shape.words] = torch.zeros(shape.words, dtype=torch.int32, device=self._device)
+        return self._blocks[shape.words]
+
+    def run(self, pool: Pool, shape: Shape, forward: Callable[[], T]) -> T:
+        """What `forward` computes from the shape's block and the pool, by its graph where there is one or may be one.
 
         `forward` must launch the same kernels on the same addresses each time, must not wait for the device, and must
-        give the same when it is run twice.
+        give the same when it is run twice. What it returns is good until the next run of any.
         """
-        if self._memory is None or not bucket.captured:
+        if self._memory is None or not shape.captured:
             return forward()
         known = self._of.setdefault(pool, OrderedDict())
-        if bucket not in known:
-            known[bucket] = None
+        if shape not in known:
+            known[shape] = None
             while len(known) > self._most:
                 known.popitem(last=False)
             return forward()
-        known.move_to_end(bucket)
-        captured = known[bucket]
+        known.move_to_end(shape)
+        captured = known[shape]
         if captured is None:
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 out = forward()
-            captured = known[bucket] = _Captured(graph, out)
+            captured = known[shape] = _Captured(graph, out)
         captured.graph.replay()
-        return captured.out
+        return cast(T, captured.out)

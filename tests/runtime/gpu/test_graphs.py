@@ -1,6 +1,7 @@
 """Forwards as graphs: the bits of eager ones, no waiting in between. On a GPU only: elsewhere nothing is captured."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from runtime import load
 from runtime.gpu.decoder import TritonDecoder
 from runtime.gpu.graphs import Graphs
 from runtime.rows import Rows, integers
+from runtime.sampling import Sampling
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
@@ -51,6 +53,32 @@ def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, kind: s
     assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
 
 
+@pytest.mark.parametrize("way", [Sampling(), Sampling(temperature=0.9, top_k=100, top_p=0.95, min_p=0.01)])
+def test_replayed_rounds_are_eager_ones(tiny: Tiny, text: Text, way: Sampling) -> None:
+    """Requests that draft less than others, and whose keys and noise change from round to round."""
+    out = []
+    for capture in (True, False):
+        made = decoder(tiny("qwen3"), capture)
+        cache = made.new_cache("int8")
+        handles = [cache.open(200) for _ in range(3)]
+        made.forward(text(90), Rows.chains([(handle, 0, 30) for handle in handles]), cache, integers([]))
+        found = []
+        for turn in range(6):
+            pieces, steps = [(1, 2, 1), (2, 1, 1)][turn % 2], [(4, 2, 1), (1, 4, 4)][turn % 2]
+            ways = [replace(way, seed=turn + i) for i in range(3)]
+            rows = Rows.chains([(h, cache.length(h), n) for h, n in zip(handles, pieces, strict=True)])
+            drafted = made.draft(text(4, seed=turn), rows, cache, steps, 311, ways)
+            found += [drafted[i, :count] for i, count in enumerate(steps)]
+        if capture:
+            [kept] = made._graphs._of.values()
+            assert len([held for held in kept.values() if held is not None]) == 1
+        # The keys of what was drafted are those of eager steps.
+        more = Rows.chains([(h, cache.length(h), 1) for h in handles])
+        found.append(made.forward(text(3, seed=99), more, cache).logits)
+        out.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
+
+
 def test_nothing_waits_but_what_says_so(tiny: Tiny, text: Text) -> None:
     made = decoder(tiny("llama"))
     cache = made.new_cache()
@@ -61,8 +89,9 @@ def test_nothing_waits_but_what_says_so(tiny: Tiny, text: Text) -> None:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         try:
-            drafted = made.draft(text(2), Rows.chains([(request, 30, 2)]), cache, [4], 320)
-            cache.truncate(request, 30)
+            for way in (Sampling(), Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)):
+                drafted = made.draft(text(2), Rows.chains([(request, 30, 2)]), cache, [4], 320, [way])
+                cache.truncate(request, 30)
             rows = Rows.chains([(request, 30, 6)])
             tokens = torch.cat((text(2), torch.zeros(4, dtype=torch.int64)))
             made.forward_drafted(tokens, rows, cache, integers([1, 2, 3, 4, 5]), drafted.flatten(), [2, 3, 4, 5])
