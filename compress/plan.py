@@ -261,7 +261,7 @@ def _scheme(stage: Quantize) -> str:
 
 def _group(inputs: int, stage: Quantize) -> int | str:
     """The group size for rows of `inputs` weights, or why there is none."""
-    if stage.scheme in ("int8-dynamic", "int8-static", "ternary"):
+    if stage.scheme in ("int8-dynamic", "int8-static", "ternary", "fp8"):
         return 0
     if stage.scheme == "nf4":
         return NF4_BLOCK if inputs % NF4_BLOCK == 0 else f"rows of {inputs} weights are no multiple of {NF4_BLOCK}"
@@ -281,6 +281,8 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
         return "an expert: bitsandbytes leaves fused experts alone"
     if stage.scheme == "ternary":
         return "an expert: bitnet leaves fused experts alone"
+    if stage.scheme == "fp8":
+        return "an expert: transformers fuses integers only"
     if stage.symmetric is False or stage.scheme == "int8-static":
         return "an expert: transformers reads fused experts only with symmetric ranges and without static inputs"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}

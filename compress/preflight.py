@@ -28,7 +28,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 # Stored bits of a weight by scheme, without scales.
-_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0, "nf4": 4.0, "ternary": 2.0}
+_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "fp8": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0}
+_BITS |= {"nf4": 4.0, "ternary": 2.0}
 _FLOAT = 4
 # Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4

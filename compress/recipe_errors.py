@@ -11,7 +11,7 @@ from pydantic import ValidationError
 NOT_BUILT = {
     "draft": "drafts are made by a stage: write the key under stages, or name a draft with --draft",
 }
-_SCHEMES_NOT_BUILT = ("fp8", "nested")
+_SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
     r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share|"

@@ -9,10 +9,10 @@ GROUP_SIZES = (128, 64, 32)
 NF4_BLOCK = 64
 DAMPING = 0.01
 GROUPED = ("int4", "int3", "int2")
-SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4", "ternary")
+SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4", "ternary", "fp8")
 # Methods by scheme; the first is the default. `sensitivity` chooses the schemes itself.
 _METHODS: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPED, ("rtn", "gptq", "awq", "hqq"))
-_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4", "ternary"), ("rtn",))
+_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4", "ternary", "fp8"), ("rtn",))
 # Keys that only some methods know, and their values where the recipe does not say.
 _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "gptq": {"order": False, "damping": DAMPING, "search": False},
@@ -57,8 +57,8 @@ class Quantize(Strict):
     scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out. ternary ruins a
                 model that was not trained for it: the stage ternary (compress.ternary) trains one.
     group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
-                divides a row is taken). nf4 has 64, int8 one scale per output channel, ternary one per
-                layer.
+                divides a row is taken). nf4 has 64, int8 and fp8 one scale per output channel, ternary one
+                per layer.
     symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
     method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
     order       gptq: whether inputs are taken by their activations' size, the largest first.
@@ -71,7 +71,7 @@ class Quantize(Strict):
     experts     of a mixture of experts, with methods that look at text: what happens to those that saw too few tokens.
     """
 
-    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4", "ternary"] | None = None
+    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4", "ternary", "fp8"] | None = None
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
     method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"

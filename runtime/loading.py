@@ -227,6 +227,16 @@ class _Reader:
         self._check(name, tuple(found.shape), shape)
         return found.to(self.device)
 
+    def stack(self, name: str) -> Tensor:
+        """Plain weights of experts that are fused in one tensor."""
+        found = self.checkpoint.tensor(name)
+        if not found.is_floating_point() or found.dtype.itemsize == 1:
+            raise UserError(
+                f"{self.checkpoint.path.name}: tensor {name} must be float32, float16 or bfloat16, found {found.dtype};"
+                " fused experts are read plain, so use a checkpoint that has them one by one"
+            )
+        return found.to(self.device)
+
     def linear(self, prefix: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         return linear(self.weight(prefix, shape), self.bias(prefix), self.kernel)
 
@@ -295,8 +305,7 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
             continue
         router = reader.linear(f"{base}.gate", (experts.count, a.hidden))
         if f"{base}.experts.gate_up_proj" in reader.names:
-            gate_up = reader.checkpoint.tensor(f"{base}.experts.gate_up_proj").to(reader.device)
-            down = reader.checkpoint.tensor(f"{base}.experts.down_proj").to(reader.device)
+            gate_up, down = (reader.stack(f"{base}.experts.{part}") for part in ("gate_up_proj", "down_proj"))
             return Mixture(
                 router,
                 tuple(

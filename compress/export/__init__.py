@@ -112,6 +112,8 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 def check_kinds(names: Sequence[str], kinds: Collection[str]) -> None:
     """Raises UserError where one of the forms cannot hold layers of these kinds: known before any work is done."""
     for name in check_names(names):
+        if "fp8" in kinds and name != "compressed-tensors":
+            raise UserError(f"export {name}: expected weights other than fp8, which compressed-tensors alone holds")
         refusal = getattr(importlib.import_module(FORMATS[name].split(":")[0]), "refusal", None)
         if refusal is not None and (why := refusal(frozenset(kinds))) is not None:
             raise UserError(f"export {name}: {why}")
@@ -133,6 +135,11 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
         raise UserError(
             f"{out.name} was not written by an export, so --force does not replace it: choose another --out"
         )
+    from runtime.checkpoint import open_checkpoint
+    from runtime.formats import holds_fp8
+
+    if holds_fp8(open_checkpoint(model).quantization):
+        check_kinds([name], {"fp8"})
     module, function = FORMATS[name].split(":")
     exporter: Callable[[Path, Path, Progress], Exported] = getattr(importlib.import_module(module), function)
     partial = out.with_name(out.name + ".partial")

@@ -6,7 +6,7 @@ The formats' own files hold the arithmetic; this one knows which format a recipe
 import torch
 from torch import Tensor
 
-from runtime.formats import FORMATS, int4, int8, nf4, ternary
+from runtime.formats import FORMATS, fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
@@ -27,6 +27,8 @@ def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
         return nf4.scheme(group_size)
     if scheme == "ternary":
         return ternary.scheme()
+    if scheme == "fp8":
+        return fp8.scheme()
     if scheme not in ("int8-dynamic", "int8-static"):
         raise ValueError(f"scheme {scheme!r} has no description")
     return int8.scheme("int8-tensor" if scheme == "int8-static" else "int8-token")
@@ -58,6 +60,8 @@ def quantize(
         return nf4.pack(weight)
     if described.kind == "ternary":
         return ternary.pack(weight)
+    if described.kind == "fp8":
+        return fp8.pack(weight)
     if search:
         return _searched(weight, described)
     return int4.pack(weight, group_size, bits=described.bits, symmetric=symmetric)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats import awq, compressed, gptq, int4, int8, llm_int8, nf4, ternary
+from runtime.formats import awq, compressed, fp8, gptq, int4, int8, llm_int8, nf4, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors, take
 
-FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4, "ternary": ternary}
+FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4, "ternary": ternary, "fp8": fp8}
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WHERE = "config.json: quantization_config"
 
@@ -83,7 +83,7 @@ def check_supported(quantization: Any) -> None:
     else:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
-            " compressed-tensors int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
+            " compressed-tensors fp8, int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
         )
 
 
@@ -123,6 +123,12 @@ def read(
     return plain
 
 
+def holds_fp8(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether a `quantization_config` that has passed `check_supported` has fp8 weights."""
+    groups = (quantization or {}).get("config_groups") or {}
+    return any(group["weights"].get("type") == "float" for group in groups.values())
+
+
 def _int8_rows(tensors: Tensors, prefix: str) -> bool:
     """Whether the layer is int8 with scales, which these two libraries have no word for: the tensors speak for it."""
     name = f"{prefix}.weight"
@@ -135,4 +141,4 @@ def _method(quantization: Mapping[str, Any]) -> Any:
     return quantization.get("quant_method") or ("bitsandbytes" if old else None)
 
 
-__all__ = ["FORMATS", "check_supported", "dequantize", "hf_config", "read"]
+__all__ = ["FORMATS", "check_supported", "dequantize", "hf_config", "holds_fp8", "read"]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.errors import UserError
-from runtime.formats import int4, int8
+from runtime.formats import fp8, int4, int8
 from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors
 from runtime.formats.words import stored_bits
@@ -14,8 +14,8 @@ from runtime.formats.words import stored_bits
 _WHERE = "config.json: quantization_config"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = r"re:.*\.experts\..*"
-# What "pack-quantized" and "int-quantized" are read with.
-_BITS = {"pack-quantized": (2, 3, 4, 8), "int-quantized": (8,)}
+# What each format is read with.
+_BITS = {"pack-quantized": (2, 3, 4, 8), "int-quantized": (8,), "float-quantized": (8,)}
 # Words for activation order: the first two say that `weight_g_idx` has it, the others that it left no trace.
 _GROUP_ORDER: tuple[Any, ...] = ("group", "dynamic", True)
 _ORDERS: tuple[Any, ...] = (*_GROUP_ORDER, "weight", "static", False, None)
@@ -26,7 +26,7 @@ Kind = tuple[str, Scheme, bool]
 def hf_config(
     layers: Mapping[str, Scheme], ignore: Sequence[str] = (), reordered: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The configuration of a model whose linear modules `layers` are packed with these int8 and int4 schemes.
+    """The configuration of a model whose linear modules `layers` are packed with these fp8, int8 and int4 schemes.
 
     A group whose modules are all that are packed targets "Linear"; `ignore` names the linear modules that stay. Of
     several groups each lists its modules, by regular expression over the layer numbers where all layers of one name
@@ -76,11 +76,17 @@ def _format(name: str, scheme: Scheme) -> str:
         return "pack-quantized" if int8.is_expert(name) else "int-quantized"
     if scheme.kind == "int4":
         return "pack-quantized"
-    raise ValueError(f"compressed-tensors is written for symmetric int8 rows, int4, int3 and int2, found {scheme}")
+    if scheme == fp8.scheme() and not int8.is_expert(name):
+        return "float-quantized"
+    raise ValueError(
+        "compressed-tensors is written for symmetric int8 rows, int4, int3, int2, and fp8 rows that are no experts,"
+        f" found {scheme}"
+    )
 
 
 def _group(scheme: Scheme, reordered: bool) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False}
+    kind = "float" if scheme.kind == "fp8" else "int"
+    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": kind, "symmetric": scheme.symmetric, "dynamic": False}
     if reordered:
         weights["actorder"] = "group"
     weights |= (
@@ -128,7 +134,10 @@ def check(config: Mapping[str, Any]) -> None:
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
         form = group.get("format") or config.get("format")
         if not isinstance(form, str) or form not in _BITS:
-            raise UserError(f"{where}: format {form!r} is not read yet; int-quantized and pack-quantized are")
+            raise UserError(f"{where}: format {form!r} is not read yet; {', '.join(_BITS)} are")
+        if form == "float-quantized":
+            _check_floats(group, where)
+            continue
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
         if found[0] != "int" or found[1] not in _BITS[form] or not isinstance(found[2], bool):
             raise UserError(
@@ -140,6 +149,24 @@ def check(config: Mapping[str, Any]) -> None:
         _activation(group, where)
     if config.get("sparsity_config") or config.get("transform_config"):
         raise UserError(f"{_WHERE}: sparsity_config and transform_config are not read; use a checkpoint without them")
+
+
+def _check_floats(group: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a float-quantized group that is no E4M3 by rows or tensors, with inputs of any such kind."""
+    weights, inputs = group["weights"], group.get("input_activations")
+    strategy = weights.get("strategy", "tensor")
+    if not _is_fp8(weights) or strategy not in ("channel", "tensor"):
+        raise UserError(
+            f"{where}.weights: float-quantized is read with symmetric floats of 8 bits by channel or tensor, found type"
+            f" {weights.get('type', 'int')!r}, num_bits {weights.get('num_bits')!r}, strategy {strategy!r}, symmetric"
+            f" {weights.get('symmetric', True)!r}"
+        )
+    if inputs is not None and not (isinstance(inputs, dict) and _is_fp8(inputs)):
+        raise UserError(f"{where}.input_activations: beside fp8 weights 8-bit floats are read, found {inputs!r}")
+
+
+def _is_fp8(args: Mapping[str, Any]) -> bool:
+    return args.get("type") == "float" and args.get("num_bits") == 8 and args.get("symmetric", True) is True
 
 
 def _activation(group: Mapping[str, Any], where: str) -> Activation:
@@ -175,6 +202,13 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
             sizes = {group["weights"].get("group_size") for group in groups}
             per_row = int(tensors[f"{prefix}.weight_shape"][1]) not in sizes
             return int4.from_tensors(tensors, prefix, unpack, bits=bits, per_row=per_row)
+    elif fp8.holds(tensors, prefix):
+        if not _groups(config, "float-quantized"):
+            raise UserError(
+                f"tensor {prefix}.weight holds float8_e4m3fn, and no group of config.json is float-quantized; the two"
+                " do not belong together"
+            )
+        return fp8.from_tensors(tensors, prefix)
     elif f"{prefix}.weight_scale" in tensors:
         form = "int-quantized"
         groups = _groups(config, form)

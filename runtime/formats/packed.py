@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["int8", "int4", "nf4", "ternary"]
+Kind = Literal["int8", "int4", "nf4", "ternary", "fp8"]
 Activation = Literal["float", "int8-token", "int8-tensor", "int8-group"]
 
 
@@ -31,7 +31,7 @@ class PackedWeight:
     Unpacked in memory (one code a byte): bit layouts belong to the format files, and kernels repack when they load.
 
     codes   (N, K) int8: signed integers for int8/int4/ternary, of `scheme.bits` bits; for nf4 the index 0..15 of the
-            level.
+            level; for fp8 the values themselves, float8_e4m3fn.
     scale   (N, G) float32, G = ceil(K / group_size), or 1 when `group_size` is 0. For nf4: the block's absmax
             (blocks never straddle rows here; double quantisation is already undone).
     offset  (N, G) float32 or None: subtracted as offset · Σ_{k in group} x[k] (zero points: offset = scale · zero,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from runtime.formats import fp8
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
@@ -166,11 +167,14 @@ def upper_codes(codes: Tensor) -> Tensor:
     return (codes >> 4) * 16 + 8
 
 
-def packed_linear(weight: PackedWeight) -> Int8Linear | GroupLinear:
+def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinear:
     """The layer of a packed weight. Codes are unpacked once: at 1 (int8, ternary) or 4 (in groups) bytes a weight.
 
     Groups whose sums float32 could not hold (of int4 more than 8,800 inputs, of int8 more than 1,032) take 8.
+    fp8's inputs are not rounded: it is a float32 layer.
     """
+    if weight.scheme.kind == "fp8":
+        return float_linear(fp8.dequantize(weight), weight.bias)
     n, k = weight.shape
     kind, size = weight.scheme.kind, weight.scheme.group_size
     if kind in ("int8", "ternary") and size == 0 and weight.offset is None and weight.perm is None:

@@ -20,7 +20,7 @@ from compress.export.engines.check import check, check_section
 from compress.export.engines.facts import read
 from compress.export.engines.parts import Section
 from runtime import formats, kv_scheme
-from runtime.formats import int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import Scheme
 
 CONFIG: dict[str, Any] = {
@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4-g128": described(int4.scheme(128)),
     "int4-ordered": described(int4.scheme(32, symmetric=False), reordered=[LAYER]),
     "ternary": described(ternary.scheme()),
+    "fp8": described(fp8.scheme()),
     "kv-int8": kv_scheme.to_config(CONFIG, "int8"),
     "int4-kv-int4": kv_scheme.to_config(described(int4.scheme(64)), "int4"),
     "pruned": CONFIG | {"num_hidden_layers": 2},
@@ -316,3 +317,11 @@ def test_the_real_engine_knows_the_keys(tmp_path: Path, engine: str, package: st
             section = by_engine(a_run(tmp_path / f"{kind}{draft}", kind, draft))[engine]
             found = check_section(section)
             assert not found.unknown and found.against.startswith("asked the installed")
+
+
+def test_fp8_goes_to_engines_that_read_compressed_tensors(tmp_path: Path) -> None:
+    found = by_engine(a_run(tmp_path, "fp8", draft=False))
+    assert found["vllm"].loads and "Runs on GPUs" in said(found["vllm"])
+    assert found["sglang"].loads and "Runs on GPUs." in said(found["sglang"])
+    for engine in ("llama_cpp", "onnxruntime"):
+        assert not found[engine].loads and "fp8 weights are not exported" in said(found[engine])

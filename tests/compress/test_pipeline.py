@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from compress import manifest
 from compress.artifact import Artifact
 from compress.errors import USER_ERRORS, UserError
+from compress.export import FORMATS
+from compress.export import run as export
 from compress.pipeline import Options, Progress, run, silent
 from compress.recipe import Recipe
 from compress.report.facts import ReportOptions, RunFacts
@@ -156,6 +158,44 @@ def test_transformers_loads_the_artifact(tiny: Tiny, go: Any, kind: str, scheme:
     distance = float((found - expected).norm() / expected.norm())
     # Random weights: the error of nf4 is about 9 % in every layer, and a router may choose other experts.
     assert 1e-4 < distance < (0.1 if scheme == "int8-dynamic" else 0.5)
+
+
+def test_fp8_is_loaded_exactly_and_counted(tiny: Tiny, go: Any) -> None:
+    """qwen2 has layers with a bias."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    artifact, facts = go(tiny("qwen2"), "fp8")
+    checkpoint = open_checkpoint(artifact.model)
+    assert {layer.scheme for layer in facts.layers} == {"fp8"} and len(facts.layers) == 14
+    tokens = torch.tensor([[5, 99, 14, 300, 7, 123, 200, 31]])
+    loaded = AutoModelForCausalLM.from_pretrained(artifact.model, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tiny("qwen2"), dtype=torch.float32)
+    modules = dict(plain.named_modules())
+    with torch.no_grad():
+        found = loaded(tokens).logits
+        for layer in facts.layers:
+            packed = checkpoint.weight(layer.name)
+            assert isinstance(packed, PackedWeight) and packed.codes.dtype == torch.float8_e4m3fn
+            assert torch.equal(loaded.get_submodule(layer.name).weight, dequantize(packed))
+            assert (packed.bias is None) == (modules[layer.name].bias is None)
+            stored = [name for name in checkpoint.names() if name.startswith(f"{layer.name}.weight")]
+            assert layer.stored_bytes == sum(checkpoint.tensor(name).nbytes for name in stored)
+            assert layer.stored_bytes == layer.weights + 2 * packed.shape[0] and layer.error < 0.04
+            modules[layer.name].weight.copy_(dequantize(packed))
+        assert torch.equal(plain(tokens).logits, found)
+
+
+def test_fp8_leaves_mixtures_and_other_forms_alone(tiny: Tiny, go: Any, tmp_path: Path) -> None:
+    message = refusal(tmp_path, lambda: go(tiny("mixtral"), "fp8"))
+    assert "beside fp8 layers transformers loads no such experts" in message
+    artifact, _ = go(tiny("llama"), "fp8")
+    for form in FORMATS:
+        if form != "compressed-tensors":
+            with pytest.raises(UserError, match=f"export {form}: expected weights other than fp8"):
+                export(form, artifact.model, tmp_path / form)
+    exported = export("compressed-tensors", artifact.model, tmp_path / "same")
+    assert not exported.losses and (tmp_path / "same" / "config.json").is_file()
 
 
 def test_rows_that_no_group_divides_stay_and_load(tiny: Tiny, go: Any, tmp_path: Path) -> None:

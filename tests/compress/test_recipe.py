@@ -38,7 +38,7 @@ def test_built_in_recipes_say_when_to_choose_them() -> None:
     assert {recipe.name for recipe in recipes} >= {
         *("nf4", "int8-dynamic", "int4-rtn", "int8-static", "int8-smoothquant", "int4-gptq", "int4-awq", "int3-gptq"),
         *("mixed-4.5bit", "wanda-50", "sparsegpt-2of4", "sparsegpt-2of4-int4", "width-25", "depth-25"),
-        *("kv-int8", "kv-int4", "ternary-rtn"),
+        *("kv-int8", "kv-int4", "ternary-rtn", "fp8"),
     }
     for recipe in recipes:
         assert 20 < len(recipe.about) <= 120
@@ -90,7 +90,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int4, int3, int2, nf4 or ternary, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -98,6 +98,11 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         ("stages:\n  - quantize: {scheme: nf4, group_size: 128}\n", "quantize.group_size: expected one of 64"),
         ("stages:\n  - quantize: {scheme: int8-dynamic, group_size: 64}\n", "expected no group_size"),
+        ("stages:\n  - quantize: {scheme: fp8, group_size: 64}\n", "expected no group_size with scheme fp8, found 64"),
+        ("stages:\n  - quantize: {scheme: fp8, method: gptq}\n", "method: expected rtn with scheme fp8, found gptq"),
+        ("stages:\n  - quantize: {scheme: fp8, method: awq}\n", "method: expected rtn with scheme fp8, found awq"),
+        ("stages:\n  - quantize: {scheme: fp8, symmetric: false}\n", "symmetric: expected with int4"),
+        ("stages:\n  - quantize: {scheme: fp8, head: int8}\n", "head: expected keep with scheme fp8, found int8"),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: '64'}\n",
             "quantize.group_size: expected a whole number, found '64'",

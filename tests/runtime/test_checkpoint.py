@@ -389,7 +389,8 @@ def _compressed(**changes: Any) -> dict[str, Any]:
         (_quantized({"quant_method": "awq", "version": "gemv"}), "of AWQ's layouts 'gemm' is read, found 'gemv'"),
         (_quantized({"quant_method": "quanto"}), "quant_method 'quanto' is not read; use"),
         (_quantized({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}), "'fp4'"),
-        (_quantized(_compressed(format="float-quantized")), "'float-quantized' is not read yet"),
+        (_quantized(_compressed(format="nvfp4-pack-quantized")), "'nvfp4-pack-quantized' is not read yet"),
+        (_quantized(_compressed(format="float-quantized")), "with symmetric floats of 8 bits by channel or tensor"),
         (_quantized(_compressed(config_groups={})), "must name at least one group"),
         (
             _quantized(_compressed(config_groups={"g": {"weights": _GROUP["weights"] | {"num_bits": 6}}})),

@@ -60,6 +60,8 @@ def _export_words(form: str) -> tuple[str, ...]:
 def _possible(form: str, facts: Facts) -> bool:
     from compress.export import FORMATS
 
+    if "fp8" in facts.kinds and form != "compressed-tensors":
+        return False
     refusal = getattr(importlib.import_module(FORMATS[form].split(":")[0]), "refusal", None)
     return refusal is None or refusal(facts.kinds) is None
 
@@ -85,6 +87,8 @@ def contents(facts: Facts) -> str:
         return "plain weights"
     if facts.kinds <= {"int8", "int4"}:
         text = f"integers of {' and '.join(map(str, facts.bits))} bits"
+    elif "fp8" in facts.kinds:
+        text = " and ".join(sorted(facts.kinds))
     else:
         text = "ternary weights" if "ternary" in facts.kinds else "nf4"
     details = [f"in groups of {facts.group}"] if facts.group else []

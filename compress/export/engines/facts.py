@@ -24,7 +24,7 @@ class Facts:
 
     name         what clients call the model.
     method       its `quant_method`; None: plain weights (a cache's scheme does not count).
-    kinds        of its packed layers: int8, int4 (also int3 and int2), nf4, ternary.
+    kinds        of its packed layers: int8, int4 (also int3 and int2), nf4, ternary, fp8.
     bits         of its packed layers, ascending.
     group        inputs that share a scale; 0: one per row, or nothing is packed.
     activations  whether inputs are rounded, too: dynamic, static, or none.
@@ -170,7 +170,10 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
     bits_found = tuple(sorted({int(weight["num_bits"]) for weight in weights}))
     return plain | {
-        "kinds": frozenset("int8" if bits == 8 else "int4" for bits in bits_found),
+        "kinds": frozenset(
+            "fp8" if weight.get("type") == "float" else "int8" if weight["num_bits"] == 8 else "int4"
+            for weight in weights
+        ),
         "bits": bits_found,
         "group": max(int(weight.get("group_size") or 0) for weight in weights),
         "activations": "none" if not inputs else "dynamic" if all(i.get("dynamic") for i in inputs) else "static",

@@ -24,6 +24,8 @@ def section(facts: Facts) -> Section:
     if facts.model_type not in _FAMILIES:
         said = f"llama.cpp reads GGUF only, and models of type {facts.model_type!r} are not exported to it."
         return Section(KEY, TITLE, False, (said,))
+    if "fp8" in facts.kinds:
+        return Section(KEY, TITLE, False, ("llama.cpp reads GGUF only, and fp8 weights are not exported to it.",))
     found = choice.exported(facts, _FORM, file=_FILE)
     named = (_PROGRAM, "--model", found.path, "--alias", facts.name)
     served = (*named, "--host", HOST, "--port", str(PORT), *_cache(facts))

@@ -40,6 +40,10 @@ config.overlay(json.dumps({{"model": {{"draft": draft}}}}))
 
 def section(facts: Facts) -> Section:
     """ONNX Runtime GenAI's part of the page."""
+    if "fp8" in facts.kinds:
+        return Section(
+            KEY, TITLE, False, ("ONNX Runtime GenAI runs ONNX graphs only, and fp8 weights are not exported to it.",)
+        )
     found = choice.exported(facts, *_FORMS)
     drafted = choice.drafts(facts)
     draft = choice.exported_draft(facts, found.path.removeprefix("exports/")) if drafted else None

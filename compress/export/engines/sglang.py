@@ -81,6 +81,8 @@ def _lines(facts: Facts, found: choice.Source | None) -> list[str]:
         return said
     if found.path == "model" and facts.method not in _ON_CPUS:
         said.append("bitsandbytes (and GGUF) run on GPUs only: SGLang's CPU methods leave them out.")
+    elif "fp8" in facts.kinds:
+        said.append("Runs on GPUs.")
     elif facts.kinds:
         said.append(
             "Runs on GPUs; on CPUs with AMX, with --device cpu, where verification is by argmax whatever is sampled."

@@ -108,6 +108,8 @@ def lines(facts: Facts, found: choice.Source | None) -> list[str]:
 def _on_cpus(facts: Facts, found: choice.Source) -> list[str]:
     if not facts.kinds:
         return []
+    if "fp8" in facts.kinds:
+        return ["Runs on GPUs: fp8 weights beside plain inputs are not among its documented formats for CPUs."]
     if "int4" in facts.kinds and facts.bits != (4,):
         return ["On CPUs vLLM has kernels for weights of 4 bits and for int8 with int8 inputs only, so not for these."]
     if found.path.endswith(("gptq", "awq")) or facts.kinds == {"int4"}:

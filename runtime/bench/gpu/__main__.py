@@ -19,7 +19,7 @@ Kernels = Annotated[str, typer.Option(help="auto, triton, bitsandbytes or refere
 Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
 ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
 ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
-Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, int8, int4, nf4 or ternary; may be repeated.")]
+Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, fp8, int8, int4, nf4 or ternary; may be repeated.")]
 
 
 def opened(device: str, rounds: int, json_file: Path | None) -> "Place":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UserError
-from runtime.formats import int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.dispatch import choose
 from runtime.loading import Model, build
@@ -18,6 +18,8 @@ from runtime.shapes import HEADS, SCHEMES, SHAPES, Shape, block_layers
 
 _CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 _GROUP = 128
+# fp8 is for GPUs: the CPU benchmarks' shapes do without.
+_SCHEMES = (*SCHEMES, "fp8")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Gener
         dtype = torch.float32 if scheme == "f32" else torch.bfloat16
         spread = (3.0 / inputs) ** 0.5
         return torch.empty(outputs, inputs, dtype=dtype, device=device).uniform_(-spread, spread, generator=generator)
+    if scheme == "fp8":
+        drawn = random_weight("bf16", outputs, inputs, generator)
+        assert isinstance(drawn, Tensor)
+        return fp8.pack(drawn)
     described = _described(scheme, inputs)
     first, last = _CODES[scheme]
     codes = torch.randint(first, last + 1, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
@@ -116,7 +122,7 @@ def random_model(
 
     Raises UserError for a name that is not offered, and where the device lacks the memory.
     """
-    for what, found, offered in (("shape", shape, tuple(SHAPES)), ("scheme", scheme, SCHEMES), ("head", head, HEADS)):
+    for what, found, offered in (("shape", shape, tuple(SHAPES)), ("scheme", scheme, _SCHEMES), ("head", head, HEADS)):
         if found not in offered:
             raise UserError(f"{what} {found!r} is unknown; use one of {', '.join(offered)}")
     from transformers import AutoConfig

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from runtime.formats import fp8
 from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.native.binding import BLOCK, KINDS, STEPS, Pool, WeightsStruct, require
@@ -44,9 +45,12 @@ class NativeWeight:
 def native_weight(weight: PackedWeight | Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
     """Lays out a packed or float (N, K) weight; `bias` (N,) is for float ones (packed ones carry theirs).
 
-    float32 stays so, bfloat16 stays so, float16 becomes float32 (every value exactly).
+    float32 stays so, bfloat16 stays so, float16 becomes float32 (every value exactly). So does fp8, at four times its
+    bytes: code times scale has more bits than bfloat16 holds.
     Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
     """
+    if isinstance(weight, PackedWeight) and weight.scheme.kind == "fp8":
+        return _float(fp8.dequantize(weight), weight.bias, pool)
     return _packed(weight, pool) if isinstance(weight, PackedWeight) else _float(weight, bias, pool)
 
 

@@ -1,8 +1,9 @@
-"""Products of float32 inputs with float weights as the file has them (bfloat16, float16, float32).
+"""Products of float32 inputs with float weights as the file has them (bfloat16, float16, float32, fp8).
 
 Tensor cores multiply 8-bit mantissas (bfloat16) or 11-bit ones (tf32) exactly and add in float32. So inputs are cut
 into three terms of 8 or 11 bits, which together are the float32 number, and each is multiplied by the weight: three
 products whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32's.
+fp8 (E4M3) has values that bfloat16 holds exactly; a row's scale is multiplied once, to the sum.
 
 Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times at most (once
 for each tensor-core step; K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what of x
@@ -17,6 +18,7 @@ import triton.language as tl
 def float_product(
     x,
     weight,
+    scale,
     bias,
     residual,
     out,
@@ -36,7 +38,8 @@ def float_product(
 ):
     """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
 
-    KIND         "bfloat16", "float16" or "float32".
+    KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).
+    scale        (outputs,), or None.
     WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
     INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
@@ -70,6 +73,8 @@ def float_product(
                 part = _times(wide, middle, part, "tf32", INTERPRETED)
                 part = _times(wide, high, part, "tf32", INTERPRETED)
             else:
+                if KIND == "fp8":
+                    w = _from_e4m3(w)
                 high = _upper_bits(v, 16)
                 rest = v - high
                 middle = _upper_bits(rest, 16)
@@ -82,6 +87,8 @@ def float_product(
     if PARTIAL:
         tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
     else:
+        if scale is not None:
+            total *= tl.load(scale + n, mask=n_in, other=0.0)[:, None]
         if bias is not None:
             total += tl.load(bias + n, mask=n_in, other=0.0)[:, None]
         if residual is not None:
@@ -98,6 +105,18 @@ def _times(w, v, part, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     else:
         part = tl.dot(w, v, part, input_precision=PRECISION)
     return part
+
+
+@triton.jit
+def _from_e4m3(w):
+    """Bytes of E4M3, none of them NaN, as bfloat16, exactly.
+
+    Without instructions that only newer GPUs have: shifted to float16's fields a byte is its value times 2⁻⁸, the
+    exponents' biases being 7 and 15, subnormal or not. The factor is undone in float32, which holds both.
+    """
+    wide = w.to(tl.int16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * 256.0).to(tl.bfloat16)
 
 
 @triton.jit

@@ -26,7 +26,8 @@ from runtime.kernels.triton.weights import GpuWeight, upper_weight
 _REDUCE = 256
 # Units (rows of up to 128 bytes) that are worth a program of their own.
 _LEAST_UNITS = 4
-_FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+# uint8 is fp8's bytes.
+_FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.uint8: "fp8"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class TritonLinear:
     """y (T, N) = x (T, K) Wᵀ (+ b), float32.
 
     plan    tile sizes; splits: parts into which float sums over K are cut (`tables` has both).
-    how     how inputs are rounded; None: they are not (float weights).
+    how     how inputs are rounded; None: they are not (float and fp8 weights).
     """
 
     weight: GpuWeight
@@ -148,7 +149,7 @@ class TritonLinear:
             **_launch(tiles),
         )
         if apart:
-            _add(target, w.bias, residual, y)
+            _add(target, None, w.bias, residual, y)
 
     def _float(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
         w, rows, (n, k) = self.weight, len(y), self.weight.shape
@@ -158,7 +159,7 @@ class TritonLinear:
         apart = splits > 1 and self._parallel(grid, splits) > 1
         target = torch.empty((splits, rows, n), device=y.device) if apart else y
         float_product[(*grid, splits if apart else 1)](
-            *(x, w.codes, w.bias, residual, target, rows, n, k, x.stride(0), each),
+            *(x, w.codes, w.scale, w.bias, residual, target, rows, n, k, x.stride(0), each),
             KIND=_FLOATS[w.codes.dtype],
             WHOLE=k % tiles.block_k == 0,
             SPLITS=1 if apart else splits,
@@ -168,7 +169,7 @@ class TritonLinear:
             **_launch(tiles),
         )
         if apart:
-            _add(target, w.bias, residual, y)
+            _add(target, w.scale, w.bias, residual, y)
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,10 @@ def triton_linear(weight: GpuWeight, plan: tables.Plan | None = None, splits: in
     return TritonLinear(weight, chosen, cuts, rounding(weight))
 
 
-def _add(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+def _add(parts: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
     splits, rows, n = parts.shape
     grid = (triton.cdiv(n, _REDUCE), rows)
-    add_groups[grid](parts, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
+    add_groups[grid](parts, scale, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
 
 
 def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]]:

@@ -5,14 +5,16 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_groups(parts, bias, residual, out, rows, outputs, splits, BLOCK: tl.constexpr):
-    """out = the float32 partial sums (splits, rows, outputs) in their order (+ bias) (+ residual)."""
+def add_groups(parts, scale, bias, residual, out, rows, outputs, splits, BLOCK: tl.constexpr):
+    """out = the float32 partial sums (splits, rows, outputs) in their order (· scale) (+ bias) (+ residual)."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n_in = n < outputs
     row = tl.program_id(1).to(tl.int64) * outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for split in range(splits):
         total += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0.0)
+    if scale is not None:
+        total *= tl.load(scale + n, mask=n_in, other=0.0)
     if bias is not None:
         total += tl.load(bias + n, mask=n_in, other=0.0)
     if residual is not None:

@@ -96,7 +96,7 @@ def splits(kind: str, inputs: int) -> int:
 
 
 def _class(kind: str) -> str:
-    return "float" if kind == "float" else "integer"
+    return "float" if kind in ("float", "fp8") else "integer"
 
 
 def rows_at_once(device: torch.device) -> int:

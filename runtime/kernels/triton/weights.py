@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from runtime.formats import fp8
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.packed import PackedWeight
@@ -28,15 +29,17 @@ _BITS = {1: 8, 2: 4, 4: 2}
 class GpuWeight:
     """A linear layer's weight on a device.
 
-    kind         "float"; "int8", "int4" (−8..7), "uint4" (0..15), "nf4", "ternary"; "planes" (int8 in two planes of
-                 nibbles) and "upper" (the upper one alone, as `reference.upper_codes`).
+    kind         "float", "fp8"; "int8", "int4" (−8..7), "uint4" (0..15), "nf4", "ternary"; "planes" (int8 in two
+                 planes of nibbles) and "upper" (the upper one alone, as `reference.upper_codes`).
     shape        (N outputs, K inputs).
-    codes        float: (N, K) as the file has it. Else (N, cut.row_bytes) int8, packed as layout.py says.
-    cut          how the inputs are cut; None for float.
+    codes        float: (N, K) as the file has it; fp8 likewise, as bytes (uint8). Else (N, cut.row_bytes) int8,
+                 packed as layout.py says.
+    cut          how the inputs are cut; None for float and fp8.
     lower        planes: the lower nibbles, packed as `codes` are.
     pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.
-    scale        (cut.columns, N) float32; of nf4 absmax / 127, its levels being in 127ths. 16 bits would do for most,
-                 but loads of less than 32 are not asynchronous, and one that is waited for costs more.
+    scale        (cut.columns, N) float32, of fp8 (1, N); of nf4 absmax / 127, its levels being in 127ths. 16 bits
+                 would do for most, but loads of less than 32 are not asynchronous, and one that is waited for costs
+                 more.
     offset       (cut.columns, N) float32 or None, as PackedWeight has it.
     perm         (K,) int32 or None: column j belongs to input perm[j].
     bias         (N,) float32 or None.
@@ -83,6 +86,8 @@ def gpu_weight(
     """
     where = torch.device(device)
     if isinstance(weight, PackedWeight):
+        if weight.scheme.kind == "fp8" and not (planes or weight.planes):
+            return _fp8(weight, where)
         return _packed(weight, where, planes or weight.planes)
     return _float(weight, bias, where)
 
@@ -156,6 +161,22 @@ def _float(weight: Tensor, bias: Tensor | None, device: torch.device) -> GpuWeig
     n, k = weight.shape
     added = None if bias is None else _vector("bias", bias, (n,)).to(device)
     return GpuWeight("float", (n, k), weight.to(device).contiguous(), bias=added)
+
+
+def _fp8(weight: PackedWeight, device: torch.device) -> GpuWeight:
+    codes, (n, k) = weight.codes, weight.shape
+    if codes.ndim != 2 or codes.dtype != fp8.DTYPE or weight.offset is not None or weight.perm is not None:
+        raise ValueError(
+            f"an fp8 weight must be (N, K) float8_e4m3fn in input order, without an offset, found {codes.dtype}"
+            f" {list(codes.shape)}"
+        )
+    stored = codes.to(device).contiguous().view(torch.uint8)
+    # The kernel takes exponents as they come, of which the highest with all bits set is NaN.
+    if bool(((stored & 0x7F) == 0x7F).any()):
+        raise ValueError("fp8 codes must be numbers, found NaN")
+    scale = _vector("scale", weight.scale, (n, 1)).to(device).view(1, n)
+    bias = None if weight.bias is None else _vector("bias", weight.bias, (n,)).to(device)
+    return GpuWeight("fp8", (n, k), stored, scale=scale, bias=bias)
 
 
 def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeight:

@@ -115,7 +115,7 @@ def test_tiles_are_sorted_by_time(tmp_path: Path, device: str) -> None:
     assert times == sorted(times) and len(times) >= 2
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", (*SCHEMES, "fp8"))
 def test_random_models_are_seeded_and_run(scheme: str, device: str) -> None:
     models = [random_model("pair", scheme, torch.device(device), "reference") for _ in range(2)]
     found = []
@@ -127,7 +127,7 @@ def test_random_models_are_seeded_and_run(scheme: str, device: str) -> None:
     assert read_bytes(models[0]) > 0
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4", "nf4", "ternary"])
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4", "nf4", "ternary", "fp8"])
 def test_random_weights_have_the_variance_that_keeps_outputs_alike(scheme: str, device: str) -> None:
     weight = random_weight(scheme, 64, 256, torch.Generator(device).manual_seed(1))
     values = dequantize(weight) if isinstance(weight, PackedWeight) else weight.float()

@@ -18,7 +18,7 @@ Tiny = Callable[..., Path]
 TinyPacked = Callable[[str], Path]
 Text = Callable[..., Tensor]
 MODELS = ("llama", "mistral", "qwen3", "gemma", "mixtral")
-PACKED = ("int8", "int4", "nf4", "ternary", "mixed")
+PACKED = ("int8", "int4", "nf4", "ternary", "mixed", "fp8")
 
 
 def decoder(path: Path, device: str, **options: bool) -> TritonDecoder:

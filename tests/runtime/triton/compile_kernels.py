@@ -15,6 +15,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from runtime.formats import fp8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.triton import quantize, tables
 from runtime.kernels.triton.linear import TritonLinear, triton_linear
@@ -27,6 +28,7 @@ FEW = [
     ("nf4", 4096, 64, False),
     ("planes", 4096, 0, False),
     ("bfloat16", 4096, 0, False),
+    ("fp8", 4096, 0, False),
 ]
 MORE = [
     ("int8", 4096, 128, False),
@@ -88,6 +90,8 @@ def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tables.Plan
     for kind, k, group, rest in cases:
         if hasattr(torch, kind) and getattr(torch, kind) in (torch.bfloat16, torch.float16, torch.float32):
             weight: PackedWeight | torch.Tensor = torch.randn(256, k, generator=generator).to(getattr(torch, kind))
+        elif kind == "fp8":
+            weight = fp8.pack(torch.randn(256, k, generator=generator))
         else:
             stored = "int8" if kind in ("planes", "upper") else kind
             scale = torch.rand(256, k // group if group else 1, generator=generator)
@@ -101,7 +105,7 @@ def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tables.Plan
                 planes=kind in ("planes", "upper"),
             )
         laid_out = gpu_weight(weight, None, "cpu")
-        layer = triton_linear(laid_out, plans["float" if laid_out.kind == "float" else "integer"])
+        layer = triton_linear(laid_out, plans["float" if laid_out.cut is None else "integer"])
         yield layer.upper() if kind == "upper" else layer
         if layer.plan.few is not None and cases is not FEW:
             yield replace(layer, plan=replace(layer.plan, narrow=layer.plan.few))

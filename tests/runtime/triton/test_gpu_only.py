@@ -10,6 +10,7 @@ from runtime.kernels.reference import packed_linear
 
 pytest.importorskip("triton")
 
+from runtime.formats import fp8
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.linear import triton_linear
 from runtime.kernels.triton.weights import gpu_weight
@@ -65,6 +66,19 @@ def test_float_products_of_real_length(dtype: torch.dtype, k: int) -> None:
     mine = triton_linear(gpu_weight(weight, None, "cuda"))
     whole = mine(x.cuda())
     exact = x.double() @ weight.double().t()
+    assert ((whole.double().cpu() - exact).norm() / exact.norm()) < 2e-6
+    for width in WIDTHS:
+        assert torch.equal(mine(x[:width].cuda()), whole[:width]), f"width {width}"
+
+
+@pytest.mark.parametrize("k", [4096, 11008, 2056])
+def test_fp8_products_of_real_length(k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = fp8.pack(torch.randn(1000, k, generator=generator) * 0.02)
+    x = torch.randn(max(WIDTHS), k, generator=generator)
+    mine = triton_linear(gpu_weight(weight, None, "cuda"))
+    whole = mine(x.cuda())
+    exact = x.double() @ fp8.dequantize(weight).double().t()
     assert ((whole.double().cpu() - exact).norm() / exact.norm()) < 2e-6
     for width in WIDTHS:
         assert torch.equal(mine(x[:width].cuda()), whole[:width]), f"width {width}"
