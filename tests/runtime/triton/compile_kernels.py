@@ -69,6 +69,7 @@ def report(kernel: Any, name: str) -> dict[str, Any]:
     return {
         "kernel": name,
         "shared": kernel.metadata.shared,
+        "stages": kernel.metadata.num_stages,
         "tensor_cores": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.[\w.]+", ptx))),
         "contracted": len(re.findall(r"fma\.rn", ptx)),
         # Subnormals flushed in floor (cvt.rmi) do no harm: exp asks for floors of k + 0.5 alone.

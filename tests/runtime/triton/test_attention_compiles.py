@@ -46,4 +46,5 @@ def test_kernels_compile(capability: int, much: bool, tmp_path: Path) -> None:
         if name in ("split_kernel", "_many_kernel"):
             # One instruction in all of them: another one would add in another order.
             assert kernel["tensor_cores"] == ["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"], kernel
-            assert kernel["asynchronous"] > 0 or name != "split_kernel", kernel
+            # Wide float32 keys have memory for one block alone: nothing is on its way meanwhile.
+            assert kernel["asynchronous"] > 0 or name != "split_kernel" or kernel["stages"] == 1, kernel
