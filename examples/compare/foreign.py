@@ -146,12 +146,14 @@ def _row(setting: Setting, out: Path, doing: Any, pythons: tuple[Path, Path], lo
 
 
 def _print(rows: list[Row], title: str) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(title + "\n", soft_wrap=True)
-    table = Table("checkpoint", "written by", "its layers in transformers", "ms a token there", "here", "times as fast")
+    columns = ("checkpoint", "written by", "its layers in transformers", "ms a token there", "here", "times as fast")
+    table = Table(*columns, box=box.SIMPLE)
     for row in rows:
         layers = f"{row.kernels.rpartition('.')[2]}, {row.precision}"
         table.add_row(row.setting, row.library, layers, f"{row.their_ms:.1f}", f"{row.our_ms:.1f}", f"{row.ratio:.2f}")
