@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.blocks import Block, Linear, Mixture, Parts
+from runtime.blocks import Block, Linear, Parts
 from runtime.device_rounds import ARGMAX, BROKEN, Asked
 from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
@@ -20,7 +20,7 @@ from runtime.gpu.choices import choices, way_of
 from runtime.gpu.clock import Clock
 from runtime.gpu.graphs import Computed, Graphs
 from runtime.gpu.inputs import Inputs, Staging, bucket_for, depth_of, fill, views
-from runtime.gpu.layers import Memory, hidden_states
+from runtime.gpu.layers import Memory, hidden_states, waits
 from runtime.gpu.memory import WIDEST
 from runtime.gpu.rounds import drafted as draft_round
 from runtime.gpu.rounds import fill_round, round_for, steps_of
@@ -63,8 +63,6 @@ class TritonDecoder(Clock):
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._logits: Tensor | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
-        # A mixture's rows go to their experts by the host, which no graph can hold.
-        self._mixed = any(isinstance(block.mlp, Mixture) for block in blocks)
 
     @property
     def threads(self) -> int:
@@ -164,7 +162,7 @@ class TritonDecoder(Clock):
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
-        out = body() if self._mixed else self._graphs.run(held.pool, shape, body)
+        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.pool, shape, body)
         # A graph's memory is good until the next run.
         return out[:, : len(reserved)].t().clone()
 
@@ -279,7 +277,7 @@ class TritonDecoder(Clock):
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
-        found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
+        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.pool, bucket, body)
         if early is not None:
             return found
         if at is None:
