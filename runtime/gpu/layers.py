@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.assembled import sum_of_experts
 from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
 from runtime.family import Architecture
 from runtime.gpu.inputs import Inputs
@@ -172,19 +173,11 @@ def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position:
     """x plus each row's experts of normed x, added in order of their number."""
     shares, chosen = route(weights.router(normed), weights.per_token, weights.renormalize, position)
     if _by_host(weights, len(x)):
-        return x + _sent(normed, shares, chosen, weights, a)
+
+        def run(rows: Tensor, expert: Mlp) -> Tensor:
+            gate, up = _joined(expert.gate_up, rows)
+            return _down(gate, up, expert, a, torch.zeros_like(rows))
+
+        return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
     assert isinstance(weights.stacked, StackedExperts)
     return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation == "silu", x)
-
-
-def _sent(x: Tensor, shares: Tensor, chosen: Tensor, weights: Mixture, a: Architecture) -> Tensor:
-    """The experts' sum (T, hidden). Waits for the device."""
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(weights.experts):
-        at, place = (chosen == number).nonzero(as_tuple=True)
-        if len(at):
-            rows = x[at]
-            gate, up = _joined(expert.gate_up, rows)
-            found = _down(gate, up, expert, a, torch.zeros_like(rows))
-            out[at] = out[at] + found * shares[at, place].unsqueeze(-1)
-    return out

@@ -24,8 +24,9 @@ from runtime.rows import Rows
 Tiny = Callable[..., Path]
 Packed = Callable[..., Path]
 Text = Callable[..., Tensor]
-PACKED = ("int8", "int8 static", "int4", "int4 zero points", "int4 order", "nf4", "ternary")
-CHANGES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+# Zero points, orders, static inputs and fp8, which no file of ours has of experts, are in test_experts.py.
+PACKED = ("int8", "int4", "nf4", "ternary")
+CHANGES = {"num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def decoder(path: Path, device: str, **options: bool) -> TritonDecoder:
@@ -74,11 +75,12 @@ def test_has_the_references_bits_at_every_width(
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(got, want)
-    for width in range(1, 16):
+    # All of them for one integer scheme and one float one; what differs is tested with the kernels.
+    for width in range(1, 16) if model == "mixtral" else (1, 9):
         assert torch.equal(ours(made, weights, x[-width:].to(device)), got[-width:]), width
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4 order"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_prompts_go_another_way_to_the_same_bits(tiny_packed: Packed, device: str, scheme: str) -> None:
     made = decoder(tiny_packed(scheme, "qwen3_moe", **CHANGES), device)
     weights = mixture(made)
