@@ -126,7 +126,8 @@ def stacked(mixture: Mixture) -> Mixture:
         return mixture
     made = [_stack(column) for column in columns]
     experts = tuple(
-        Mlp(replace(up, parts=parts), down) for up, *parts, down in zip(ups, *(views for _, views in made), strict=True)
+        Mlp(replace(up, parts=tuple(parts)), down)
+        for up, *parts, down in zip(ups, *(views for _, views in made), strict=True)
     )
     layers = [layer for layer, _ in made]
     one = (
