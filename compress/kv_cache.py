@@ -133,7 +133,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor, config: Any) -> Ite
     angle = torch.arange(windows.shape[1], dtype=torch.float32)[:, None] * inverse
     cos, sin = angle.cos() * by, angle.sin() * by
     stream = [decoder.embed(window) for window in windows]
-    for block in decoder.blocks:
+    for block in decoder.parts.blocks:
         weights = block.attention
         keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
         seen = _visible(windows.shape[1], weights.window)

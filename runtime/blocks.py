@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,14 +30,22 @@ class Mlp:
     down: Linear
 
 
+class Stacked(Protocol):
+    """All experts of a mixture in one, on kernels that know no others than the device sends rows to."""
+
+    def upper(self) -> "Stacked":
+        """The same on the upper planes of int8 weights (upper.py)."""
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """Top-k experts by a router."""
+    """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it."""
 
     router: Linear
     experts: tuple[Mlp, ...]
     per_token: int
     renormalize: bool
+    stacked: Stacked | None = None
 
 
 @dataclass(frozen=True)

@@ -4,80 +4,26 @@ Every intermediate value of a row is a function of that row and of the keys befo
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from runtime.blocks import Attention, Block, Linear, Mixture, Mlp, Parts
+from runtime.assembled import Assembled, sum_of_experts
+from runtime.blocks import Attention, Block, Mixture, Mlp
 from runtime.cache import KeyValueCache
-from runtime.family import Architecture
 from runtime.inputs import checked_cache
 from runtime.kernels import reference
-from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
-from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
+from runtime.kv_kind import CacheKind
 from runtime.layout import Layout, keys_and_values, plan
 from runtime.paged import new_cache
-from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
-from runtime.upper import upper_parts, weight_bytes
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
 
 
-class LlamaDecoder:
+class LlamaDecoder(Assembled):
     """A Decoder (rows.py) whose rows have the same bits at every width."""
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        config: Any,
-        embedding: Tensor,
-        blocks: tuple[Block, ...],
-        norm: Tensor,
-        head: Linear,
-        kernel: Kernel,
-        kv: CacheScheme = UNCALIBRATED,
-    ):
-        self.architecture, self.embedding, self.blocks, self.norm, self.head = (
-            architecture,
-            embedding,
-            blocks,
-            norm,
-            head,
-        )
-        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
-        self.kernels = kernel.name
-        self._config, self._kernel, self.kv = config, kernel, kv
-        self._rotary = RotaryTable(config, self.device)
-
-    @property
-    def threads(self) -> int:
-        """torch's, which these kernels use."""
-        return torch.get_num_threads()
-
-    @property
-    def parts(self) -> Parts:
-        """All weights."""
-        return Parts(self.embedding, self.blocks, self.norm, self.head)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of memory that the weights take."""
-        return weight_bytes(self.parts)
-
-    def upper(self) -> "LlamaDecoder":
-        """This decoder on the upper halves of its int8 codes (upper.py): no weights of its own, caches of its own.
-
-        Raises UserError where it was not loaded with planes.
-        """
-        p = upper_parts(self.parts)
-        return LlamaDecoder(
-            self.architecture, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel, self.kv
-        )
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
         """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
@@ -98,14 +44,14 @@ class LlamaDecoder:
         cos, sin = self._rotary.at(rows.position)
         a = self.architecture
         x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.parts.blocks):
             normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
             x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
             x = x + self.feed_forward(x, block)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
-        hidden = reference.rms_norm(x, self.norm, a.norm_eps, a.norm_offset)
-        return Out(self.head(hidden), hidden)
+        hidden = reference.rms_norm(x, self.parts.norm, a.norm_eps, a.norm_offset)
+        return Out(self.parts.head(hidden), hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The residual stream (T, hidden) float32 before the first block, of tokens (T,) int64."""
@@ -172,9 +118,4 @@ class LlamaDecoder:
         share, chosen = odds.topk(weights.per_token, dim=-1)
         if weights.renormalize:
             share = share / tree_sum(share).unsqueeze(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(weights.experts):
-            at, place = (chosen == number).nonzero(as_tuple=True)
-            if len(at):
-                out[at] = out[at] + self._mlp(x[at], expert) * share[at, place].unsqueeze(-1)
-        return out
+        return sum_of_experts(x, share, chosen, weights.experts, self._mlp)

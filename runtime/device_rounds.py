@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.drafters import Draft, Request
+from runtime.drafters.candidates import Candidates
 from runtime.rows import Cache, Out, Rows
 from runtime.sampling import Sampling
 from runtime.verify import Rule
@@ -71,6 +72,18 @@ class DeviceRounds(Protocol):
         self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
     ) -> tuple[list[int], list[list[int]]]:
         """The token of each of (n, V) rows, or BROKEN, and with the same wait the rows of `drafted` (m, k) int64."""
+
+
+@runtime_checkable
+class RanksRows(Protocol):
+    """A decoder whose rows of logits need not be read to learn which tokens may follow."""
+
+    def candidates(self, logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> Sequence[Candidates | None]:
+        """For each of (n, V) rows up to `count` tokens below `limit`, as candidates.ranked gives them; in one copy.
+
+        A greedy row's are its most probable ones, another's those of highest probability with `coupled`'s noise. None
+        where a row's logits are no numbers. All samplings must be `plain`.
+        """
 
 
 @dataclass(frozen=True)

@@ -282,8 +282,17 @@ def _block(reader: _Reader, a: Architecture, number: int) -> Block:
         input_norm=reader.vector(f"{prefix}.input_layernorm.weight", a.hidden),
         attention=attention,
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", a.hidden),
-        mlp=_mlp(reader, a, f"{prefix}.mlp") if dense else _mixture(reader, a, prefix),
+        mlp=_mlp(reader, a, f"{prefix}.mlp") if dense else _stacked(_mixture(reader, a, prefix), reader.kernel),
     )
+
+
+def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
+    """The mixture as the kernels want it; block by block, so that only one is held twice while it is moved."""
+    if kernel.name != "triton":
+        return mixture
+    from runtime.kernels.triton.experts import stacked
+
+    return stacked(mixture)
 
 
 def _mlp(reader: _Reader, a: Architecture, prefix: str) -> Mlp:

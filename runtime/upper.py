@@ -103,7 +103,8 @@ def _upper_block(block: Block) -> Block:
         return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
     # The router decides which experts are read at all, and is small: it stays whole.
     experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
-    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts))
+    stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
+    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked))
 
 
 def _upper_mlp(mlp: Mlp) -> Mlp:

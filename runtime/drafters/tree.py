@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.device_rounds import Asked, RanksRows, chosen_there
 from runtime.drafters import Draft, Outcome, Request
 from runtime.drafters.candidates import Candidates, drawn, ranked, softmax
 from runtime.drafters.growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, Tree, TreeShape
 from runtime.drafters.model import HasDecoder
 from runtime.drafters.tree_cache import TreeCache
 from runtime.noise import Stream, uniforms
-from runtime.sampling import Distributions, Logits, finite_choices
+from runtime.sampling import Distributions, Logits, finite_choices, host, not_finite
 from runtime.verify import Rule
 
 
@@ -56,12 +57,15 @@ class TreeDrafter:
         if growing:
             logits = self._cache.feed_texts([request for request, _ in growing])
         while growing:
-            self._require_finite(logits)
-            row = 0
+            level = [
+                (request, growth.tree, node)
+                for (request, growth), nodes in zip(growing, wanted, strict=True)
+                for node in nodes
+            ]
+            children = iter(self._children(level, logits))
             left = []
             for (request, growth), nodes in zip(growing, wanted, strict=True):
-                found = {n: self._candidates(request, growth.tree, n, logits[row + i]) for i, n in enumerate(nodes)}
-                row += len(nodes)
+                found = dict(zip(nodes, children, strict=False))
                 left.append((request, growth, growth.expand(found)))
             growing = [(request, growth) for request, growth, nodes in left if nodes]
             wanted = [nodes for _, _, nodes in left if nodes]
@@ -88,8 +92,21 @@ class TreeDrafter:
         drawing = self._rule == "rejection" and not request.sampling.greedy
         return (DrawnTree if drawing else RankedTree)(self.plan, budget, depth)
 
-    def _require_finite(self, logits: Logits) -> None:
-        finite_choices(logits, "draft")
+    def _children(self, level: Sequence[tuple[Request, Tree, int]], logits: Tensor) -> list[Candidates]:
+        """The children of a level's nodes, after logits (nodes, V). Reads the device once, where they lie on one.
+
+        Raises UserError where a row's logits are no numbers.
+        """
+        there = all(chosen_there(request.sampling, self._rule) for request, _, _ in level)
+        if isinstance(self._decoder, RanksRows) and there:
+            asked = [Asked(request.sampling, len(request.tokens) + tree.depth(node)) for request, tree, node in level]
+            found = [*self._decoder.candidates(logits, asked, self._branch, self._vocab_size)]
+            if None in found:
+                raise not_finite("draft")
+            return [candidates for candidates in found if candidates is not None]
+        rows = host(logits.cpu())
+        finite_choices(rows, "draft")
+        return [self._candidates(*one, rows[i]) for i, one in enumerate(level)]
 
     def _candidates(self, request: Request, tree: Tree, node: int, logits: Logits) -> Candidates:
         """The node's children, after logits (V,)."""

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from runtime.drafters import Request
 from runtime.drafters.growth import ROOT, Tree
 from runtime.drafters.model import PREFILL_ROWS
 from runtime.rows import Decoder, Rows, integers
-from runtime.sampling import Logits, host
 
 
 @dataclass
@@ -38,7 +39,7 @@ class TreeCache:
         """How many tokens of the request's text are in the cache."""
         return self._texts[request.id].fed if request.id in self._texts else 0
 
-    def feed_texts(self, requests: Sequence[Request]) -> Logits:
+    def feed_texts(self, requests: Sequence[Request]) -> Tensor:
         """Feeds what is missing of each text, its last token in any case; logits (requests, V) after them."""
         tokens: list[int] = []
         spans, ends = [], []
@@ -53,9 +54,9 @@ class TreeCache:
             tokens += request.tokens[text.fed :]
             ends.append(len(tokens) - 1)
             text.fed = len(request.tokens)
-        return host(self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, integers(ends)).logits)
+        return self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, integers(ends)).logits
 
-    def feed_trees(self, requests: Sequence[Request], trees: Sequence[Tree], wanted: Sequence[Sequence[int]]) -> Logits:
+    def feed_trees(self, requests: Sequence[Request], trees: Sequence[Tree], wanted: Sequence[Sequence[int]]) -> Tensor:
         """Feeds the wanted nodes of each tree behind its text; logits (nodes, V), tree by tree in the order given.
 
         The texts are complete in the cache: `feed_texts` came before.
@@ -77,7 +78,7 @@ class TreeCache:
             parents += [base + parent if parent >= 0 else -1 for _, parent in text.branches]
             at += [base + places[node] for node in nodes]
         rows = Rows(integers(handles), integers(positions), integers(parents))
-        return host(self._decoder.forward(integers(tokens), rows, self._cache, integers(at)).logits)
+        return self._decoder.forward(integers(tokens), rows, self._cache, integers(at)).logits
 
     def close(self, request: Request) -> None:
         """Frees the request's cache."""

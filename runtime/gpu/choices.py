@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.device_rounds import BROKEN, Asked
+from runtime.drafters.candidates import Candidates
 from runtime.noise import Stream
 from runtime.sampling import Sampling
 
@@ -44,7 +45,7 @@ def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) ->
         rows = sampled[first : first + _ROWS]
         whole = rows == [*range(len(logits))]
         at = torch.tensor(rows).to(logits.device, non_blocking=True)
-        chosen = _race(known if whole else known[at], [asked[i] for i in rows])
+        chosen = _lots(known if whole else known[at], [asked[i] for i in rows]).argmax(dim=-1)
         out = chosen if whole else out.index_copy(0, at, chosen)
     return out.masked_fill(best == BROKEN, BROKEN)
 
@@ -56,6 +57,10 @@ class Way(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
+
+
+# The probabilities by which a greedy row's tokens are ranked.
+_AS_THEY_ARE = Way(1.0, 0, 1.0, 0.0)
 
 
 def way_of(sampling: Sampling) -> Way | None:
@@ -85,22 +90,48 @@ def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: in
     return out.masked_fill(best == BROKEN, BROKEN)
 
 
-def _race(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
-    """argmax(w / exponential noise) of each row, where w are probabilities but for a factor."""
+def candidates(logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> list[Candidates | None]:
+    """See device_rounds.RanksRows; waits for the device once."""
+    from runtime.kernels.triton.choose import largest
+
+    found = []
+    for first in range(0, len(logits), _ROWS):
+        rows = slice(first, first + _ROWS)
+        left = _lots(logits[rows, :limit], asked[rows])
+        total = left.sum(dim=-1, keepdim=True)
+        columns = [largest(logits[rows]).double().unsqueeze(1)]
+        for _ in range(min(count, left.shape[1])):
+            # The first of equals, which a sort for the largest would not promise.
+            at = left.argmax(dim=-1, keepdim=True)
+            columns += [at.double(), left.gather(1, at) / total]
+            left.scatter_(1, at, 0.0)
+        found.append(torch.cat(columns, dim=1))
+    # float64 holds the tokens, too: all is one copy.
+    read = torch.cat(found).tolist() if found else []
+    return [None if best == BROKEN else _candidates(rest[::2], rest[1::2]) for best, *rest in read]
+
+
+def _candidates(tokens: Sequence[float], shares: Sequence[float]) -> Candidates:
+    """Without those of weight 0, which come last."""
+    some = [share for share in shares if share > 0]
+    return Candidates([int(token) for token in tokens[: len(some)]], some, some)
+
+
+def _lots(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """(n, V) float64 w / exponential noise, where w are probabilities but for a row's factor; of greedy rows w."""
     device, n = logits.device, len(asked)
-    keys = torch.tensor([key_of(one.sampling, one.position) for one in asked]).to(device, non_blocking=True)
-    noise = _noise(keys, logits.shape[1])
     ways = [way_of(one.sampling) for one in asked]
     weights = torch.empty(logits.shape, dtype=torch.float64, device=device)
     for way in dict.fromkeys(ways):
-        assert way is not None
         rows = [i for i, other in enumerate(ways) if other == way]
-        if len(rows) == n:
-            weights = _weights(logits, *way)
-        else:
-            at = torch.tensor(rows).to(device, non_blocking=True)
-            weights.index_copy_(0, at, _weights(logits[at], *way))
-    return (weights / noise).argmax(dim=-1)
+        at = torch.tensor(rows).to(device, non_blocking=True)
+        part = logits if len(rows) == n else logits[at]
+        lots = _weights(part, *(way or _AS_THEY_ARE))
+        if way is not None:
+            keys = torch.tensor([key_of(asked[i].sampling, asked[i].position) for i in rows])
+            lots = lots / _noise(keys.to(device, non_blocking=True), logits.shape[1])
+        weights = lots if len(rows) == n else weights.index_copy_(0, at, lots)
+    return weights
 
 
 def _noise(keys: Tensor, count: int) -> Tensor:

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.blocks import Block, Linear, Mixture, Parts
+from runtime.assembled import Assembled
+from runtime.blocks import Block, Linear
 from runtime.device_rounds import ARGMAX, BROKEN, Asked
+from runtime.drafters.candidates import Candidates
 from runtime.family import Architecture
 from runtime.gpu.cache import GpuCache
-from runtime.gpu.choices import choices, way_of
+from runtime.gpu.choices import candidates, choices, way_of
 from runtime.gpu.clock import Clock
 from runtime.gpu.graphs import Computed, Graphs
 from runtime.gpu.inputs import Inputs, Staging, bucket_for, depth_of, fill, views
-from runtime.gpu.layers import Memory, hidden_states
+from runtime.gpu.layers import Memory, hidden_states, waits
 from runtime.gpu.memory import WIDEST
 from runtime.gpu.rounds import drafted as draft_round
 from runtime.gpu.rounds import fill_round, round_for, steps_of
@@ -30,16 +32,14 @@ from runtime.kernels.reference import KEY_BLOCK
 from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_kind import UNCALIBRATED, CacheKind, CacheScheme
 from runtime.layout import Reserved, reserve
-from runtime.rotary import RotaryTable
 from runtime.rows import Cache, Out, Rows
 from runtime.sampling import Sampling
-from runtime.upper import upper_parts, weight_bytes
 
 # Blocks of positions for which a rotary table is made at once: its address must not change under a graph.
 _LEAST_TABLE = 32
 
 
-class TritonDecoder(Clock):
+class TritonDecoder(Assembled, Clock):
     """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
@@ -53,45 +53,18 @@ class TritonDecoder(Clock):
         kernel: Kernel,
         kv: CacheScheme = UNCALIBRATED,
     ):
-        self.architecture = architecture
-        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
-        self.kernels, self.kv = kernel.name, kv
-        self.parts = Parts(embedding, blocks, norm, head)
-        self._embedding, self._config, self._kernel = embedding, config, kernel
-        self._rotary = RotaryTable(config, self.device)
+        super().__init__(architecture, config, embedding, blocks, norm, head, kernel, kv)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._logits: Tensor | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
-        # A mixture's rows go to their experts by the host, which no graph can hold.
-        self._mixed = any(isinstance(block.mlp, Mixture) for block in blocks)
-
-    @property
-    def threads(self) -> int:
-        """torch's: the kernels use none."""
-        return torch.get_num_threads()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of memory that the weights take."""
-        return weight_bytes(self.parts)
-
-    def upper(self) -> "TritonDecoder":
-        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
-
-        Raises UserError where it was not loaded with planes.
-        """
-        p = upper_parts(self.parts)
-        a = self.architecture
-        return TritonDecoder(a, self._config, self._embedding, p.blocks, p.norm, p.head, self._kernel, self.kv)
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
         """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
 
         `pages` of 64 tokens, shared by all requests; None: as many as the requests may come to need.
         """
-        a = self.architecture
-        return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, self.kv.factor(kind))
+        a, factor = self.architecture, self.kv.factor(kind)
+        return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, factor)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -164,7 +137,7 @@ class TritonDecoder(Clock):
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
-        out = body() if self._mixed else self._graphs.run(held.pool, shape, body)
+        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.pool, shape, body)
         # A graph's memory is good until the next run.
         return out[:, : len(reserved)].t().clone()
 
@@ -224,6 +197,12 @@ class TritonDecoder(Clock):
         rest, wide = both[len(asked) :], drafted.shape[1]
         return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
 
+    @torch.inference_mode()
+    def candidates(self, logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> list[Candidates | None]:
+        """See device_rounds.RanksRows."""
+        with self._here():
+            return candidates(logits, asked, count, limit)
+
     def _here(self) -> AbstractContextManager[object]:
         """Triton launches on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -262,8 +241,7 @@ class TritonDecoder(Clock):
         at: Tensor | None,
     ) -> Computed:
         """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
-        keys = max(r.start + r.count for r in reserved)
-        bucket = bucket_for(count, len(reserved), keys, depth_of(reserved))
+        bucket = bucket_for(count, len(reserved), max(r.start + r.count for r in reserved), depth_of(reserved))
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
@@ -279,7 +257,7 @@ class TritonDecoder(Clock):
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
 
-        found = body() if self._mixed else self._graphs.run(cache.pool, bucket, body)
+        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.pool, bucket, body)
         if early is not None:
             return found
         if at is None:

@@ -1,6 +1,6 @@
 """The layers of a forward over kernels in Triton: launches only, nothing that depends on what is computed.
 
-The exception is a mixture, whose rows the host sends to their experts.
+The exception are prompts through a mixture, whose rows the host sends to their experts (`waits`).
 """
 
 from dataclasses import dataclass
@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.assembled import sum_of_experts
 from runtime.blocks import Block, Linear, Mixture, Mlp, Parts
 from runtime.family import Architecture
 from runtime.gpu.inputs import Inputs
 from runtime.gpu.memory import WIDEST
-from runtime.kernels.exact import exp, tree_sum
 from runtime.kernels.joined import Joined
 from runtime.kernels.triton.attention import Heads, Places, attend, splits_for, workspace
+from runtime.kernels.triton.choose import route
 from runtime.kernels.triton.elementwise import embed, gelu_mul, rms_norm, rotate_and_store, silu_mul
+from runtime.kernels.triton.experts import StackedExperts
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
+from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.prefill import attend_many
 from runtime.kernels.triton.quantize import Rounded, gelu_mul_quantize, norm_quantize, silu_mul_quantize
 from runtime.kv import Store
@@ -65,7 +68,7 @@ def hidden_states(
     room = None if _is_prompt(places) else workspace(min(len(x), at_once), heads, splits, x.device)
     for number, block in enumerate(parts.blocks):
         x = _attention(x, block, number, a, inputs, places, memory, angles, splits, room)
-        x = _feed_forward(x, block, a)
+        x = _feed_forward(x, block, a, inputs.position)
     if at is not None:
         x = x[at]
     return rms_norm(x, parts.norm, a.norm_eps, a.norm_offset)
@@ -115,11 +118,11 @@ def _some(places: Places, rows: slice) -> Places:
     return Places(places.table, places.request[rows], places.position[rows], places.start[rows], tail)
 
 
-def _feed_forward(x: Tensor, block: Block, a: Architecture) -> Tensor:
+def _feed_forward(x: Tensor, block: Block, a: Architecture, position: Tensor) -> Tensor:
     """The residual stream behind a block's MLP or mixture."""
     mlp = block.mlp
     if isinstance(mlp, Mixture):
-        return x + _mix(rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset), mlp, a)
+        return _mix(x, rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset), mlp, a, position)
     gate, up = _joined(mlp.gate_up, _normed(x, block.mlp_norm, mlp.gate_up, a))
     return _down(gate, up, mlp, a, x)
 
@@ -154,20 +157,27 @@ def _down(gate: Tensor, up: Tensor, mlp: Mlp, a: Architecture, x: Tensor) -> Ten
     return _added(mlp.down, (silu_mul if silu else gelu_mul)(gate, up), x)
 
 
-def _mix(x: Tensor, weights: Mixture, a: Architecture) -> Tensor:
-    """Softmax over the router, top k, each row's experts added in order of their number. Waits for the device."""
-    scores = weights.router(x)
-    odds = exp(scores - scores.amax(dim=-1, keepdim=True))
-    odds = odds / tree_sum(odds).unsqueeze(-1)
-    share, chosen = odds.topk(weights.per_token, dim=-1)
-    if weights.renormalize:
-        share = share / tree_sum(share).unsqueeze(-1)
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(weights.experts):
-        at, place = (chosen == number).nonzero(as_tuple=True)
-        if len(at):
-            rows = x[at]
+def waits(parts: Parts, rows: int) -> bool:
+    """Whether the host must wait for the device within a forward of so many rows, which no graph can hold then."""
+    mixtures = [block.mlp for block in parts.blocks if isinstance(block.mlp, Mixture)]
+    return any(_by_host(mixture, rows) for mixture in mixtures)
+
+
+def _by_host(weights: Mixture, rows: int) -> bool:
+    """Whether the host sends rows to their experts: those of a prompt, so that each expert multiplies all of its rows
+    in wide tiles; and any where the experts are not alike."""
+    return rows > WIDEST or weights.stacked is None
+
+
+def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor) -> Tensor:
+    """x plus each row's experts of normed x, added in order of their number."""
+    shares, chosen = route(weights.router(normed), weights.per_token, weights.renormalize, position)
+    if _by_host(weights, len(x)):
+
+        def run(rows: Tensor, expert: Mlp) -> Tensor:
             gate, up = _joined(expert.gate_up, rows)
-            found = _down(gate, up, expert, a, torch.zeros_like(rows))
-            out[at] = out[at] + found * share[at, place].unsqueeze(-1)
-    return out
+            return _down(gate, up, expert, a, torch.zeros_like(rows))
+
+        return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
+    assert isinstance(weights.stacked, StackedExperts)
+    return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation == "silu", x)

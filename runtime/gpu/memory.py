@@ -34,13 +34,15 @@ def needed(a: Architecture, weights: int) -> Need:
     """What a model of `weights` bytes needs beside them, for one text of 4096 tokens or as many as it has positions.
 
     work: a prompt's rows through a block, the logits of the widest forward that is captured, and the largest layer once
-    more at 4 bytes a weight, which is what laying it out takes.
+    more at 4 bytes a weight, which is what laying it out takes. The experts of one block are held twice while they are
+    stacked: at most a block's share of the weights.
     """
     cache = min(a.max_positions, _TEXT) * a.layers * 2 * a.kv_heads * a.head_dim * _FLOAT
     row = 4 * a.hidden + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * a.intermediate
     logits = 2 * WIDEST * a.vocab
     largest = a.hidden * max(a.vocab, 2 * a.intermediate)
-    return Need(weights, cache, _FLOAT * (_PROMPT_ROWS * row + logits + largest))
+    moved = 0 if a.experts is None else weights // a.layers
+    return Need(weights, cache, _FLOAT * (_PROMPT_ROWS * row + logits + largest) + moved)
 
 
 def free_bytes(device: torch.device) -> int:

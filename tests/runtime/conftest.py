@@ -263,18 +263,19 @@ def packed() -> Callable[..., PackedWeight]:
 
 
 @pytest.fixture(scope="session")
-def tiny_packed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_packed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny_packed("nf4") is the tiny llama with its linear layers packed, as an ordinary model directory.
 
-    The kinds are those of `pack_as`.
+    The kinds are those of `pack_as`; a second argument names another model, and others change it as `tiny` takes them.
     """
     made: dict[str, Path] = {}
 
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("packed") / kind
-            _pack(tiny("llama"), made[kind], kind)
-        return made[kind]
+    def get(kind: str, model: str = "llama", **changes: Any) -> Path:
+        key = f"{kind}-{model}-{sorted(changes.items())}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("packed") / kind
+            _pack(tiny(model, **changes), made[key], kind)
+        return made[key]
 
     return get
 
@@ -315,7 +316,8 @@ def _pack(source: Path, out: Path, kind: str) -> None:
     shutil.copytree(source, out)
     written, schemes, reordered = {}, {}, []
     for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        # Mixtral's experts are of w1, w2 and w3.
+        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             prefix = name.removesuffix(".weight")
             packed = pack_as(kind, prefix, tensor)
             written |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, torch.float32)

@@ -29,11 +29,12 @@ def largest(logits: Tensor, limit: int | None = None) -> Tensor:
     return out
 
 
-def route(scores: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, count: int, renormalize: bool, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Shares (T, count) float32 and experts (T, count) int64 of router scores (T, E) float32, the largest first.
 
     Softmax over all experts, the `count` most probable (the first of equals), their shares divided by their sum where
-    `renormalize`: LlamaDecoder's operations, in their order.
+    `renormalize`: LlamaDecoder's operations, in their order. Rows whose position (T,) int32 is negative, which nobody
+    reads, get the expert −1, which is none.
     """
     rows, experts = scores.shape
     shares = torch.empty((rows, count), dtype=torch.float32, device=scores.device)
@@ -43,6 +44,7 @@ def route(scores: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor
             scores,
             shares,
             chosen,
+            position,
             scores.stride(0),
             experts,
             PADDED=triton.next_power_of_2(experts),
@@ -85,6 +87,7 @@ def _route_kernel(
     scores,
     shares,
     chosen,
+    position,
     stride,
     experts,
     PADDED: tl.constexpr,
@@ -105,7 +108,10 @@ def _route_kernel(
         at = tl.min(tl.where(left == best, e, PADDED - 1), axis=0)
         # A NaN is nowhere the largest; it makes every share NaN, whichever expert stands beside it.
         share = tl.where(place == i, tl.sum(tl.where(e == at, odds, 0.0), axis=0), share)
-        tl.store(chosen + row * COUNT + i, tl.minimum(at, experts - 1).to(tl.int64))
+        number = tl.minimum(at, experts - 1)
+        if position is not None:
+            number = tl.where(tl.load(position + row) < 0, -1, number)
+        tl.store(chosen + row * COUNT + i, number.to(tl.int64))
         left = tl.where(e == at, -1.0, left)
     if RENORMALIZE:
         share = tl.div_rn(share, tree_sum(share, COUNT_PADDED) + tl.zeros_like(share))

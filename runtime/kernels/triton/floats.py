@@ -13,6 +13,8 @@ lies below bfloat16's range (2⁻¹³³).
 import triton
 import triton.language as tl
 
+from runtime.kernels.triton.picks import rows_of
+
 
 @triton.jit(do_not_specialize=["rows"])
 def float_product(
@@ -22,6 +24,7 @@ def float_product(
     bias,
     residual,
     out,
+    picked,
     rows,
     outputs,
     inputs,
@@ -32,6 +35,8 @@ def float_product(
     SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -40,20 +45,28 @@ def float_product(
 
     KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).
     scale        (outputs,), or None.
+    picked       None, or the experts of each row (picks.rows_of): the weight is a stack of theirs.
     WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
     INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n_in, t_in = n < outputs, t < rows
+    x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
+    n_in = n < outputs
     inside = tl.arange(0, BLOCK_K)
     weight_at = weight + n.to(tl.int64)[:, None] * inputs + inside[None, :]
-    x_at = x + t.to(tl.int64)[None, :] * x_stride + inside[:, None]
+    x_at = x + x_row.to(tl.int64)[None, :] * x_stride + inside[:, None]
+    by_output = n
+    if picked is not None:
+        weight_at += expert * outputs * inputs
+        by_output = n + expert * outputs
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for number in range(SPLITS):
         part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         first = (tl.program_id(2) + number) * inputs_per_split
-        for k in range(first, tl.minimum(first + inputs_per_split, inputs), BLOCK_K):
+        last = tl.minimum(first + inputs_per_split, inputs)
+        if picked is not None:
+            last = tl.where(works, last, first)
+        for k in range(first, last, BLOCK_K):
             if WHOLE:
                 w = tl.load(weight_at + k, mask=n_in[:, None], other=0.0)
                 v = tl.load(x_at + k, mask=t_in[None, :], other=0.0)
@@ -88,9 +101,9 @@ def float_product(
         tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
     else:
         if scale is not None:
-            total *= tl.load(scale + n, mask=n_in, other=0.0)[:, None]
+            total *= tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
         if bias is not None:
-            total += tl.load(bias + n, mask=n_in, other=0.0)[:, None]
+            total += tl.load(bias + by_output, mask=n_in, other=0.0)[:, None]
         if residual is not None:
             total += tl.load(residual + where, mask=here, other=0.0)
         tl.store(out + where, total, mask=here)

@@ -7,6 +7,7 @@ A program takes BLOCK_N outputs and BLOCK_T rows. Float operations are single IE
 import triton
 import triton.language as tl
 
+from runtime.kernels.triton.picks import rows_of
 from runtime.kernels.triton.unpack import chunk_of
 
 
@@ -23,6 +24,7 @@ def rows_product(
     bias,
     residual,
     out,
+    picked,
     rows,
     outputs,
     stored,
@@ -34,23 +36,33 @@ def rows_product(
     CHUNK: tl.constexpr,
     PER_BYTE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """One scale a row: y = (codes · x) · scale · step. PARTIAL: `out` is (splits, rows, outputs) int32 sums instead.
 
     Integers may be cut anywhere: their sum has no order.
+
+    picked  None, or the experts of each row (picks.rows_of): the weight is a stack of theirs.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
     split = tl.program_id(2)
-    n_in, t_in = n < outputs, t < rows
+    n_in = n < outputs
     inside = tl.arange(0, CHUNK)
     at = n.to(tl.int64)[:, None] * (units * CHUNK) + inside[None, :]
-    x_at = x + t.to(tl.int64)[None, :] * stored + inside[:, None]
+    x_at = x + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.int32)
     first = split * units_per_split
-    for unit in range(first, tl.minimum(first + units_per_split, units)):
+    last = tl.minimum(first + units_per_split, units)
+    by_output = n
+    if picked is not None:
+        at += expert * outputs * (units * CHUNK)
+        by_output = n + expert * outputs
+        last = tl.where(works, last, first)
+    for unit in range(first, last):
         packed = tl.load(codes + at + unit * CHUNK, mask=n_in[:, None], other=0)
         under = packed
         if KIND == "planes":
@@ -66,14 +78,14 @@ def rows_product(
     else:
         y = scaled(
             total,
-            step + t,
-            sums + t if sums is not None else None,
-            scale + n,
-            offset + n if offset is not None else None,
+            step + x_row,
+            sums + x_row if sums is not None else None,
+            scale + by_output,
+            offset + by_output if offset is not None else None,
             t_in,
             n_in,
         )
-        tl.store(out + where, finished(y, bias, residual, where, n, n_in, here), mask=here)
+        tl.store(out + where, finished(y, bias, residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -89,6 +101,7 @@ def groups_product(
     bias,
     residual,
     out,
+    picked,
     rows,
     outputs,
     stored,
@@ -104,6 +117,8 @@ def groups_product(
     UNITS: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
@@ -113,20 +128,30 @@ def groups_product(
     PARTIAL: the program computes one split, and `out` is (splits, rows, outputs) float32. Else it computes all SPLITS
     and adds them as `reduce.add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
     are groups of their own (UNITS 0), or a group of UNITS units.
+
+    picked  as rows_product has it.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n_in, t_in = n < outputs, t < rows
+    x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
+    n_in = n < outputs
     inside = tl.arange(0, CHUNK)
     at = n.to(tl.int64)[:, None] * row_bytes + inside[None, :]
-    x_at = x + t.to(tl.int64)[None, :] * stored + inside[:, None]
-    step_at = step + t.to(tl.int64) * columns
-    sums_at = sums + t.to(tl.int64) * columns if sums is not None else None
+    x_at = x + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
+    step_at = step + x_row.to(tl.int64) * columns
+    sums_at = sums + x_row.to(tl.int64) * columns if sums is not None else None
+    by_group, by_output = n, n
+    if picked is not None:
+        at += expert * outputs * row_bytes
+        by_group = n + expert * columns * outputs
+        by_output = n + expert * outputs
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for number in range(SPLITS):
         part_sum = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         first = (tl.program_id(2) + number) * rounds_per_split
-        for turn in tl.range(first, tl.minimum(first + rounds_per_split, rounds), num_stages=STAGES):
+        last = tl.minimum(first + rounds_per_split, rounds)
+        if picked is not None:
+            last = tl.where(works, last, first)
+        for turn in tl.range(first, last, num_stages=STAGES):
             if UNITS == 0:
                 packed = tl.load(codes + at + turn * CHUNK, mask=n_in[:, None], other=0)
                 under = packed
@@ -140,8 +165,8 @@ def groups_product(
                         value >> LEFT,
                         step_at + group,
                         sums_at + group if sums_at is not None else None,
-                        scale + group * outputs + n,
-                        offset + group * outputs + n if offset is not None else None,
+                        scale + group * outputs + by_group,
+                        offset + group * outputs + by_group if offset is not None else None,
                         t_in,
                         n_in,
                     )
@@ -162,8 +187,8 @@ def groups_product(
                     value >> LEFT,
                     step_at + turn,
                     sums_at + turn if sums_at is not None else None,
-                    scale + turn * outputs + n,
-                    offset + turn * outputs + n if offset is not None else None,
+                    scale + turn * outputs + by_group,
+                    offset + turn * outputs + by_group if offset is not None else None,
                     t_in,
                     n_in,
                 )
@@ -173,7 +198,7 @@ def groups_product(
     if PARTIAL:
         tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
     else:
-        tl.store(out + where, finished(total, bias, residual, where, n, n_in, here), mask=here)
+        tl.store(out + where, finished(total, bias, residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit

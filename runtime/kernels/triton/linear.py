@@ -17,6 +17,7 @@ from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.floats import float_product
 from runtime.kernels.triton.integer import groups_product, rows_product
 from runtime.kernels.triton.layout import Cut
+from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.quantize import OPTIONS, Rounded, Rounding, quantize, rounding
 from runtime.kernels.triton.reduce import add_groups, add_rows
 from runtime.kernels.triton.unpack import LEFT
@@ -56,14 +57,27 @@ class TritonLinear:
         """x as the product takes it; layers for which `Rounding.serves` holds share it."""
         return x if self.how is None else quantize(x, self.how)
 
-    def product(self, rounded: Rounded | Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def product(
+        self,
+        rounded: Rounded | Tensor,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        picks: Picks | None = None,
+    ) -> Tensor:
         """The product with rounded inputs, plus `residual` (T, N) float32, into `out` (T, N) float32 where given.
 
-        `residual` may be `out`. Raises ValueError for inputs that were rounded for another kind of weight, and for
+        `residual` may be `out`. picks: the weight is a stack of experts (experts.py), the inputs have a row for each
+        row or for each pair, and the output has one for each pair.
+        Raises ValueError for inputs that were rounded for another kind of weight or have not those rows, and for
         outputs that are not contiguous.
         """
         n, k = self.weight.shape
         rows = rounded.shape[0] if isinstance(rounded, Tensor) else rounded.codes.shape[0]
+        paired = picks is not None and rows == picks.pairs
+        if picks is not None:
+            if rows not in (picks.rows, picks.pairs):
+                raise ValueError(f"inputs need {picks.rows} or {picks.pairs} rows, found {rows}")
+            rows = picks.pairs
         device = rounded.device if isinstance(rounded, Tensor) else rounded.codes.device
         for name, tensor in (("out", out), ("residual", residual)):
             if tensor is not None and not (tensor.shape == (rows, n) and tensor.is_contiguous()):
@@ -74,14 +88,15 @@ class TritonLinear:
                 wanted = "rounded inputs" if self.how is not None else f"(T, {k}) float32"
                 raise ValueError(f"this layer takes {wanted}, found {rounded.dtype} {list(rounded.shape)}")
             if rows:
-                self._float(rounded if rounded.stride(1) == 1 or k == 1 else rounded.contiguous(), y, residual)
+                x = rounded if rounded.stride(1) == 1 or k == 1 else rounded.contiguous()
+                self._float(x, y, residual, picks, paired)
             return y
         if self.how is None or not rounded.how.serves(self.how):
             raise ValueError("these inputs were rounded for a weight that is cut or ordered otherwise")
         if rows:
             assert self.weight.cut is not None
             product = self._rows if self.weight.cut.columns == 1 else self._groups
-            product(rounded, y, residual, self.weight.cut)
+            product(rounded, y, residual, self.weight.cut, picks, paired)
         return y
 
     @property
@@ -93,31 +108,48 @@ class TritonLinear:
         """The layer on the upper plane of its weight. Raises ValueError where it has none."""
         return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
-    def _tiles(self, rows: int) -> tuple[tables.Tiles, tuple[int, int]]:
+    def _tiles(self, rows: int, picks: Picks | None) -> tuple[tables.Tiles, tuple[int, int]]:
         cut = self.weight.cut
-        tiles = tables.for_rows(self.plan, rows, 0 if cut is None else cut.chunk)
+        # Of experts a program takes the rows of one narrow tile, however many there are.
+        tiles = tables.for_rows(
+            self.plan, rows if picks is None else min(rows, tables.NARROW), 0 if cut is None else cut.chunk
+        )
+        first = triton.cdiv(rows, tiles.block_t) if picks is None else picks.pairs
         # Programs of the same outputs are neighbours: a long prompt reads the weights once.
-        return tiles, (triton.cdiv(rows, tiles.block_t), triton.cdiv(self.weight.shape[0], tiles.block_n))
+        return tiles, (first, triton.cdiv(self.weight.shape[0], tiles.block_n))
 
-    def _parallel(self, grid: tuple[int, int], most: int) -> int:
-        """Splits that run as programs of their own: enough to fill the machine."""
-        return max(1, min(most, triton.cdiv(self.plan.programs, grid[0] * grid[1])))
+    def _parallel(self, grid: tuple[int, int], most: int, picks: Picks | None) -> int:
+        """Splits that run as programs of their own: enough to fill the machine, which a row's experts do without."""
+        return max(1, min(most, triton.cdiv(self.plan.programs, grid[0] * grid[1]))) if picks is None else 1
 
-    def _rows(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
-        w, rows, n = self.weight, len(y), self.weight.shape[0]
-        tiles, grid = self._tiles(rows)
-        each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS))
+    def _rows(
+        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    ) -> None:
+        w, rows, n = self.weight, len(y) if picks is None else picks.rows, self.weight.shape[0]
+        tiles, grid = self._tiles(rows, picks)
+        each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS, picks))
         splits = triton.cdiv(cut.units, each)
         target = y if splits == 1 else torch.empty((splits, rows, n), dtype=torch.int32, device=y.device)
         sums = x.sums if w.offset is not None else None
         ends = (w.scale, w.offset, w.bias, residual)
         rows_product[(*grid, splits)](
-            *(x.codes, x.step, sums, w.codes, w.lower, w.pairs, *ends, target),
+            *(
+                x.codes,
+                x.step,
+                sums,
+                w.codes,
+                w.lower,
+                w.pairs,
+                *ends,
+                target,
+                None if picks is None else picks.experts,
+            ),
             *(rows, n, cut.stored, cut.units, each),
             **_codes(w, cut),
             CHUNK=cut.chunk,
             PER_BYTE=cut.per_byte,
             PARTIAL=splits > 1,
+            **_picked(picks, paired),
             **_launch(tiles),
         )
         if splits > 1:
@@ -127,17 +159,19 @@ class TritonLinear:
                 **OPTIONS,
             )
 
-    def _groups(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
-        w, rows, n = self.weight, len(y), self.weight.shape[0]
-        tiles, grid = self._tiles(rows)
+    def _groups(
+        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    ) -> None:
+        w, rows, n = self.weight, len(y) if picks is None else picks.rows, self.weight.shape[0]
+        tiles, grid = self._tiles(rows, picks)
         rounds = cut.columns // cut.per_byte if cut.units == 0 else cut.groups
         each = triton.cdiv(rounds, self.splits)
         splits = triton.cdiv(rounds, each)
-        apart = splits > 1 and self._parallel(grid, splits) > 1
+        apart = splits > 1 and self._parallel(grid, splits, picks) > 1
         target = torch.empty((splits, rows, n), device=y.device) if apart else y
         groups_product[(*grid, splits if apart else 1)](
             *(x.codes, x.step, x.sums if w.offset is not None else None, w.codes, w.lower, w.pairs),
-            *(w.scale, w.offset, w.bias, residual, target),
+            *(w.scale, w.offset, w.bias, residual, target, None if picks is None else picks.experts),
             *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
             **_codes(w, cut),
             CHUNK=cut.chunk,
@@ -145,25 +179,28 @@ class TritonLinear:
             UNITS=cut.units,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
+            **_picked(picks, paired),
             STAGES=tiles.stages,
             **_launch(tiles),
         )
         if apart:
             _add(target, None, w.bias, residual, y)
 
-    def _float(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
-        w, rows, (n, k) = self.weight, len(y), self.weight.shape
-        tiles, grid = self._tiles(rows)
+    def _float(self, x: Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool) -> None:
+        w, rows, (n, k) = self.weight, len(y) if picks is None else picks.rows, self.weight.shape
+        tiles, grid = self._tiles(rows, picks)
         each = triton.cdiv(triton.cdiv(k, self.splits), tiles.block_k) * tiles.block_k
         splits = triton.cdiv(k, each)
-        apart = splits > 1 and self._parallel(grid, splits) > 1
+        apart = splits > 1 and self._parallel(grid, splits, picks) > 1
         target = torch.empty((splits, rows, n), device=y.device) if apart else y
         float_product[(*grid, splits if apart else 1)](
-            *(x, w.codes, w.scale, w.bias, residual, target, rows, n, k, x.stride(0), each),
+            *(x, w.codes, w.scale, w.bias, residual, target, None if picks is None else picks.experts),
+            *(rows, n, k, x.stride(0), each),
             KIND=_FLOATS[w.codes.dtype],
             WHOLE=k % tiles.block_k == 0,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
+            **_picked(picks, paired),
             INTERPRETED=interpreted(),
             BLOCK_K=tiles.block_k,
             **_launch(tiles),
@@ -228,6 +265,11 @@ def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]
     """How the kernel unpacks."""
     texts = () if interpreted() else words.texts(weight.kind, cut.per_byte)
     return {"KIND": weight.kind, "TEXTS": texts, "LEFT": LEFT.get(weight.kind, 0)}
+
+
+def _picked(picks: Picks | None, paired: bool) -> dict[str, int | bool]:
+    """How the kernel finds its rows."""
+    return {"COUNT": 1 if picks is None else picks.count, "PAIRED": paired}
 
 
 def _launch(tiles: tables.Tiles) -> dict[str, int | bool]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from runtime.kernels.triton import tables
 from runtime.kernels.triton.layout import Cut
+from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.rounding import round_groups, round_rows
 from runtime.kernels.triton.weights import GpuWeight
 
@@ -69,9 +70,9 @@ def rounding(*weights: GpuWeight) -> Rounding | None:
     return found[0] if whole else None
 
 
-def quantize(x: Tensor, how: Rounding) -> Rounded:
-    """x (T, K) float32, rounded."""
-    return _round(x, how, "plain")
+def quantize(x: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
+    """x (T, K) float32, rounded; (pairs, K) where there are picks: x's rows or pairs, each as its expert wants it."""
+    return _round(x, how, "plain", picks=picks)
 
 
 def norm_quantize(
@@ -84,14 +85,17 @@ def norm_quantize(
     return _round(x, how, "add_norm", residual, weight, total, eps, offset), total
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding) -> Rounded:
-    """silu(gate) · up, each (T, K) float32 with rows of stride 1 (halves of one product as they are), rounded."""
-    return _round(gate, how, "silu", up)
+def silu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
+    """silu(gate) · up, each (T, K) float32 with rows of stride 1 (halves of one product as they are), rounded.
+
+    picks  the T rows are pairs, each rounded as its expert wants it.
+    """
+    return _round(gate, how, "silu", up, picks=picks)
 
 
-def gelu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding) -> Rounded:
+def gelu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
     """gelu(gate) · up in the tanh form, otherwise as `silu_mul_quantize`."""
-    return _round(gate, how, "gelu", up)
+    return _round(gate, how, "gelu", up, picks=picks)
 
 
 def _round(
@@ -103,8 +107,9 @@ def _round(
     total: Tensor | None = None,
     eps: float = 0.0,
     shift: float = 0.0,
+    picks: Picks | None = None,
 ) -> Rounded:
-    cut, rows = how.cut, x.shape[0]
+    cut, rows = how.cut, x.shape[0] if picks is None else picks.pairs
     x = _rows(x, cut.inputs)
     y = None if y is None else _rows(y, cut.inputs)
     codes = torch.empty((rows, cut.stored), dtype=torch.int8, device=x.device)
@@ -116,10 +121,13 @@ def _round(
     at_once = tables.rows_at_once(x.device)
     blocks = triton.cdiv(rows, at_once)
     y_stride = 0 if y is None else y.stride(0)
-    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, rows, cut.inputs, cut.stored)
-    scalars = (x.stride(0), y_stride, eps, shift)
+    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, None if picks is None else picks.experts)
+    scalars = (rows, cut.inputs, cut.stored, x.stride(0), y_stride, eps, shift)
+    count = rows // x.shape[0]
     if cut.columns == 1:
-        round_rows[(blocks,)](*common, *scalars, MODE=mode, ROWS=at_once, BLOCK=block, num_warps=8, **OPTIONS)
+        round_rows[(blocks,)](
+            *common, *scalars, MODE=mode, ROWS=at_once, BLOCK=block, COUNT=count, num_warps=8, **OPTIONS
+        )
         return Rounded(how, codes, step, sums)
     inside = triton.next_power_of_2(cut.padded)
     groups = min(triton.next_power_of_2(cut.columns), max(1, _TILE // inside))
@@ -134,6 +142,7 @@ def _round(
         BLOCK=block,
         GROUPS=groups,
         INSIDE=inside,
+        COUNT=count,
         num_warps=4,
         **OPTIONS,
     )

@@ -27,6 +27,7 @@ def round_rows(
     step,
     sums,
     total,
+    picked,
     rows,
     inputs,
     stored,
@@ -37,13 +38,22 @@ def round_rows(
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """One step a row: x (rows, inputs) to codes (rows, stored), those beyond the inputs zero."""
+    """One step a row: x (rows, inputs) to codes (rows, stored), those beyond the inputs zero.
+
+    picked  None, or the expert (rows,) int64 of each row, whose order and static step are taken: perm (E, inputs) and
+            static (E,). COUNT adjacent rows come from one row of x then.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row_in = row < rows
     inside = tl.arange(0, BLOCK)
-    x_at = row[:, None] * x_stride
+    x_at = (row // COUNT)[:, None] * x_stride
     y_at = row[:, None] * y_stride
+    if picked is not None:
+        expert = tl.maximum(tl.load(picked + row, mask=row_in, other=0), 0)
+        perm = perm + (expert * inputs)[:, None] if perm is not None else None
+        static = static + expert if static is not None else None
     root = _inverse_root(x, y, total, row, row_in, inputs, x_stride, y_stride, eps, MODE, ROWS, BLOCK)[:, None]
     highest = tl.zeros((ROWS, BLOCK), tl.float32)
     bad = tl.zeros((ROWS, BLOCK), tl.int32)
@@ -77,6 +87,7 @@ def round_groups(
     step,
     sums,
     total,
+    picked,
     rows,
     inputs,
     stored,
@@ -92,8 +103,11 @@ def round_groups(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     INSIDE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """One step a row and group: a program rounds GROUPS groups of ROWS rows; BLOCK is of the norm's sum.
+
+    picked  as round_rows has it.
 
     Each program of a row adds up its norm again, which costs less than a kernel of its own.
     """
@@ -107,7 +121,12 @@ def round_groups(
     inside = tl.arange(0, INSIDE)[None, :]
     at = number[:, None] * group + inside
     there = kept[:, None] & (inside < group) & (at < inputs)
-    v = _value(x, y, weight, perm, row[:, None] * x_stride, row[:, None] * y_stride, at, there, root, shift, MODE)
+    if picked is not None:
+        expert = tl.maximum(tl.load(picked + row, mask=kept, other=0), 0)
+        perm = perm + (expert * inputs)[:, None] if perm is not None else None
+        static = static + expert if static is not None else None
+    x_at = (row // COUNT)[:, None] * x_stride
+    v = _value(x, y, weight, perm, x_at, row[:, None] * y_stride, at, there, root, shift, MODE)
     size = tl.abs(v)
     bad = (v != v).to(tl.int32)
     highest = tl.max(tl.where(bad > 0, 0.0, size), axis=1)

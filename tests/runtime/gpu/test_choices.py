@@ -6,7 +6,8 @@ import torch
 
 from runtime import noise
 from runtime.device_rounds import ARGMAX, BROKEN, Asked
-from runtime.gpu.choices import choices
+from runtime.drafters.candidates import ranked, softmax
+from runtime.gpu.choices import candidates, choices
 from runtime.noise import Stream
 from runtime.sampling import Distributions, Sampling
 
@@ -73,6 +74,34 @@ def test_equal_logits_give_the_first(device: str) -> None:
     logits = torch.zeros(2, 50, device=device)
     logits[1, [9, 30]] = 1.0
     assert choices(logits, [ARGMAX] * 2).tolist() == [0, 9]
+
+
+@pytest.mark.parametrize("limit", [VOCABULARY, 700])
+def test_candidates_are_those_of_the_cpu(device: str, limit: int) -> None:
+    count = 5 * len(SAMPLINGS)
+    logits = logits_of(count, device, 3)
+    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
+    for one, row, got in zip(asked, logits.cpu(), candidates(logits, asked, 4, limit), strict=True):
+        rows = Distributions(row[:limit], one.sampling)
+        if one.sampling.greedy:
+            want = ranked(softmax(rows.scores(0)), 4)
+        else:
+            want = ranked(rows.array(0) / noise.exponential(one.sampling.seed, one.position, limit), 4)
+        assert got is not None and got.tokens == want.tokens and got.row is None
+        assert got.shares == pytest.approx(want.shares) and got.promises == got.shares
+
+
+def test_candidates_of_equals_of_masked_rows_and_of_none(device: str) -> None:
+    logits = torch.zeros(4, 50, device=device)
+    logits[1, [9, 30, 40]] = 1.0
+    logits[2, 2:], logits[3, 49] = -torch.inf, torch.nan
+    first, second, third, fourth = candidates(logits, [ARGMAX] * 4, 3, 40)
+    assert first is not None and first.tokens == [0, 1, 2]
+    assert second is not None and second.tokens == [9, 30, 0]
+    # Tokens of no probability are no candidates; what is behind the limit must still be a number.
+    assert third is not None and third.tokens == [0, 1] and third.shares == [0.5, 0.5]
+    assert fourth is None
+    assert candidates(logits[:0], [], 3, 40) == []
 
 
 def test_what_cannot_be_chosen_there_is_refused(device: str) -> None:

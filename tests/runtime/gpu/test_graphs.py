@@ -27,12 +27,14 @@ def decoder(path: Path, capture: bool = True) -> TritonDecoder:
     return made
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
-def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind"), [("qwen3", "float32"), ("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_moe", "float32")]
+)
+def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, model: str, kind: str) -> None:
     tokens = text(60)
     out = []
     for capture in (True, False):
-        made = decoder(tiny("qwen3"), capture)
+        made = decoder(tiny(model), capture)
         cache = made.new_cache(kind)  # type: ignore[arg-type]
         request = cache.open(200)
         made.forward(tokens, Rows.chains([(request, 0, 60)]), cache, integers([]))
@@ -53,12 +55,13 @@ def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, kind: s
     assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
 
 
+@pytest.mark.parametrize("model", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("way", [Sampling(), Sampling(temperature=0.9, top_k=100, top_p=0.95, min_p=0.01)])
-def test_replayed_rounds_are_eager_ones(tiny: Tiny, text: Text, way: Sampling) -> None:
+def test_replayed_rounds_are_eager_ones(tiny: Tiny, text: Text, way: Sampling, model: str) -> None:
     """Requests that draft less than others, and whose keys and noise change from round to round."""
     out = []
     for capture in (True, False):
-        made = decoder(tiny("qwen3"), capture)
+        made = decoder(tiny(model), capture)
         cache = made.new_cache("int8")
         handles = [cache.open(200) for _ in range(3)]
         made.forward(text(90), Rows.chains([(handle, 0, 30) for handle in handles]), cache, integers([]))
@@ -79,8 +82,9 @@ def test_replayed_rounds_are_eager_ones(tiny: Tiny, text: Text, way: Sampling) -
     assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
 
 
-def test_nothing_waits_but_what_says_so(tiny: Tiny, text: Text) -> None:
-    made = decoder(tiny("llama"))
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_nothing_waits_but_what_says_so(tiny: Tiny, text: Text, model: str) -> None:
+    made = decoder(tiny(model))
     cache = made.new_cache()
     request = cache.open(200)
     made.forward(text(30), Rows.chains([(request, 0, 30)]), cache, integers([]))

@@ -1,6 +1,7 @@
 """What fits a device, and what is said where it does not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ def test_a_model_that_does_not_fit(tiny: Callable[..., Path], device: str) -> No
     assert need.cache == 256 * decoder.new_cache().bytes_per_token()
     assert need.total == need.weights + need.cache + need.work
     require_room("model", need, need.total)
+    mixture = load(tiny("mixtral"), kernels="reference").decoder
+    size = mixture.weight_bytes  # type: ignore[attr-defined]
+    a = mixture.architecture  # type: ignore[attr-defined]
+    # Its experts are stacked block by block.
+    assert needed(a, size).work == needed(replace(a, experts=None), size).work + size // 2
     with pytest.raises(UserError, match=r"needs about 5\.00 GB of the GPU .* 4\.00 GB are free"):
         require_room("model", Need(3 * 10**9, 10**9, 10**9), 4 * 10**9)
 

@@ -1,17 +1,21 @@
 """Whole texts: with every drafter that of plain decoding, greedy and sampled, waiting for the device once a round."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from runtime import Model, Speculator, load
 from runtime.device_rounds import DeviceRounds, DraftsLater
+from runtime.drafters import Draft, Request
+from runtime.drafters.growth import Growth, TreeShape
 from runtime.drafters.lookup import LookupDrafter
 from runtime.drafters.model import ModelDrafter
 from runtime.drafters.nested import NestedDrafter
 from runtime.drafters.tree import TreeDrafter
+from runtime.gpu.decoder import TritonDecoder
 from runtime.sampling import Sampling
 from runtime.speculate import CacheOptions
 
@@ -48,6 +52,31 @@ def test_every_drafter_leaves_the_text_as_it_is(target: Model, draft: Model, sam
     assert found == plain and fewer < rounds
     assert texts(target, LookupDrafter(), prompts[1:], sampling)[0] == plain[1:]
     assert texts(target, TreeDrafter(draft), prompts[:1], sampling)[0] == plain[:1]
+
+
+@pytest.mark.parametrize("plan", [TreeShape((2, 1, 1)), Growth(depth=2, width=2, branch=2)], ids=["static", "dynamic"])
+def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trees that reading all logits gives, which penalties still need."""
+    read: list[int] = []
+    found = TritonDecoder.candidates
+
+    def counted(self: TritonDecoder, logits: Tensor, *rest: Any) -> Any:
+        read.append(len(logits))
+        return found(self, logits, *rest)
+
+    def trees(samplings: Sequence[Sampling]) -> list[Draft]:
+        requests = [Request(i, [7, 300, 12 + i], 3, sampling, 20) for i, sampling in enumerate(samplings)]
+        return TreeDrafter(draft, plan).propose(requests, [4, 4])
+
+    monkeypatch.setattr(TritonDecoder, "candidates", counted)
+    here = trees(SAMPLINGS)
+    assert len(read) == 2 and read[0] == 2
+    penalised = [Sampling(repetition_penalty=1.2), SAMPLINGS[1]]
+    assert all(made.tokens for made in trees(penalised)) and len(read) == 2
+    monkeypatch.setattr("runtime.drafters.tree.chosen_there", lambda sampling, rule: False)
+    by_host = trees(SAMPLINGS)
+    assert len(read) == 2
+    assert [(made.tokens, made.parents) for made in here] == [(made.tokens, made.parents) for made in by_host]
 
 
 def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:

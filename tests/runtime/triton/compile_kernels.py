@@ -18,7 +18,10 @@ from triton.runtime import driver, jit
 from runtime.formats import fp8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.triton import quantize, tables
+from runtime.kernels.triton.choose import route
+from runtime.kernels.triton.experts import StackedLinear, add_experts
 from runtime.kernels.triton.linear import TritonLinear, triton_linear
+from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.weights import gpu_weight
 
 # Kind, K, group, whether it has zero points and an order: one of each way through the kernels.
@@ -63,11 +66,12 @@ class Absent:
         return self.target
 
 
-def report(kernel: Any, name: str) -> dict[str, Any]:
-    """What the compiler made of a kernel."""
+def report(kernel: Any, name: str, picked: bool) -> dict[str, Any]:
+    """What the compiler made of a kernel; `picked`: of one that finds the rows of experts."""
     ptx = kernel.asm["ptx"]
     return {
         "kernel": name,
+        "picked": picked,
         "shared": kernel.metadata.shared,
         "stages": kernel.metadata.num_stages,
         "tensor_cores": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.[\w.]+", ptx))),
@@ -121,7 +125,16 @@ def main(capability: int, everything: bool) -> None:
         kernel = run(self, *values, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            print(json.dumps(report(kernel, self.fn.__name__)), flush=True)
+            print(
+                json.dumps(
+                    report(
+                        kernel,
+                        self.fn.__name__,
+                        any(isinstance(v, torch.Tensor) and v.dtype == torch.int64 for v in values),
+                    )
+                ),
+                flush=True,
+            )
         return kernel
 
     jit.JITFunction.run = compile_only
@@ -132,7 +145,13 @@ def main(capability: int, everything: bool) -> None:
         for rows in (1, 40) if everything else (1,):
             x = torch.zeros(rows, layer.weight.shape[1])
             layer(x)
+            picks = Picks(torch.zeros((rows, 2), dtype=torch.int64))
+            experts = StackedLinear(layer, by_expert=rows == 1 and layer.weight.perm is not None)
+            experts(x, picks)
+            experts.after(*[torch.zeros(2 * rows, layer.weight.shape[1])] * 2, True, picks)
             if layer.how is not None and rows == 1 and number < 2:
+                add_experts(torch.zeros(2, 512), torch.zeros(1, 2), picks, torch.zeros(1, 512))
+                route(torch.zeros(1, 60), 4, True, torch.zeros(1, dtype=torch.int32))
                 quantize.silu_mul_quantize(x, x, layer.how)
                 quantize.norm_quantize(x, x[0], 1e-5, layer.how)
                 if everything:
