@@ -1,0 +1,137 @@
+"""Layers whose products run on Triton's kernels or on a library's, by the number of rows, as choices.py says."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.formats.packed import PackedWeight
+from runtime.kernels import library, torch_library
+from runtime.kernels.choices import Choice
+from runtime.kernels.library import LibraryLinear
+from runtime.kernels.triton import int_mm
+from runtime.kernels.triton.linear import TritonLinear
+
+Weight = PackedWeight | Tensor
+_FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
+# Rows of products that a probe compares: those of verifying drafts, and some of batches and prompts.
+_WIDTHS = (*range(1, 17), 17, 33, 300)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedLinear:
+    """y (T, N) = x (T, K) Wᵀ (+ b), float32: the part whose rows hold T computes it, else `rest`.
+
+    rest  None where the parts hold every number of rows.
+    """
+
+    parts: tuple[tuple[Choice, LibraryLinear], ...]
+    rest: TritonLinear | None
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Whose products it runs."""
+        return tuple(
+            dict.fromkeys(
+                name
+                for layer in (*(layer for _, layer in self.parts), self.rest)
+                for name in getattr(layer, "libraries", ())
+            )
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds; what two parts share comes twice."""
+        own = () if self.rest is None else self.rest.weight.tensors
+        return own + tuple(tensor for _, layer in self.parts for tensor in layer.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads at most."""
+        sizes = [layer.nbytes for _, layer in self.parts]
+        return max(sizes if self.rest is None else [*sizes, self.rest.nbytes])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for choice, layer in self.parts:
+            if choice.holds(x.shape[0]):
+                return layer(x)
+        assert self.rest is not None
+        return self.rest(x)
+
+
+def scheme_of(weight: Weight) -> str:
+    """What the table calls a weight's scheme."""
+    return _FLOATS.get(weight.dtype, str(weight.dtype)) if isinstance(weight, Tensor) else weight.scheme.kind
+
+
+def takes(name: str, weight: Weight) -> bool:
+    """Whether an implementation takes a weight's sizes and what comes with it (torch-int-mm: `int_mm.takes`)."""
+    if isinstance(weight, Tensor):
+        return name == "torch" and weight.dtype in _FLOATS
+    if weight.planes:
+        return False
+    if name == "torch-int4":
+        return torch_library.takes_int4(weight)
+    if name == "torch-scaled-mm":
+        return torch_library.takes_fp8(weight)
+    return name == "bitsandbytes" and library.has_kernel(weight)
+
+
+def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear:
+    """The layer of an implementation that `takes` the weight. Raises ValueError where it does not."""
+    if isinstance(weight, Tensor):
+        return torch_library.dense_linear(weight, bias)
+    if name == "torch-int4":
+        return torch_library.int4_linear(weight)
+    if name == "torch-scaled-mm":
+        return torch_library.scaled_linear(weight)
+    return library.bitsandbytes_linear(weight, torch.bfloat16)
+
+
+def mixed_linear(
+    own: TritonLinear, weight: Weight, bias: Tensor | None, table: Sequence[Choice], exact: bool
+) -> TritonLinear | MixedLinear:
+    """The layer of a weight by the entries of a table that are for its scheme and take it; else `own` as it is.
+
+    own    Triton's layer of the same weight.
+    exact  bits must be the same at every width: a probe on the weight's device decides, and `own` stays where they are
+           not.
+    """
+    found = [one for one in table if one.scheme == scheme_of(weight)]
+    integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == int_mm.NAME)
+    rest = int_mm.int_mm_linear(own, integer) if integer and int_mm.takes(own.weight) else own
+    chosen = [one for one in found if takes(one.implementation, weight)]
+    made: TritonLinear | MixedLinear = rest
+    if chosen:
+        parts = tuple((one, library_layer(one.implementation, weight, bias)) for one in chosen)
+        everything = any(one.first_row == 1 and one.last_row is None for one in chosen)
+        made = MixedLinear(parts, None if everything else rest)
+    if made is own or not exact:
+        return made
+    borders = [edge for one in found for edge in (one.first_row, one.last_row) if edge is not None]
+    if keeps_bits(made, own.weight.shape[1], own.weight.codes.device, borders):
+        return made
+    names = ", ".join(dict.fromkeys(one.implementation for one in found))
+    warnings.warn(
+        f"{names}: the bits of {scheme_of(weight)} layers change with the width on this device, which the table of"
+        " measurements denies; Triton's kernels run them (`python -m runtime.bench gpu kernels` measures anew)",
+        stacklevel=2,
+    )
+    return own
+
+
+def keeps_bits(
+    layer: Callable[[Tensor], Tensor], inputs: int, device: torch.device, borders: Sequence[int] = ()
+) -> bool:
+    """Whether each row of random inputs has one result, whatever the rows beside it; tried on the device.
+
+    layer    (T, inputs) float32 to (T, N).
+    borders  rows at which another product may begin or end, tried beside widths 1 to 16 and some more.
+    """
+    widths = sorted({*_WIDTHS, *borders, *(edge + 1 for edge in borders)})
+    x = torch.randn(widths[-1], inputs, device=device, generator=torch.Generator(device).manual_seed(0))
+    whole = layer(x)
+    spans = [*((0, width) for width in widths[:-1]), (3, 4), (7, 8), (15, 16), (5, 21)]
+    return all(torch.equal(layer(x[first:last]), whole[first:last]) for first, last in spans)
