@@ -45,6 +45,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 class Choice:
     """One entry: on GPUs of `capability`, products of `first_row` to `last_row` rows run on `implementation`.
 
+    The same rows may have one entry that keeps its bits and one that does not, which is for those who asked for speed.
+
     last_row     None: without end.
     same_bits    as measured, a row's bits did not change with the rows beside it, at widths 1 to 16 and some more, nor
                  would they where Triton's kernels run the other rows.
@@ -93,7 +95,7 @@ def parse(text: str, name: str) -> tuple[Choice, ...]:
     choices = tuple(_entry(entry, f"{name}, entry {number}") for number, entry in enumerate(found, 1))
     for number, one in enumerate(choices, 1):
         for other in choices[: number - 1]:
-            same = (one.capability, one.scheme) == (other.capability, other.scheme)
+            same = (one.capability, one.scheme, one.same_bits) == (other.capability, other.scheme, other.same_bits)
             if same and (other.holds(one.first_row) or one.holds(other.first_row)):
                 raise UserError(
                     f"{name}, entry {number}: rows from {one.first_row} of {one.scheme} are those of an entry before"

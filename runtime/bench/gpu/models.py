@@ -1,6 +1,6 @@
 """Random models of a shape, made on the device itself: no files, no transfers, the loader's own way otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,13 @@ class RandomCheckpoint(Checkpoint):
     def _generator(self, name: str) -> torch.Generator:
         place = int.from_bytes(name.encode()[-7:], "little") ^ len(name) << 40
         return torch.Generator(self.device).manual_seed(self.seed + place)
+
+
+def known_schemes(schemes: Sequence[str]) -> list[str]:
+    """The schemes, each once. Raises UserError for one that is not offered."""
+    if unknown := [name for name in schemes if name not in _SCHEMES]:
+        raise UserError(f"--scheme: {unknown[0]!r} is unknown; use one of {', '.join(_SCHEMES)}")
+    return list(dict.fromkeys(schemes))
 
 
 def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> PackedWeight | Tensor:
