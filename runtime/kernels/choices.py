@@ -138,6 +138,11 @@ def _entry(entry: Any, where: str) -> Choice:
         raise UserError(f"{where}: expected rows from 1 up to some number or null, found {first!r} to {last!r}")
     if not isinstance(entry["same_bits"], bool):
         raise UserError(f"{where}: same_bits must be true or false, found {entry['same_bits']!r}")
+    gain, device = entry["over_triton"], entry["measured_on"]
+    if isinstance(gain, bool) or not isinstance(gain, int | float) or not gain > 0 or not (device and str(device)):
+        raise UserError(
+            f"{where}: over_triton and measured_on must say what was measured where, found {gain!r}, {device!r}"
+        )
     return Choice(**(entry | {"capability": capability}))
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from runtime.formats.packed import PackedWeight
 
 Product = Callable[[Tensor], Tensor]
+# Block sizes that bitsandbytes' 4-bit products know.
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +51,15 @@ def library_linear(
 
 
 def has_kernel(weight: PackedWeight) -> bool:
-    """Whether `bitsandbytes_linear` takes it: nf4, or int8 rows with inputs per token, without zero points or order."""
+    """Whether `bitsandbytes_linear` takes it: nf4 in blocks that fill rows, or int8 rows with inputs per token; without
+    zero points or order."""
     if weight.offset is not None or weight.perm is not None or weight.input_scale is not None:
         return False
-    return weight.scheme.kind == "nf4" or (weight.scheme.kind == "int8" and weight.scheme.group_size == 0)
+    kind, group = weight.scheme.kind, weight.scheme.group_size
+    if kind == "nf4":
+        # Its blocks go on over the ends of rows, ours begin anew with each.
+        return weight.nibbles is None and group in _BLOCKS and weight.shape[1] % group == 0
+    return kind == "int8" and group == 0
 
 
 def bitsandbytes_linear(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> LibraryLinear:

@@ -43,6 +43,8 @@ def test_a_table_reads_back() -> None:
         ({"first_row": 0}, "expected rows from 1 up"),
         ({"last_row": 16}, "expected rows from 1 up"),
         ({"same_bits": 1}, "same_bits must be true or false, found 1"),
+        ({"over_triton": None}, "must say what was measured where, found None, 'a GPU'"),
+        ({"measured_on": ""}, "must say what was measured where, found 1.5, ''"),
         ({"why": "it is quick"}, "must have the keys capability, first_row"),
     ],
 )

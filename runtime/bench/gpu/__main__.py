@@ -67,7 +67,7 @@ def kernels(
     scheme: Schemes = ["int8", "int4", "nf4", "fp8", "bf16"],  # noqa: B006
     widths: Widths = "1,2,4,8,16,64,512",
     device: Device = "cuda",
-    kernels: Kernels = "triton",
+    kernels: Kernels = "auto",
     rounds: Rounds = 20,
     json_file: Json = None,
     choices_file: Choices = None,
@@ -78,10 +78,12 @@ def kernels(
         from runtime.bench.gpu.models import known_schemes
         from runtime.bench.gpu.output import finish, show, show_choices
         from runtime.bench.gpu.winners import winners
+        from runtime.kernels.dispatch import choose
 
         place, counts = opened(device, rounds, json_file, choices_file), numbers("--widths", widths, 4096)
-        if choices_file is not None and (kernels != "triton" or not place.is_gpu):
-            raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it or --kernels out")
+        beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
+        if choices_file is not None and not beside_triton:
+            raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
         everything: list[dict[str, Any]] = []
         missing: list[dict[str, Any]] = []
         readings: list[float] = []
@@ -97,7 +99,7 @@ def kernels(
             ]  # fmt: skip
             show(f"{name}'s layers, random weights", columns, found, place)
         finish("kernels", place, readings, rounds, everything, json_file, missing)
-        if kernels == "triton" and place.is_gpu:
+        if beside_triton:
             show_choices(winners(everything, place.capability, place.measured_on()), choices_file)
 
 

@@ -15,6 +15,7 @@ from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.dispatch import choose
 from runtime.loading import Model, build
 from runtime.shapes import HEADS, SCHEMES, SHAPES, Shape, block_layers
+from runtime.upper import linears
 
 _CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 _GROUP = 128
@@ -149,4 +150,6 @@ def read_bytes(model: Model) -> int:
     decoder: Any = model.decoder
     table = model.config.vocab_size * model.config.hidden_size
     wide = getattr(model.config, "dtype", None) == torch.float32
-    return int(decoder.weight_bytes) - table * (4 if wide else 2)
+    # What a layer that libraries run holds beside the weight that this many rows read.
+    idle = sum(getattr(layer, "idle_bytes", 0) for layer in linears(decoder.parts))
+    return int(decoder.weight_bytes) - idle - table * (4 if wide else 2)

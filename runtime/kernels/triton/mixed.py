@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,16 +50,23 @@ class MixedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one product reads at most."""
-        sizes = [layer.nbytes for _, layer in self.parts]
-        return max(sizes if self.rest is None else [*sizes, self.rest.nbytes])
+        """Bytes that a product of one row reads."""
+        return self._of(1).nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that it holds for products of other numbers of rows than one."""
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in self.tensors}
+        return sum(held.values()) - self.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        for choice, layer in self.parts:
-            if choice.holds(x.shape[0]):
-                return layer(x)
-        assert self.rest is not None
-        return self.rest(x)
+        return self._of(x.shape[0])(x)
+
+    def _of(self, rows: int) -> LibraryLinear | TritonLinear:
+        """What computes so many rows; a library of other bits before torch-int-mm, which is in `rest`."""
+        found = next((layer for choice, layer in self.parts if choice.holds(max(rows, 1))), self.rest)
+        assert found is not None
+        return found
 
 
 def scheme_of(weight: Weight) -> str:
@@ -132,6 +140,12 @@ def keeps_bits(
     """
     widths = sorted({*_WIDTHS, *borders, *(edge + 1 for edge in borders)})
     x = torch.randn(widths[-1], inputs, device=device, generator=torch.Generator(device).manual_seed(0))
+    # Triton launches on the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _keeps(layer, x, widths)
+
+
+def _keeps(layer: Callable[[Tensor], Tensor], x: Tensor, widths: Sequence[int]) -> bool:
     whole = layer(x)
     spans = [*((0, width) for width in widths[:-1]), (3, 4), (7, 8), (15, 16), (5, 21)]
     return all(torch.equal(layer(x[first:last]), whole[first:last]) for first, last in spans)

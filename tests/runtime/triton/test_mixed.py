@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from runtime.formats import dequantize, fp8
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.choices import Choice, wanted
+from runtime.kernels.choices import IMPLEMENTATIONS, Choice, wanted
 from runtime.kernels.dispatch import Kernel, join, linear
 from runtime.kernels.joined import Joined
 from runtime.kernels.reference import packed_linear
@@ -140,6 +140,7 @@ def test_dense_products(dtype: torch.dtype, device: torch.device) -> None:
         ("torch-int4", "nf4", 16, 128, 64, {}),
         ("torch-scaled-mm", "int8", 16, 64, 0, {}),
         ("bitsandbytes", "int8", 16, 64, 0, {"perm": True}),
+        ("bitsandbytes", "nf4", 16, 96, 64, {}),
         ("torch", "int8", 16, 64, 0, {}),
     ],
 )
@@ -186,7 +187,7 @@ def test_a_table_s_claim_is_probed(packed: Packed, device: torch.device) -> None
     free = mixed_linear(own, weight, None, table, exact=False)
     assert isinstance(free, MixedLinear) and free.rest is own and free.libraries == ("torch-int4",)
     assert {t.data_ptr() for t in own.weight.tensors} < {t.data_ptr() for t in free.tensors}
-    assert free.nbytes >= own.nbytes
+    assert free.nbytes == free.parts[0][1].nbytes and free.idle_bytes == own.nbytes
     x = random(17, 128).to(device)
     assert torch.equal(free(x), own(x)) and not torch.equal(free(x[:16]), own(x[:16]))
     with pytest.warns(UserWarning, match="torch-int4: the bits of int4 layers change with the width"):
@@ -229,14 +230,20 @@ def test_bitsandbytes_beside_triton(rows: int, packed: Packed) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: graphs are captured nowhere else")
-@pytest.mark.parametrize("name", ["torch-int-mm", "torch-int4", "torch"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_libraries_run_in_a_captured_graph(name: str, rows: int, packed: Packed) -> None:
+    if name == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
+    if torch.cuda.get_device_capability() < IMPLEMENTATIONS[name].least:
+        pytest.skip(f"{name} needs a newer GPU")
     cuda = torch.device("cuda")
     weight = {
         "torch-int-mm": on(packed("int8", 64, 256), cuda),
         "torch-int4": on(packed("int4", 64, 256, 64), cuda),
+        "torch-scaled-mm": on(fp8.pack(random(64, 256, seed=1)), cuda),
         "torch": random(64, 256, seed=1).bfloat16().cuda(),
+        "bitsandbytes": on(packed("nf4", 64, 256, 64), cuda),
     }[name]
     mine = linear(weight, None, named(name))
     x = random(rows, 256).cuda()
