@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from runtime.errors import UserError
@@ -24,18 +25,20 @@ class Implementation:
     schemes     of the weights that it takes; least: the compute capability that it needs.
     exact       its results have the reference's bits, whatever the rows: integer sums, scaled in the reference's order.
     inputs      what it makes of the float32 inputs.
+    coarser     that is less than the scheme promises: never unasked, whatever its bits do.
     """
 
     schemes: tuple[str, ...]
     least: Capability
     exact: bool
     inputs: str
+    coarser: bool = False
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch-int-mm": Implementation(("int8",), (8, 0), True, "int8 per token or static, as the reference"),
     "torch-int4": Implementation(("int4",), (8, 0), False, "bfloat16"),
-    "torch-scaled-mm": Implementation(("fp8",), (8, 9), False, "fp8 (E4M3) per token"),
+    "torch-scaled-mm": Implementation(("fp8",), (8, 9), False, "fp8 (E4M3) per token", coarser=True),
     "torch": Implementation(("bf16", "fp16", "f32"), (8, 0), False, "the weight's type"),
     "bitsandbytes": Implementation(("nf4", "int8"), (8, 0), False, "bfloat16 (nf4), int8 per token (int8)"),
 }
@@ -115,8 +118,17 @@ def shown(choices: Sequence[Choice]) -> str:
 
 
 def counting(table: Sequence[Choice], capability: Capability | None, exact: bool) -> tuple[Choice, ...]:
-    """The entries for a device of this capability (None: no GPU); where bits must keep, those that kept them."""
-    return tuple(one for one in table if one.capability == capability and (one.same_bits or not exact))
+    """The entries for a device of this capability (None: no GPU) whose library is installed.
+
+    exact  only those that kept their bits and round inputs no more than the scheme says.
+    """
+    return tuple(
+        one
+        for one in table
+        if one.capability == capability
+        and (one.implementation != "bitsandbytes" or find_spec("bitsandbytes") is not None)
+        and (not exact or (one.same_bits and not IMPLEMENTATIONS[one.implementation].coarser))
+    )
 
 
 def _entry(entry: Any, where: str) -> Choice:

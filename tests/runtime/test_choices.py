@@ -1,6 +1,7 @@
 """The table of measured choices: what it may say, which entries count, and which kernels a name gives."""
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -72,7 +73,21 @@ def test_the_same_rows_may_have_a_quicker_entry_of_other_bits() -> None:
     other = ENTRY | {"implementation": "bitsandbytes", "same_bits": False}
     table = parse(json.dumps([ENTRY, other]), "t.json")
     assert counting(table, (9, 0), exact=True) == table[:1]
-    assert counting(table, (9, 0), exact=False) == table
+    quicker = counting(table, (9, 0), exact=False)
+    assert quicker == (table if find_spec("bitsandbytes") is not None else table[:1])
+
+
+def test_coarser_inputs_are_never_taken_unasked() -> None:
+    coarse = ENTRY | {"implementation": "torch-scaled-mm", "scheme": "fp8", "first_row": 1}
+    table = parse(json.dumps([coarse]), "t.json")
+    assert counting(table, (9, 0), exact=True) == () and counting(table, (9, 0), exact=False) == table
+
+
+def test_a_library_that_is_missing_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (Choice((9, 0), "nf4", 1, None, "bitsandbytes", False),)
+    for there in (None, object()):
+        monkeypatch.setattr("runtime.kernels.choices.find_spec", lambda name, found=there: found)
+        assert counting(table, (9, 0), exact=False) == (() if there is None else table)
 
 
 def test_only_the_same_generation_s_measurements_count() -> None:

@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import library, torch_library
 from runtime.kernels.choices import Choice
@@ -104,30 +105,61 @@ def mixed_linear(
     """The layer of a weight by the entries of a table that are for its scheme and take it; else `own` as it is.
 
     own    Triton's layer of the same weight.
-    exact  bits must be the same at every width: a probe on the weight's device decides, and `own` stays where they are
-           not.
+    exact  bits must be the same at every width: a probe on the weight's device decides, and `own` stays, with a
+           warning, where they are not or the library fails.
+
+    Raises UserError where bits are free and the library fails.
     """
     found = [one for one in table if one.scheme == scheme_of(weight)]
+    if not found:
+        return own
+    names, (outputs, inputs) = ", ".join(dict.fromkeys(one.implementation for one in found)), own.weight.shape
+    layers = f"{scheme_of(weight)} layers of {outputs} outputs and {inputs} inputs"
+    try:
+        made = _made(own, weight, bias, found)
+        if made is own or _tried(made, own, found, exact):
+            return made
+        why = f"the bits of {layers} change with the width on this device, which the table of measurements denies"
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ImportError) as error:
+        why = f"no product of {layers} on this device ({' '.join(str(error).split())[:120]})"
+        if not exact:
+            raise UserError(f"{names}: {why}; use kernels='auto'") from error
+    warnings.warn(
+        f"{names}: {why}; Triton's kernels run them (`python -m runtime.bench gpu kernels` measures anew)", stacklevel=2
+    )
+    return own
+
+
+def _made(
+    own: TritonLinear, weight: Weight, bias: Tensor | None, found: Sequence[Choice]
+) -> TritonLinear | MixedLinear:
     integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == int_mm.NAME)
     rest = int_mm.int_mm_linear(own, integer) if integer and int_mm.takes(own.weight) else own
     chosen = [one for one in found if takes(one.implementation, weight)]
-    made: TritonLinear | MixedLinear = rest
-    if chosen:
-        parts = tuple((one, library_layer(one.implementation, weight, bias)) for one in chosen)
-        everything = any(one.first_row == 1 and one.last_row is None for one in chosen)
-        made = MixedLinear(parts, None if everything else rest)
-    if made is own or not exact:
-        return made
-    borders = [edge for one in found for edge in (one.first_row, one.last_row) if edge is not None]
-    if keeps_bits(made, own.weight.shape[1], own.weight.codes.device, borders):
-        return made
-    names = ", ".join(dict.fromkeys(one.implementation for one in found))
-    warnings.warn(
-        f"{names}: the bits of {scheme_of(weight)} layers change with the width on this device, which the table of"
-        " measurements denies; Triton's kernels run them (`python -m runtime.bench gpu kernels` measures anew)",
-        stacklevel=2,
-    )
-    return own
+    if not chosen:
+        return rest
+    parts = tuple((one, library_layer(one.implementation, weight, bias)) for one in chosen)
+    everything = any(one.first_row == 1 and one.last_row is None for one in chosen)
+    return MixedLinear(parts, None if everything else rest)
+
+
+def _tried(made: TritonLinear | MixedLinear, own: TritonLinear, found: Sequence[Choice], exact: bool) -> bool:
+    """Whether it may run: always where bits are free, once it has run at all."""
+    inputs, device = own.weight.shape[1], own.weight.codes.device
+    if exact:
+        borders = [edge for one in found for edge in (one.first_row, one.last_row) if edge is not None]
+        return keeps_bits(made, inputs, device, borders)
+    with _on(device):
+        for one in found:
+            made(torch.zeros((one.first_row, inputs), device=device))
+    return True
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def keeps_bits(
@@ -140,8 +172,7 @@ def keeps_bits(
     """
     widths = sorted({*_WIDTHS, *borders, *(edge + 1 for edge in borders)})
     x = torch.randn(widths[-1], inputs, device=device, generator=torch.Generator(device).manual_seed(0))
-    # Triton launches on the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _on(device):
         return _keeps(layer, x, widths)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from runtime.errors import UserError
 from runtime.formats import dequantize, fp8
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.choices import IMPLEMENTATIONS, Choice, wanted
@@ -190,11 +191,28 @@ def test_a_table_s_claim_is_probed(packed: Packed, device: torch.device) -> None
     assert free.nbytes == free.parts[0][1].nbytes and free.idle_bytes == own.nbytes
     x = random(17, 128).to(device)
     assert torch.equal(free(x), own(x)) and not torch.equal(free(x[:16]), own(x[:16]))
-    with pytest.warns(UserWarning, match="torch-int4: the bits of int4 layers change with the width"):
+    with pytest.warns(UserWarning, match=r"torch-int4: the bits of int4 layers .* change with the width"):
         assert mixed_linear(own, weight, None, table, exact=True) is own
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mixed_linear(own, weight, None, [], exact=True) is own
+
+
+def test_a_library_that_fails_is_refused_or_left_out(
+    packed: Packed, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
+
+    weight = on(packed("int8", 16, 64), device)
+    own, table = triton_linear(gpu_weight(weight, None, device)), wanted("torch-int-mm")
+    monkeypatch.setattr(torch, "_int_mm", fails)
+    with pytest.raises(
+        UserError, match=r"torch-int-mm: no product of int8 layers of 16 outputs and 64 inputs .*CUBLAS"
+    ):
+        mixed_linear(own, weight, None, table, exact=False)
+    with pytest.warns(UserWarning, match=r"torch-int-mm: no product of int8 layers .* Triton's kernels run them"):
+        assert mixed_linear(own, weight, None, table, exact=True) is own
 
 
 def test_the_probe() -> None:
