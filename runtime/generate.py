@@ -94,7 +94,13 @@ def main(
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default one per physical core.")] = None,
-    kernels: Annotated[str, typer.Option(help="auto, avx512-vnni, avx-vnni, avx2, portable or reference.")] = "auto",
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="auto, or by name: avx512-vnni, avx-vnni, avx2, portable, reference; on GPUs triton, library,"
+            " torch-int-mm, torch-int4, torch-scaled-mm, torch, bitsandbytes, reference."
+        ),
+    ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
@@ -208,8 +214,9 @@ def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
 def _kernels(decoder: "Decoder") -> str:
     """Which kernels ran, on how many threads; and why not the native ones, where a CPU had to do without."""
     from runtime.kernels import available
+    from runtime.kernels_used import described
 
-    shown = f"{decoder.kernels}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
+    shown = f"{described(decoder)}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
     native = available("cpu")[0]
     missing = decoder.kernels == "reference" and decoder.device.type == "cpu" and not native.usable
     return f"{shown} ({native.why})" if missing else shown

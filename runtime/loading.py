@@ -23,6 +23,7 @@ from runtime.gpu.memory import free_bytes, needed, require_room
 from runtime.kernels.dispatch import Kernel, choose, join, linear
 from runtime.kernels.joined import Joined
 from runtime.kernels.native.layers import NativeLinear
+from runtime.kernels_used import require_used
 from runtime.native import NativeDecoder
 from runtime.onnx import files as onnx_files
 from runtime.rotary import STATIC_TYPES, rope_type
@@ -157,7 +158,7 @@ def build(
 ) -> Decoder:
     """The decoder of a checkpoint; `planes` as `load` has it.
 
-    Raises UserError naming a missing or misshapen tensor, or why there can be no planes.
+    Raises UserError naming a missing or misshapen tensor, why there can be no planes, and kernels that no layer fits.
     """
     a = architecture
     if planes and not (kernel.native or kernel.name in ("reference", "triton")):
@@ -185,9 +186,10 @@ def build(
     if isinstance(head, NativeLinear):
         return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     assert embedding is not None
-    if kernel.name == "triton":
+    if kernel.on_triton:
         from runtime.gpu.decoder import TritonDecoder
 
+        require_used(kernel, Parts(embedding, blocks, norm, head))
         return TritonDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
     return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
 

@@ -85,9 +85,9 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
 
 
 def _of(layer: Linear) -> Iterator[Tensor]:
-    held = getattr(getattr(layer, "weight", None), "tensors", None)
+    held = getattr(getattr(layer, "weight", layer), "tensors", None)
     if held is not None:
-        # The native kernels' layers, and Triton's.
+        # The native kernels' layers, Triton's, and libraries'.
         yield from held
     elif isinstance(layer, UpperLinear):
         yield from _of(layer.whole)

@@ -24,6 +24,7 @@ from runtime import load
 from runtime.devices import resolve
 from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.kernels import available
+from runtime.kernels_used import described
 from runtime.speculate import Speculator
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], n
 
 def describe_machine(decoder: "Decoder") -> dict[str, Any]:
     """CPU model, cores that this process may use, the kernels that decode, device. No host name."""
-    return _machine(decoder.device, decoder.kernels)
+    return _machine(decoder.device, described(decoder))
 
 
 def _machine(device: torch.device, kernels: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class _Strict(BaseModel):
 
 
 class Machine(_Strict):
-    """Where it ran. `instruction_path` is the compressed model's kernels: a name of runtime.kernels.available()."""
+    """Where it ran. `instruction_path` is the compressed model's kernels: a name of runtime.kernels.available(), and
+    behind it the libraries that run some of the layers."""
 
     cpu: str
     cores: int

@@ -23,6 +23,7 @@ from runtime.drafters.model import ModelDrafter
 from runtime.drafters.nested import upper_half
 from runtime.drafters.oracle import OracleDrafter
 from runtime.errors import UserError
+from runtime.kernels_used import described
 from runtime.loading import Model, load
 from runtime.sampling import Sampling
 from runtime.shapes import SHAPES, write_shape
@@ -170,7 +171,7 @@ def facts_of(job: Job, model: Model) -> dict[str, Any]:
         "machine": machine() | ({"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "target": model.path.name,
         "random_weights": not (model.path / "tokenizer.json").exists(),
-        "kernels": model.decoder.kernels,
+        "kernels": described(model.decoder),
         "threads": model.decoder.threads,
         "protocol": "plain and speculative passes over all prompts in turns; tokens/s with the prompts' time; medians",
     }

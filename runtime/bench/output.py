@@ -103,13 +103,18 @@ def report(plan: Plan, rows: Sequence[Row], memory: Mapping[str, Sequence[float]
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
+    """A report as JSON. Raises UserError as `write_text`."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", "--json")
+
+
+def write_text(path: Path, text: str, option: str) -> None:
     """Beside, synced, then renamed: the file is whole or as it was. Raises UserError where the disk refuses."""
     beside = path.with_name(f".{path.name}.partial")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        raise UserError(f"--json: {path} cannot be written ({error.strerror}); name another file") from error
+        raise UserError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error

@@ -1,5 +1,5 @@
-"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, else
-torch, and bitsandbytes for nf4 and int8."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, but for
+layers for which choices.py holds a measurement that a library is faster; without Triton bitsandbytes or torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +10,16 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.kernels import native
+from runtime.kernels import choices, native
+from runtime.kernels.choices import IMPLEMENTATIONS, Capability, Choice
 from runtime.kernels.joined import Joined
 from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton.available import usable
 
 Weight = PackedWeight | Tensor
-NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes")
+# bitsandbytes by its name runs without Triton, too; in a table it is one product among Triton's.
+_LIBRARIES = tuple(name for name in IMPLEMENTATIONS if name != "bitsandbytes")
+NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes", "library", *_LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Kernel:
     """One set of kernels: whether it can run here, why or why not, and whether its bits are the same at every width.
 
     threads  those of the native kernels; 0 for kernels that use torch's.
+    table    which layers run on a library's product beside Triton's kernels.
     """
 
     name: str
@@ -31,6 +35,12 @@ class Kernel:
     why: str
     exact: bool
     threads: int = 0
+    table: tuple[Choice, ...] = ()
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether Triton's kernels run whatever no library does."""
+        return self.name == "triton" or bool(self.table)
 
     @property
     def native(self) -> bool:
@@ -38,35 +48,70 @@ class Kernel:
         return self.name in native.PATHS
 
 
-def available(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
+def available(device: str = "cpu", threads: int | None = None, table: Sequence[Choice] | None = None) -> list[Kernel]:
     """What could run on a device; `auto` takes the first that is usable.
 
-    `threads` of the native kernels; None: one per physical core.
+    `threads` of the native kernels; None: one per physical core. `table` of what was measured; None: choices.json.
     """
     has_bnb = find_spec("bitsandbytes") is not None
     bnb_why = "installed" if has_bnb else "not installed (pip install 'specpress[bnb]')"
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
     plain = Kernel("reference", True, "plain torch, width-independent, slow", exact=True)
     triton = Kernel("triton", *usable(device), exact=True)
+    more = libraries(triton, _capability(device, triton), choices.packaged() if table is None else table)
     if device.startswith("cuda"):
-        return [triton, bnb, plain] if has_bnb else [triton, plain, bnb]
+        return [triton, bnb, plain, *more] if has_bnb else [triton, plain, bnb, *more]
     count = native.default_threads() if threads is None else threads
     paths = [Kernel(path, *native.usable(path), exact=True, threads=count) for path in native.PATHS]
-    return [*paths, plain, *([triton] if triton.usable else []), bnb]
+    return [*paths, plain, *([triton, *more] if triton.usable else []), bnb]
 
 
-def choose(kernels: str, device: str, threads: int | None = None) -> Kernel:
-    """The kernels to use. Raises UserError for unknown or unusable ones."""
-    options = available(device, threads)
+def libraries(triton: Kernel, capability: Capability | None, table: Sequence[Choice]) -> list[Kernel]:
+    """The sets in which libraries' products run beside Triton's kernels: only for who asks for them by name.
+
+    capability  the device's; None: Triton's interpreter, where torch's operators for CPUs stand in.
+    """
+    measured = choices.counting(table, capability, exact=False)
+    if not triton.usable:
+        why = f"it runs beside Triton's kernels: {triton.why}"
+        return [Kernel(name, False, why, exact=False) for name in ("library", *_LIBRARIES)]
+    here = "here" if capability is None else f"on compute capability {capability[0]}.{capability[1]}"
+    told = f"whatever was measured to be faster {here}, and Triton's kernels"
+    if not measured:
+        names = ", ".join(_LIBRARIES)
+        told = f"nothing was measured {here} (python -m runtime.bench gpu kernels measures); or name one of {names}"
+    found = [Kernel("library", bool(measured), told, exact=False, table=measured)]
+    for name in _LIBRARIES:
+        about = IMPLEMENTATIONS[name]
+        if capability is not None and capability < about.least:
+            why = f"{triton.why}, and {name} needs {about.least[0]}.{about.least[1]}"
+            found.append(Kernel(name, False, why, about.exact))
+        else:
+            why = f"{', '.join(about.schemes)} only, inputs as {about.inputs}; Triton's kernels for the rest"
+            found.append(Kernel(name, True, why, about.exact, table=choices.wanted(name)))
+    return found
+
+
+def choose(kernels: str, device: str, threads: int | None = None, table: Sequence[Choice] | None = None) -> Kernel:
+    """The kernels to use; `threads` and `table` as `available` has them. Raises UserError for unknown or unusable ones.
+
+    "auto" on CUDA takes from the table what kept its bits when it was measured; `linear` probes that again.
+    """
+    table = choices.packaged() if table is None else table
+    options = available(device, threads, table)
     if kernels == "auto":
-        return next(option for option in options if option.usable)
+        first = next(option for option in options if option.usable)
+        if first.name != "triton":
+            return first
+        return replace(first, table=choices.counting(table, _capability(device, first), exact=True))
     for option in options:
         if option.name == kernels:
             if not option.usable:
                 raise UserError(f"kernels={kernels!r} cannot run here: {option.why}")
             return option
     if kernels in NAMES:
-        raise UserError(f"kernels={kernels!r} run on a CPU, and the device is {device}")
+        wanted = "a CPU" if kernels in native.PATHS else "CUDA"
+        raise UserError(f"kernels={kernels!r} run on {wanted}, and the device is {device}")
     raise UserError(f"kernels={kernels!r} is unknown; use one of {', '.join(NAMES)}")
 
 
@@ -79,12 +124,13 @@ def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Ten
 
         threads = pool(kernel.threads)
         return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
-    if kernel.name == "triton":
+    if kernel.on_triton:
         from runtime.kernels.triton.linear import triton_linear
+        from runtime.kernels.triton.mixed import mixed_linear
         from runtime.kernels.triton.weights import gpu_weight
 
-        codes = weight if isinstance(weight, Tensor) else weight.codes
-        return triton_linear(gpu_weight(weight, bias, codes.device))
+        own = triton_linear(gpu_weight(weight, bias, _device(weight)))
+        return mixed_linear(own, weight, bias, kernel.table, kernel.exact)
     if isinstance(weight, Tensor):
         return float_linear(weight, bias)
     if kernel.name == "bitsandbytes":
@@ -105,32 +151,57 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequ
         # The native decoder multiplies by all parts in one call, so nothing is copied together here.
         parts = zip(share_inputs(weights), biases, strict=True)
         return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
-    if kernel.name == "triton":
-        from runtime.kernels.triton.linear import TritonJoined, triton_linear
-        from runtime.kernels.triton.weights import concatenate, gpu_weight
-        from runtime.kernels.triton.weights import share_inputs as share
-
-        each = zip(weights, biases, strict=True)
-        made = share([gpu_weight(w, b, (w if isinstance(w, Tensor) else w.codes).device) for w, b in each])
-        whole = concatenate(made)
-        return TritonJoined(tuple(triton_linear(w) for w in (made if whole is None else [whole])), tuple(sizes))
+    if kernel.on_triton:
+        return _join_on_triton(weights, biases, sizes, kernel)
     if len(weights) == 1:
         return Joined((linear(first, biases[0], kernel),), tuple(sizes))
-    if all(isinstance(w, Tensor) for w in weights):
-        merged = torch.cat([w for w in weights if isinstance(w, Tensor)])
-        return Joined((float_linear(merged, _join_biases(biases, weights)),), tuple(sizes))
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     plain = all(w.perm is None and w.offset is None and w.input_scale is None for w in packed)
-    if len(packed) == len(weights) and plain and len({w.scheme for w in packed}) == 1:
-        merged_packed = PackedWeight(
-            scheme=packed[0].scheme,
-            codes=torch.cat([w.codes for w in packed]),
-            scale=torch.cat([w.scale for w in packed]),
-            bias=_join_biases([w.bias for w in packed], weights),
-            planes=all(w.planes for w in packed),
-        )
-        return Joined((linear(merged_packed, None, kernel),), tuple(sizes))
+    if not packed or (len(packed) == len(weights) and plain and len({w.scheme for w in packed}) == 1):
+        return Joined((linear(*_merged(weights, biases), kernel),), tuple(sizes))
     return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))
+
+
+def _join_on_triton(
+    weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequence[int], kernel: Kernel
+) -> Joined:
+    from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
+    from runtime.kernels.triton.mixed import mixed_linear
+    from runtime.kernels.triton.weights import concatenate, gpu_weight
+    from runtime.kernels.triton.weights import share_inputs as share
+
+    made = share([gpu_weight(w, b, _device(w)) for w, b in zip(weights, biases, strict=True)])
+    whole = concatenate(made)
+    if whole is not None:
+        # What Triton's kernels take as one weight is one for everybody; only a library needs it as it was.
+        made, pairs = [whole], [_merged(weights, biases) if kernel.table else (weights[0], None)]
+    else:
+        pairs = list(zip(weights, biases, strict=True))
+    layers = tuple(
+        mixed_linear(triton_linear(own), w, b, kernel.table, kernel.exact)
+        for own, (w, b) in zip(made, pairs, strict=True)
+    )
+    joined = TritonJoined if all(isinstance(layer, TritonLinear) for layer in layers) else Joined
+    return joined(layers, tuple(sizes))
+
+
+def _merged(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Weight, Tensor | None]:
+    """The rows of weights that read their inputs alike as one weight, and the bias of float ones."""
+    if len(weights) == 1:
+        return weights[0], biases[0]
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    if not packed:
+        return torch.cat([w for w in weights if isinstance(w, Tensor)]), _join_biases(biases, weights)
+    offsets = [w.offset for w in packed if w.offset is not None]
+    merged = replace(
+        packed[0],
+        codes=torch.cat([w.codes for w in packed]),
+        scale=torch.cat([w.scale for w in packed]),
+        offset=torch.cat(offsets) if offsets else None,
+        bias=_join_biases([w.bias for w in packed], weights),
+        planes=all(w.planes for w in packed),
+    )
+    return merged, None
 
 
 def share_inputs(weights: Sequence[Weight]) -> list[Weight]:
@@ -157,6 +228,13 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _join_biases(biases: Sequence[Tensor | None], weights: Sequence[Weight]) -> Tensor | None:
     if all(b is None for b in biases):
         return None
-    return torch.cat(
-        [torch.zeros(w.shape[0]) if b is None else b.float() for b, w in zip(biases, weights, strict=True)]
-    )
+    each = zip(biases, weights, strict=True)
+    return torch.cat([torch.zeros(w.shape[0], device=_device(w)) if b is None else b.float() for b, w in each])
+
+
+def _device(weight: Weight) -> torch.device:
+    return weight.device if isinstance(weight, Tensor) else weight.codes.device
+
+
+def _capability(device: str, triton: Kernel) -> Capability | None:
+    return torch.cuda.get_device_capability(device) if triton.usable and device.startswith("cuda") else None

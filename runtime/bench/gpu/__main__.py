@@ -1,58 +1,30 @@
 """The commands of `python -m runtime.bench gpu`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from runtime.bench.gpu.options import (
+    Choices,
+    Device,
+    Json,
+    Kernels,
+    NewTokens,
+    Rounds,
+    Schemes,
+    ShapeName,
+    ShapeNames,
+    Widths,
+    known,
+    numbers,
+    opened,
+    say,
+)
 from runtime.commands import without_traceback
 from runtime.errors import UserError
 
-if TYPE_CHECKING:
-    from runtime.bench.gpu.place import Place
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="What a GPU is measured by.")
-Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
-Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
-Kernels = Annotated[str, typer.Option(help="auto, triton, bitsandbytes or reference.")]
-Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
-ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
-ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
-Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, fp8, int8, int4, nf4 or ternary; may be repeated.")]
-
-
-def opened(device: str, rounds: int, json_file: Path | None) -> "Place":
-    """The place, once the options that all commands share are checked. Raises UserError."""
-    from runtime.bench.gpu.place import find
-
-    if rounds < 1:
-        raise UserError(f"--rounds must be at least 1, found {rounds}")
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise UserError(f"--json: {json_file} cannot be a file: it is a folder, or lies in none; name another")
-    return find(device)
-
-
-def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
-    """Numbers with commas between them, in order. Raises UserError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
-        raise UserError(f"{option}: expected numbers from 1 to {most} with commas between them, found {text!r}")
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def known(shapes: list[str]) -> list[str]:
-    """The shapes, each once. Raises UserError for one that is not offered."""
-    from runtime.shapes import SHAPES
-
-    if unknown := [name for name in shapes if name not in SHAPES]:
-        raise UserError(f"--shape: {unknown[0]!r} is unknown; use one of {', '.join(SHAPES)}")
-    return list(dict.fromkeys(shapes))
-
-
-def say(text: str) -> None:
-    """Progress, on standard error."""
-    typer.echo(text, err=True)
 
 
 @app.command()
@@ -92,36 +64,43 @@ def decode(
 @app.command()
 def kernels(
     shape: ShapeNames = ["llama-3.1-8b"],  # noqa: B006
-    scheme: Annotated[list[str], typer.Option(help="int4 or nf4; may be repeated.")] = ["int4", "nf4"],  # noqa: B006
-    widths: Widths = "1,2,4,8,16",
+    scheme: Schemes = ["int8", "int4", "nf4", "fp8", "bf16"],  # noqa: B006
+    widths: Widths = "1,2,4,8,16,64,512",
     device: Device = "cuda",
     kernels: Kernels = "auto",
     rounds: Rounds = 20,
     json_file: Json = None,
+    choices_file: Choices = None,
 ) -> None:
-    """Times the 4-bit layers beside torch's int4 product and bitsandbytes' GEMV."""
+    """Times layers on our kernels and on every library's that takes them; the winners are a table of choices."""
     with without_traceback():
         from runtime.bench.gpu.kernels import time_layers
-        from runtime.bench.gpu.output import finish, show
+        from runtime.bench.gpu.models import known_schemes
+        from runtime.bench.gpu.output import finish, show, show_choices
+        from runtime.bench.gpu.winners import winners
+        from runtime.kernels.dispatch import choose
 
-        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 256)
-        if unknown := set(scheme) - {"int4", "nf4"}:
-            raise UserError(f"--scheme: expected int4 or nf4, found {', '.join(sorted(unknown))}")
+        place, counts = opened(device, rounds, json_file, choices_file), numbers("--widths", widths, 4096)
+        beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
+        if choices_file is not None and not beside_triton:
+            raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
         everything: list[dict[str, Any]] = []
         missing: list[dict[str, Any]] = []
         readings: list[float] = []
         for name in known(shape):
-            found, left_out, read = time_layers(place, name, scheme, counts, rounds, kernels)
+            found, left_out, read = time_layers(place, name, known_schemes(scheme), counts, rounds, kernels)
             everything += [one | {"shape": name} for one in found]
             missing, readings = missing + left_out, readings + read
             columns = [
                 ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
                 ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
                 ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
-                ("relative_error", "error", ".1e"),
+                ("relative_error", "error", ".1e"), ("same_bits", "same bits", ""),
             ]  # fmt: skip
             show(f"{name}'s layers, random weights", columns, found, place)
         finish("kernels", place, readings, rounds, everything, json_file, missing)
+        if beside_triton:
+            show_choices(winners(everything, place.capability, place.measured_on()), choices_file)
 
 
 @app.command()
@@ -132,7 +111,7 @@ def speculate(
     alpha: Annotated[float, typer.Option(help="The oracle's acceptance per token.")] = 0.8,
     draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8",
     prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    new_tokens: NewTokens = 128,
     device: Device = "cuda",
     kernels: Kernels = "auto",
     rounds: Rounds = 3,
@@ -205,7 +184,7 @@ def batch(
     prompts: Annotated[Path | None, typer.Option(help="A text or .jsonl file of prompts.")] = None,
     sizes: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128,256",
     draft_length: Annotated[int, typer.Option(help="Tokens drafted a round.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 64,
+    new_tokens: NewTokens = 64,
     device: Device = "cuda",
     rounds: Rounds = 3,
     json_file: Json = None,
@@ -263,7 +242,7 @@ def generate(
     shape: ShapeName = "llama-3.1-8b",
     scheme: Schemes = ["bf16", "int4"],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="Random tokens before the new ones.")] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    new_tokens: NewTokens = 128,
     device: Device = "cuda",
     kernels: Kernels = "auto",
     rounds: Rounds = 5,

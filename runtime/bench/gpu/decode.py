@@ -12,6 +12,7 @@ from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import Sample, interleaved, row
 from runtime.device_rounds import ARGMAX, DeviceRounds
+from runtime.kernels_used import described
 from runtime.loading import Model
 from runtime.rows import GreedyChains, Rows, integers
 from runtime.sampling import finite_choices
@@ -104,7 +105,7 @@ def _time(
         | {
             "bytes_read": read,
             "kv_bytes_read": cache,
-            "kernels": model.decoder.kernels,
+            "kernels": described(model.decoder),
             "exact": model.decoder.exact,
             "peak_bytes": place.peak_bytes(),
         }

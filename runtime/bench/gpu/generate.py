@@ -11,6 +11,7 @@ from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.rounds import interleaved
 from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.kernels_used import described
 from runtime.rows import Decoder
 from runtime.sampling import Sampling
 from runtime.shapes import SHAPES
@@ -45,7 +46,7 @@ def time_ways(
     for scheme in schemes:
         say(f"making {shape}, {scheme}")
         ours = random_model(shape, scheme, place.device, kernels, "keep" if scheme == "bf16" else "int8")
-        tasks[f"specpress ({ours.decoder.kernels}), {scheme}"] = place.task(_ours(ours.decoder, ids, new_tokens))
+        tasks[f"specpress ({described(ours.decoder)}), {scheme}"] = place.task(_ours(ours.decoder, ids, new_tokens))
     say("timing; the first texts compile")
     left_out = []
     for way in list(tasks):

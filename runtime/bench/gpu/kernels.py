@@ -1,4 +1,7 @@
-"""4-bit layers of a shape: our kernels beside torch's int4 product and bitsandbytes' GEMV, on equal weights."""
+"""Layers of a shape on each implementation that could run them: ours, and the libraries' of runtime/kernels/choices.py.
+
+All are made as a decoder makes them, float32 in and out, on equal weights: what is timed is what would be gained.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,75 +16,62 @@ from runtime.bench.gpu.output import reason
 from runtime.bench.gpu.place import Copies, Place
 from runtime.bench.layers import layers
 from runtime.bench.rounds import Row, interleaved, row
+from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.dispatch import choose, linear
+from runtime.kernels.choices import IMPLEMENTATIONS, wanted
+from runtime.kernels.dispatch import NAMES, Kernel, choose, linear
 
 Product = Callable[[Tensor], Tensor]
 # A pass reads at least so many bytes, beyond every GPU's caches, so that each weight comes from memory.
 _PASS_BYTES = 1 << 28
-_INNER_TILES = 8
 # Rounding errors lie far below, layouts that a device's kernel does not take far above.
 _WRONG = 0.1
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One engine's product: how to make it of a weight, the inputs' type, and the most rows that it takes."""
+    """One implementation of a scheme's products, and how to make it of a weight: the layer and the bytes it reads.
+
+    implementation  as choices.py has it; None: our own kernels.
+    """
 
     engine: str
     scheme: str
-    make: Callable[[PackedWeight], tuple[Product, int]]
-    dtype: torch.dtype
-    most: int = 1 << 20
+    make: Callable[[PackedWeight | Tensor], tuple[Product, int]]
+    implementation: str | None = None
 
 
-def contenders(place: Place, kernels: str) -> list[Contender]:
-    """What is compared, by scheme: ours first."""
-    kernel = choose(kernels, str(place.device))
-
-    def ours(weight: PackedWeight) -> tuple[Product, int]:
-        made: Any = linear(weight, None, kernel)
-        nbytes = getattr(made, "nbytes", None)
-        return made, weight.codes.nbytes if nbytes is None else nbytes
-
-    return [
-        Contender(f"specpress ({kernel.name})", "int4", ours, torch.float32),
-        Contender("torch _weight_int4pack_mm", "int4", torch_int4, torch.bfloat16),
-        Contender(f"specpress ({kernel.name})", "nf4", ours, torch.float32),
-        Contender("bitsandbytes gemv_4bit", "nf4", bitsandbytes_nf4, torch.bfloat16, most=1),
-    ]
+def contenders(place: Place, kernels: str, schemes: Sequence[str]) -> list[Contender]:
+    """What is compared, by scheme: ours first. Raises UserError for unknown or unusable `kernels`."""
+    # Ours alone: what a table of choices says is what is to be measured.
+    kernel = choose(kernels, str(place.device), table=())
+    found: list[Contender] = []
+    for scheme in schemes:
+        found.append(Contender(f"specpress ({kernel.name})", scheme, partial(_made, lambda: kernel)))
+        for name, about in IMPLEMENTATIONS.items():
+            if scheme in about.schemes:
+                asked = partial(_asked, name, str(place.device))
+                found.append(Contender(name, scheme, partial(_made, asked, name=name), name))
+    return found
 
 
-def torch_int4(weight: PackedWeight) -> tuple[Product, int]:
-    """torch's own int4 product for GPUs: bfloat16 in and out, w = (q − 8) · scale with a zero of 0."""
-    codes = (weight.codes + 8).to(torch.uint8)
-    packed = torch._convert_weight_to_int4pack(codes[:, 0::2] << 4 | codes[:, 1::2], _INNER_TILES)
-    scale = weight.scale.t().to(torch.bfloat16)
-    both = torch.stack((scale, torch.zeros_like(scale)), dim=2).contiguous()
-    group = weight.shape[1] // weight.scale.shape[1]
-    return lambda x: torch._weight_int4pack_mm(x, packed, group, both), packed.nbytes + both.nbytes
+def _asked(name: str, device: str) -> Kernel:
+    """The kernels of an implementation by name. Raises UserError where they cannot run."""
+    if name in NAMES and name != "bitsandbytes":
+        return choose(name, device)
+    # Beside Triton's kernels, as a table would have it.
+    choose("triton", device)
+    choose(name, device)
+    return Kernel("library", True, "", exact=False, table=wanted(name))
 
 
-def bitsandbytes_nf4(weight: PackedWeight) -> tuple[Product, int]:
-    """bitsandbytes' product of one row in bfloat16; its scales in float32, not quantised again."""
-    import bitsandbytes.functional as bnb
-
-    codes = weight.codes.to(torch.uint8)
-    packed = (codes[:, 0::2] << 4 | codes[:, 1::2]).reshape(-1, 1)
-    state = bnb.QuantState(
-        absmax=weight.scale.flatten(),
-        shape=torch.Size(weight.shape),
-        code=bnb.get_4bit_type("nf4", device=codes.device),
-        blocksize=weight.scheme.group_size,
-        quant_type="nf4",
-        dtype=torch.bfloat16,
-    )
-    return partial(_gemv, bnb.gemv_4bit, packed.t(), state), packed.nbytes + weight.scale.nbytes
-
-
-def _gemv(product: Callable[..., Tensor], packed: Tensor, state: Any, x: Tensor) -> Tensor:
-    return product(x, packed, state=state)
+def _made(kernel: Callable[[], Kernel], weight: PackedWeight | Tensor, name: str | None = None) -> tuple[Product, int]:
+    made: Any = linear(weight, None, kernel())
+    if name is not None and name not in getattr(made, "libraries", ()):
+        raise UserError(f"{name} does not take this layer: its sizes, or what comes with the weight")
+    held = weight if isinstance(weight, Tensor) else weight.codes
+    return made, getattr(made, "nbytes", held.nbytes)
 
 
 def time_layers(
@@ -92,11 +82,12 @@ def time_layers(
     A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
     in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
     relative_error is ‖y − ŷ‖ / ‖ŷ‖ against the float64 product of the dequantised weight: a wrong layout would show.
+    same_bits: whether a row's bits were the same at all widths that are tried (mixed.keeps_bits).
     """
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     copies = Copies(place)
-    entrants = [one for one in contenders(place, kernels) if one.scheme in schemes]
+    entrants = contenders(place, kernels, list(dict.fromkeys(schemes)))
     for scheme in dict.fromkeys(one.scheme for one in entrants):
         for layer in layers(shape, scheme, "keep")[:-1]:
             tasks: dict[tuple[str, int], Callable[[], float]] = {}
@@ -128,15 +119,15 @@ def _enter(
     notes: dict[tuple[str, int], dict[str, Any]],
 ) -> None:
     weight = random_weight(one.scheme, outputs, inputs, torch.Generator(place.device).manual_seed(0))
-    assert isinstance(weight, PackedWeight)
     first, size = one.make(weight)
+    same = _same_bits(first, inputs, place)
     made = [first, *(one.make(weight)[0] for _ in range(copies_of(place, size) - 1))]
-    exact = dequantize(weight).double()
-    for width in (width for width in widths if width <= one.most):
+    exact = (dequantize(weight) if isinstance(weight, PackedWeight) else weight).double()
+    for width in widths:
         draws = torch.Generator(place.device).manual_seed(width)
-        x = torch.randn(width, inputs, device=place.device, generator=draws).to(one.dtype)
-        wanted = x.double() @ exact.t()
-        error = float((first(x).double() - wanted).norm() / wanted.norm())
+        x = torch.randn(width, inputs, device=place.device, generator=draws)
+        ideal = x.double() @ exact.t()
+        error = float((first(x).double() - ideal).norm() / ideal.norm())
         if not error < _WRONG:
             raise ValueError(f"its product is wrong by {error:.2g} of itself on this device, so it was not timed")
         work = partial(_all, made, x)
@@ -145,7 +136,23 @@ def _enter(
         except RuntimeError:
             run, how = work, "eager"
         tasks[one.engine, width] = _per_call(place.task(run), len(made))
-        notes[one.engine, width] = {"bytes_read": size, "copies": len(made), "how": how, "relative_error": error}
+        notes[one.engine, width] = {
+            "implementation": one.implementation,
+            "bytes_read": size,
+            "copies": len(made),
+            "how": how,
+            "relative_error": error,
+            "same_bits": same,
+        }
+
+
+def _same_bits(product: Product, inputs: int, place: Place) -> bool | None:
+    """None where an interpreter would take too long, and says nothing about a GPU."""
+    if not place.is_gpu:
+        return None
+    from runtime.kernels.triton.mixed import keeps_bits
+
+    return keeps_bits(product, inputs, place.device)
 
 
 def copies_of(place: Place, size: int) -> int:

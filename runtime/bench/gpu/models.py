@@ -1,6 +1,6 @@
 """Random models of a shape, made on the device itself: no files, no transfers, the loader's own way otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.dispatch import choose
 from runtime.loading import Model, build
 from runtime.shapes import HEADS, SCHEMES, SHAPES, Shape, block_layers
+from runtime.upper import linears
 
 _CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 _GROUP = 128
@@ -72,6 +73,13 @@ class RandomCheckpoint(Checkpoint):
     def _generator(self, name: str) -> torch.Generator:
         place = int.from_bytes(name.encode()[-7:], "little") ^ len(name) << 40
         return torch.Generator(self.device).manual_seed(self.seed + place)
+
+
+def known_schemes(schemes: Sequence[str]) -> list[str]:
+    """The schemes, each once. Raises UserError for one that is not offered."""
+    if unknown := [name for name in schemes if name not in _SCHEMES]:
+        raise UserError(f"--scheme: {unknown[0]!r} is unknown; use one of {', '.join(_SCHEMES)}")
+    return list(dict.fromkeys(schemes))
 
 
 def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> PackedWeight | Tensor:
@@ -142,4 +150,6 @@ def read_bytes(model: Model) -> int:
     decoder: Any = model.decoder
     table = model.config.vocab_size * model.config.hidden_size
     wide = getattr(model.config, "dtype", None) == torch.float32
-    return int(decoder.weight_bytes) - table * (4 if wide else 2)
+    # What a layer that libraries run holds beside the weight that this many rows read.
+    idle = sum(getattr(layer, "idle_bytes", 0) for layer in linears(decoder.parts))
+    return int(decoder.weight_bytes) - idle - table * (4 if wide else 2)

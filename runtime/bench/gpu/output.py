@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.bench.gpu.place import Place
-from runtime.bench.output import write
+from runtime.bench.output import write, write_text
 from runtime.bench.rounds import WARM_UP
 from runtime.devices import explained
 from runtime.errors import UserError
+from runtime.kernels.choices import Choice, shown
 
 Row = Mapping[str, Any]
 # Column: key of a row, heading, format. A key that a row lacks, or None, is shown as "-".
@@ -73,6 +74,19 @@ def finish(
         "left_out": [dict(one) for one in left_out],
     }
     write(json_file, content)
+
+
+def show_choices(choices: Sequence[Choice], file: Path | None) -> None:
+    """Prints a table of choices as runtime/kernels/choices.json has it, and writes it where there is to be a file."""
+    text = shown(choices)
+    out = console()
+    if choices:
+        out.print("Quicker than Triton's kernels, as entries of runtime/kernels/choices.json:")
+        out.print(text, soft_wrap=True, markup=False)
+    else:
+        out.print("No library was quicker than Triton's kernels: nothing belongs into runtime/kernels/choices.json.")
+    if file is not None:
+        write_text(file, text, "--choices")
 
 
 def reason(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +28,16 @@ class Place:
     def is_gpu(self) -> bool:
         """Whether it is a CUDA device."""
         return self.device.type == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The GPU's compute capability. Raises as torch where it is none."""
+        return torch.cuda.get_device_capability(self.device)
+
+    def measured_on(self) -> str:
+        """The device and what its kernels come from, in a line."""
+        triton = version("triton") if find_spec("triton") is not None else "none"
+        return f"{self.name}, torch {torch.__version__}, Triton {triton}"
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """What a call takes, from its first work on the host until the device has finished."""
@@ -94,7 +106,7 @@ class Place:
         if self.is_gpu:
             about = torch.cuda.get_device_properties(self.device)
             found |= {
-                "capability": ".".join(map(str, torch.cuda.get_device_capability(self.device))),
+                "capability": ".".join(map(str, self.capability)),
                 "memory_bytes": about.total_memory,
                 "processors": about.multi_processor_count,
                 "cuda": torch.version.cuda,

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 from runtime.bench.__main__ import app
 from runtime.bench.gpu.attention import computed_bytes
 from runtime.bench.gpu.models import random_model, random_weight, read_bytes
+from runtime.bench.gpu.output import show_choices
 from runtime.bench.gpu.place import find
+from runtime.bench.gpu.winners import winners
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.kernels.choices import IMPLEMENTATIONS, Choice, parse, shown
 from runtime.rows import Rows
 from runtime.shapes import SCHEMES, SHAPES, Shape
 
@@ -56,15 +59,65 @@ def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None
 
 
 def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
-    words = ("--shape", "pair", "--widths", "1", "--kernels", "reference")
+    """Every layer and library is either timed or left out with a reason."""
+    schemes = [word for scheme in ("int8", "int4", "nf4", "fp8", "bf16") for word in ("--scheme", scheme)]
+    words = ("--shape", "pair", "--widths", "1,3", "--kernels", "reference", *schemes)
     _, found = run(tmp_path, device, "kernels", *words)
     ours = [row for row in found["rows"] if row["engine"].startswith("specpress")]
-    assert {row["layer"] for row in ours} == {"qkv", "o", "gate_up", "down"}
-    assert all(row["relative_error"] < 0.02 for row in found["rows"])
-    told = {(one["engine"], one["layer"]) for one in found["left_out"]}
-    timed = {(row["engine"], row["layer"]) for row in found["rows"]}
-    for engine in ("torch _weight_int4pack_mm", "bitsandbytes gemv_4bit"):
-        assert all(((engine, layer) in told) != ((engine, layer) in timed) for layer in ("qkv", "o", "gate_up", "down"))
+    layers = {"qkv", "o", "gate_up", "down"}
+    assert {row["layer"] for row in ours} == layers and {row["implementation"] for row in ours} == {None}
+    assert all(row["relative_error"] < 0.05 for row in found["rows"])
+    told = {(one["engine"], one["scheme"], one["layer"]) for one in found["left_out"]}
+    timed = {(row["engine"], row["scheme"], row["layer"]) for row in found["rows"]}
+    for name, about in IMPLEMENTATIONS.items():
+        for key in ((name, scheme, layer) for scheme in about.schemes for layer in layers if scheme in words):
+            assert (key in told) != (key in timed)
+    assert all(one["why"] for one in found["left_out"])
+
+
+def timed(scheme: str, name: str | None, width: int, ms: float, same: bool = True, layer: str = "o") -> dict[str, Any]:
+    about = {"shape": "pair", "layer": layer, "scheme": scheme, "implementation": name, "width": width}
+    return about | {"ms_median": ms, "same_bits": same}
+
+
+def test_winners_are_entries_of_the_table_of_choices() -> None:
+    rows = [
+        *(timed("int8", None, width, 2.0) for width in (1, 16, 64, 512)),
+        *(timed("int8", "torch-int-mm", width, ms) for width, ms in ((1, 3.0), (16, 1.99), (64, 1.0), (512, 0.5))),
+        *(
+            timed("int8", "bitsandbytes", width, ms, same=False)
+            for width, ms in ((1, 1.0), (16, 2.0), (64, 3.0), (512, 0.1))
+        ),
+        *(timed("int4", None, width, 2.0) for width in (1, 16)),
+        *(timed("int4", "torch-int4", width, 1.0) for width in (1, 16)),
+        # Quicker, but not for all layers.
+        *(timed("nf4", None, 1, 2.0, layer=layer) for layer in ("o", "down")),
+        timed("nf4", "bitsandbytes", 1, 1.0),
+        # By itself the same bits; beside Triton's, others.
+        *(timed("fp8", None, width, 2.0) for width in (1, 16)),
+        *(timed("fp8", "torch-scaled-mm", width, ms) for width, ms in ((1, 3.0), (16, 1.0))),
+    ]
+    found = winners(rows, (9, 0), "a GPU")
+    entries = [(c.scheme, c.first_row, c.last_row, c.implementation, c.same_bits, c.over_triton) for c in found]
+    assert entries == [
+        ("int8", 17, None, "torch-int-mm", True, 2.0),
+        ("int8", 1, 1, "bitsandbytes", False, 2.0),
+        ("int8", 65, None, "bitsandbytes", False, 20.0),
+        ("int4", 1, None, "torch-int4", True, 2.0),
+        ("fp8", 2, None, "torch-scaled-mm", False, 2.0),
+    ]
+    assert parse(shown(found), "winners") == tuple(found)
+    assert winners(rows[:4], (9, 0), "a GPU") == []
+
+
+def test_winners_are_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Choice((9, 0), "int8", 17, None, "torch-int-mm", True, 1.5, "a GPU, torch 2.11.0, Triton 3.6.0")]
+    show_choices(found, tmp_path / "choices.json")
+    assert parse((tmp_path / "choices.json").read_text(), "choices.json") == tuple(found)
+    assert shown(found) in capsys.readouterr().out
+    show_choices([], tmp_path / "choices.json")
+    assert (tmp_path / "choices.json").read_text() == "[]\n"
+    assert "No library was quicker" in capsys.readouterr().out
 
 
 def test_attention_holds_what_is_computed(tmp_path: Path, device: str) -> None:
@@ -145,7 +198,8 @@ def test_without_a_gpu_there_is_one_sentence() -> None:
     [
         (["decode", "--shape", "gpt-9"], "--shape: 'gpt-9' is unknown"),
         (["decode", "--widths", "0"], "--widths: expected numbers from 1 to 256"),
-        (["kernels", "--scheme", "int8"], "--scheme: expected int4 or nf4, found int8"),
+        (["kernels", "--scheme", "int9"], "--scheme: 'int9' is unknown; use one of"),
+        (["kernels", "--choices", "c.json"], "--choices compares libraries with Triton's kernels on a GPU"),
         (["attention", "--kind", "fp8"], "--kind: expected float32"),
         (["decode", "--rounds", "0"], "--rounds must be at least 1"),
     ],
