@@ -114,15 +114,16 @@ def add_experts(found: Tensor, shares: Tensor, picks: Picks, residual: Tensor) -
 def stacked(mixture: Mixture) -> Mixture:
     """The mixture with its experts as stacks beside views of them.
 
-    As it is where they are not alike (different schemes, some with zero points and some without): nothing is lost but
-    speed, because the host sends rows to such experts.
+    As it is where they are not alike (different schemes, some with zero points and some without), or run on a library's
+    product: nothing is lost but speed, because the host sends rows to such experts.
     """
     ups = [expert.gate_up for expert in mixture.experts]
     if not all(isinstance(up, TritonJoined) and len(up.parts) == len(ups[0].parts) for up in ups):
         return mixture
-    columns = [[_triton(up.parts[i]) for up in ups] for i in range(len(ups[0].parts))]
-    columns.append([_triton(expert.down) for expert in mixture.experts])
-    if not all(_alike(column) for column in columns):
+    there = [[up.parts[i] for up in ups] for i in range(len(ups[0].parts))]
+    there.append([expert.down for expert in mixture.experts])
+    columns = [[layer for layer in column if isinstance(layer, TritonLinear)] for column in there]
+    if not all(len(column) == len(ups) and _alike(column) for column in columns):
         return mixture
     made = [_stack(column) for column in columns]
     experts = tuple(
@@ -136,11 +137,6 @@ def stacked(mixture: Mixture) -> Mixture:
         else rounding(*(layer.layer.weight for layer in layers[:-1]))
     )
     return replace(mixture, experts=experts, stacked=StackedExperts(tuple(layers[:-1]), ups[0].sizes, layers[-1], one))
-
-
-def _triton(layer: object) -> TritonLinear:
-    assert isinstance(layer, TritonLinear)
-    return layer
 
 
 def _alike(layers: Sequence[TritonLinear]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from runtime.kernels.triton.layout import Cut
 from runtime.kernels.triton.linear import TritonLinear
+from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.quantize import OPTIONS, Rounded
 from runtime.kernels.triton.reduce import add_rows
 from runtime.kernels.triton.weights import GpuWeight
@@ -35,10 +36,14 @@ class IntMmLinear(TritonLinear):
         """Whose products it runs."""
         return (NAME,)
 
-    def _rows(self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut) -> None:
+    def _rows(
+        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    ) -> None:
         rows, (n, _) = len(y), self.weight.shape
-        if not any(first <= rows and (last is None or rows <= last) for first, last in self.spans):
-            return super()._rows(x, y, residual, cut)
+        ours = any(first <= rows and (last is None or rows <= last) for first, last in self.spans)
+        # Of a stack each row has a weight of its own.
+        if picks is not None or not ours:
+            return super()._rows(x, y, residual, cut, picks, paired)
         w = self.weight
         codes = torch.nn.functional.pad(x.codes, (0, 0, 0, max(0, LEAST_ROWS - rows)))
         # Rows that were filled in lie behind the others, which is all that the next kernel looks at.

@@ -13,10 +13,14 @@ from runtime.formats.packed import PackedWeight
 
 pytest.importorskip("triton")
 
+from runtime.kernels.choices import wanted
+from runtime.kernels.torch_library import dense_linear
 from runtime.kernels.triton.choose import route
 from runtime.kernels.triton.elementwise import silu_mul
 from runtime.kernels.triton.experts import StackedExperts, add_experts, stacked
+from runtime.kernels.triton.int_mm import int_mm_linear
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
+from runtime.kernels.triton.mixed import MixedLinear
 from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight, share_inputs
 
@@ -115,6 +119,30 @@ def test_gate_and_up_that_are_two_layers(name: str, packed: Packed, device: torc
     shares, chosen = picks(4, 3, device)
     got = both.stacked.mixed(x, shares, Picks(chosen), True, residual)
     assert torch.equal(got, one_by_one(made, x, shares, chosen, residual))
+
+
+def test_experts_on_a_librarys_product_are_left_to_the_host(packed: Packed, device: torch.device) -> None:
+    made = mixture("bfloat16", 2, packed, device)
+    assert stacked(made).stacked is not None
+    plain = torch.randn(HIDDEN, INSIDE, dtype=torch.bfloat16, device=device)
+    lent = MixedLinear(((wanted("torch")[0], dense_linear(plain, None)),), None)
+    assert stacked(replace(made, experts=tuple(replace(one, down=lent) for one in made.experts))).stacked is None
+
+
+def test_experts_of_which_torch_multiplies_prompts(packed: Packed, device: torch.device) -> None:
+    made = mixture("int8", 2, packed, device)
+    lent = tuple(
+        replace(one, down=int_mm_linear(one.down, ((17, None),)))  # type: ignore[arg-type]
+        for one in made.experts
+    )
+    both = stacked(replace(made, experts=lent))
+    assert both.stacked is not None and both.experts[1].down.libraries == ("torch-int-mm",)  # type: ignore[attr-defined]
+    x, residual = inputs(20).to(device), inputs(20, seed=2).to(device)
+    shares, chosen = picks(4, 2, device)
+    got = both.stacked.mixed(x[:4], shares, Picks(chosen), True, residual[:4])
+    assert torch.equal(got, one_by_one(made, x[:4], shares, chosen, residual[:4]))
+    inside = torch.randn(20, INSIDE, generator=torch.Generator().manual_seed(3)).to(device)
+    assert torch.equal(both.experts[1].down(inside), made.experts[1].down(inside))
 
 
 def test_one_expert_of_a_row(packed: Packed, device: torch.device) -> None:
