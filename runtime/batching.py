@@ -50,6 +50,8 @@ class Engine:
     ) -> None:
         self._decoder, self._drafter, self._rule, self._cache = decoder, drafter, rule, cache
         self._draft_length = draft_length
+        # Asked once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
+        self._device_rounds = decoder if isinstance(decoder, DeviceRounds) else None
         self._max_batch = max_batch
         self.clock = Clock() if clock is None else clock
         self._live: list[Live] = []
@@ -92,7 +94,7 @@ class Engine:
         if not work:
             return []
         drafting = [part for part in work if part.budget > 0]
-        later = later_round(self._decoder, self._drafter, work)
+        later = None if self._device_rounds is None else later_round(self._device_rounds, self._drafter, work)
         drafts = self._propose(drafting) if later is None else later.unknown
         drafted = self.clock.now()
         tokens, rows, at = rows_of(work, drafts)
@@ -187,6 +189,8 @@ class Engine:
         if not isinstance(self._draft_length, Controller):
             return {number: min(self._draft_length, most) for number, most in room.items()}
         gamma, count = self._draft_length.choose(len(decoding), max(room.values()), alone)
+        if gamma == 0:
+            return dict.fromkeys(room, 0)
         if count >= len(decoding):
             return {number: min(gamma, most) for number, most in room.items()}
         # Rather one whose drafter is up to date, and that has room for the whole draft.
@@ -218,8 +222,8 @@ class Engine:
 
     def _choices(self, judged: Sequence[Work], drafts: dict[int, Draft], logits: Tensor) -> list[int]:
         """At each row the token that the device chooses where it can, else the argmax."""
-        if isinstance(self._decoder, DeviceRounds):
-            return sound(self._decoder.choices(logits, self._asked(judged, drafts))[0])
+        if self._device_rounds is not None:
+            return sound(self._device_rounds.choices(logits, self._asked(judged, drafts))[0])
         return finite_choices(host(logits), "target")
 
     def _settle(
@@ -231,7 +235,7 @@ class Engine:
         hidden: Tensor,
     ) -> list[Outcome]:
         """Judges each draft, appends what was accepted, and rolls the cache back to it."""
-        there = isinstance(self._decoder, DeviceRounds)
+        there = self._device_rounds is not None
         outcomes, base = [], 0
         for part in judged:
             one = part.one
@@ -301,10 +305,13 @@ class Engine:
                 chain = draft.parents == [*range(-1, len(at) - 1)]
                 learned.append((part.budget, Drafted(len(at), outcome.length, chain)))
         if isinstance(self._draft_length, Controller) and decoding == len(work):
-            budget = max((own for own, _ in learned), default=0)
-            # A text about to end drafts less than the others: that says nothing of this γ.
-            whole = tuple(one for own, one in learned if own == budget)
-            behind = any(part.budget > 0 and not part.one.drafted for part in work) if learned else False
+            whole: tuple[Drafted, ...] = ()
+            budget, behind = 0, False
+            if learned:
+                budget = max(own for own, _ in learned)
+                # A text about to end drafts less than the others: that says nothing of this γ.
+                whole = tuple(one for own, one in learned if own == budget)
+                behind = any(part.budget > 0 and not part.one.drafted for part in work)
             times_taken = (drafted - started, ended - drafted)
             self._draft_length.observe(Round(len(work), budget, whole, width, *times_taken, behind))
         for part in work:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 LONGEST = 16
 # What trying a length that does not look best may cost, as a share of all time.
-PROBING = 0.01
+PROBING = 0.005
 # How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
 # in which the machine was elsewhere says little.
 _RATE = 0.1
@@ -31,7 +31,7 @@ _HOPED = 0.7
 _OPENING = (0, 0, 4, 4, 4)
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward.
-_HOLD, _LONGEST_HOLD = 4, 128
+_HOLD, _LONGEST_HOLD = 4, 256
 
 
 # Weights are brought back to 1 above this.
@@ -180,8 +180,7 @@ class Choice(NamedTuple):
     requests: int
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
 
     drafts  one for each request that was drafted for.
@@ -316,7 +315,7 @@ class Controller:
 
     def _other(self, batch: int, best: int, most: int) -> Choice | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
-        if self._last.get(best == 0, 0) == self._rounds:
+        if self._last.get(best == 0, 0) == self._rounds or self.probing_seconds >= PROBING * self.seconds:
             return None
         tokens, lengths = self._expected(most)
         rate = self.rates(batch, best)[best]

@@ -196,7 +196,10 @@ class Speculator:
         """Continues many texts at once, all live ones in the same forwards; arguments and errors as for `stream`.
 
         `sampling` may be one for each prompt. A text does not depend on its neighbours where the target is exact.
+        Raises UserError for one text instead of a list of them.
         """
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise UserError("prompts must be a list of texts, found one text; put it into a list, or use stream")
         each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise UserError(

@@ -7,7 +7,7 @@ from torch import Tensor
 from runtime.device_rounds import BROKEN, Asked, DeviceRounds, DraftsLater, Later
 from runtime.drafters import Draft, Drafter
 from runtime.rounds import Work
-from runtime.rows import Cache, Decoder, Out, Rows
+from runtime.rows import Cache, Out, Rows
 from runtime.sampling import not_finite
 from runtime.verify import require_sound
 
@@ -54,10 +54,10 @@ class LaterRound:
         return self._decoder.between(self._began, self._drafted)
 
 
-def later_round(decoder: Decoder, drafter: Drafter, work: Sequence[Work]) -> LaterRound | None:
-    """Begins a round's drafts without waiting for them; None where target or drafter cannot, or nobody drafts."""
+def later_round(decoder: DeviceRounds, drafter: Drafter, work: Sequence[Work]) -> LaterRound | None:
+    """Begins a round's drafts without waiting for them; None where the drafter cannot, or nobody drafts."""
     drafting = [part for part in work if part.budget > 0]
-    if not drafting or not isinstance(decoder, DeviceRounds) or not isinstance(drafter, DraftsLater):
+    if not drafting or not isinstance(drafter, DraftsLater):
         return None
     began = decoder.mark()
     requests, budgets = [part.one.request for part in drafting], [part.budget for part in drafting]

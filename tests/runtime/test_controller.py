@@ -88,7 +88,7 @@ def test_a_useless_drafter_costs_nothing(batch: int, forward: Callable[[int], fl
     found, chosen = simulate(controller, 3000, per_token(0.0), 0.3, forward, batch)
     assert found > 0.975 * expected(0, 0, 0.3, forward, batch)
     # It keeps trying, as often as it may.
-    assert sum(gamma > 0 for gamma in chosen[100:]) > 10
+    assert sum(gamma > 0 for gamma in chosen[100:]) > 5
     assert controller.probing_seconds < PROBING * controller.seconds < 0.02 * controller.seconds
 
 

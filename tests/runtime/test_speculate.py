@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime import load
 from runtime.drafters import Draft, Outcome, Request
 from runtime.drafters.lookup import LookupDrafter
 from runtime.errors import UserError
@@ -361,6 +362,14 @@ def test_user_mistakes(fake: Fake, tiny: Callable[..., Path]) -> None:
         CacheOptions(pages=0)
     with pytest.raises(UserError, match="must be one of auto, float32, float16, int8, int4, but is 'int2'"):
         CacheOptions("int2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["def f(x):", [5, 6, 7]])
+def test_one_text_is_no_list_of_texts(text: Any, pair_target: Callable[[str], Path]) -> None:
+    speculator = Speculator(load(pair_target("original")))
+    with pytest.raises(UserError, match="put it into a list"):
+        speculator.generate(text, 4)
+    assert len(speculator.generate([text], 4, stop=())) == 1
 
 
 def test_a_draft_with_another_vocabulary(fake: Fake, tiny: Callable[..., Path], tmp_path: Path) -> None:

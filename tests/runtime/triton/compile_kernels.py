@@ -66,12 +66,11 @@ class Absent:
         return self.target
 
 
-def report(kernel: Any, name: str, picked: bool) -> dict[str, Any]:
-    """What the compiler made of a kernel; `picked`: of one that finds the rows of experts."""
+def report(kernel: Any, name: str) -> dict[str, Any]:
+    """What the compiler made of a kernel."""
     ptx = kernel.asm["ptx"]
     return {
         "kernel": name,
-        "picked": picked,
         "shared": kernel.metadata.shared,
         "stages": kernel.metadata.num_stages,
         "tensor_cores": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.[\w.]+", ptx))),
@@ -125,16 +124,9 @@ def main(capability: int, everything: bool) -> None:
         kernel = run(self, *values, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            print(
-                json.dumps(
-                    report(
-                        kernel,
-                        self.fn.__name__,
-                        any(isinstance(v, torch.Tensor) and v.dtype == torch.int64 for v in values),
-                    )
-                ),
-                flush=True,
-            )
+            # A kernel that finds the rows of experts reads their numbers.
+            picked = any(isinstance(v, torch.Tensor) and v.dtype == torch.int64 for v in values)
+            print(json.dumps(report(kernel, self.fn.__name__) | {"picked": picked}), flush=True)
         return kernel
 
     jit.JITFunction.run = compile_only
