@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runtime.controller import Controller, Drafted, Round
+from runtime.accounting import account, learn
+from runtime.controller import LONGEST, Controller
 from runtime.device_rounds import Asked, DeviceRounds
 from runtime.drafters import Draft, Drafter, Outcome, Request
 from runtime.errors import UserError
@@ -19,7 +20,7 @@ from runtime.rounds import EMPTY, Live, Work, along, asked_of, handle_of, judge,
 from runtime.rows import Cache, Decoder
 from runtime.sampling import Logits, finite_choices, host
 from runtime.stopping import kept
-from runtime.verify import Rule, depths, require_sound
+from runtime.verify import Rule, require_sound
 from runtime.waiting import later_round, sound
 
 # Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
@@ -49,7 +50,8 @@ class Engine:
         max_batch: int = 256,
     ) -> None:
         self._decoder, self._drafter, self._rule, self._cache = decoder, drafter, rule, cache
-        self._draft_length = draft_length
+        self._controller = draft_length if isinstance(draft_length, Controller) else None
+        self._draft_length = draft_length if isinstance(draft_length, int) else LONGEST
         # Asked once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
         self._device_rounds = decoder if isinstance(decoder, DeviceRounds) else None
         self._max_batch = max_batch
@@ -120,7 +122,11 @@ class Engine:
                 self._cache.publish(handle_of(part.one), part.one.request.tokens[:length])
         verified = self.clock.now()
         self._drafter.observe(outcomes)
-        self._account(work, drafts, outcomes, lengths, (started, drafted, verified, self.clock.now()), len(tokens))
+        counted = account(work, drafts, outcomes, lengths, (started, drafted, verified, self.clock.now()), len(tokens))
+        if self._controller is not None and counted.decoding == len(work):
+            learn(self._controller, work, counted)
+        for part in work:
+            part.one.drafted = part.budget > 0
         for part in judged:
             if part.one.request.finished:
                 self._drop(part.one)
@@ -182,13 +188,16 @@ class Engine:
 
     def _budgets(self, decoding: Sequence[Live], alone: bool) -> dict[int, int]:
         """By number, how many tokens may be drafted for each. `alone`: no prompt shares the forward."""
+        controller = self._controller
+        if self._draft_length == 0 or (controller is not None and controller.resting(len(decoding))):
+            return {one.number: 0 for one in decoding}
         # A round adds the target's own token as well, so the last token of a text needs no draft.
         room = {one.number: max(0, one.request.missing - 1) for one in decoding}
         if not decoding:
             return room
-        if not isinstance(self._draft_length, Controller):
+        if controller is None:
             return {number: min(self._draft_length, most) for number, most in room.items()}
-        gamma, count = self._draft_length.choose(len(decoding), max(room.values()), alone)
+        gamma, count = controller.choose(len(decoding), max(room.values()), alone)
         if gamma == 0:
             return dict.fromkeys(room, 0)
         if count >= len(decoding):
@@ -264,58 +273,6 @@ class Engine:
             self._cache.keep(handle, before, path)
         elif len(path) < drafted:
             self._cache.truncate(handle, before + len(path))
-
-    def _account(
-        self,
-        work: Sequence[Work],
-        drafts: dict[int, Draft],
-        outcomes: Sequence[Outcome],
-        lengths: Sequence[int],
-        times: tuple[float, float, float, float],
-        width: int,
-    ) -> None:
-        """Counts the round, and gives each request its share of the time: of drafting by heads, of the rest by rows."""
-        started, drafted, verified, ended = times
-        settled = iter(zip(outcomes, lengths, strict=True))
-        learned: list[tuple[int, Drafted]] = []
-        decoding = 0
-        for part in work:
-            m, draft = part.one.metrics, drafts.get(part.one.number, EMPTY)
-            rows = part.fed + len(draft.tokens)
-            target_share = rows / width
-            draft_share = 1 / len(drafts) if part.one.number in drafts else 0.0
-            spent = (drafted - started) * draft_share + (ended - drafted) * target_share
-            if not drafts:
-                spent += (drafted - started) * target_share
-            m.seconds += spent
-            outcome, length = next(settled) if part.judged else (None, 0)
-            if outcome is None or not part.decoding:
-                m.prompt_seconds += spent
-                continue
-            at = depths(draft)
-            m.count_draft(at, [at[i] for i in outcome.path])
-            m.rounds += 1
-            m.gained += len(part.one.request.tokens) - length
-            m.target_forwards += 1
-            m.target_rows += rows
-            m.draft_seconds += (drafted - started) * draft_share
-            m.target_seconds += (verified - drafted) * target_share
-            decoding += 1
-            if part.budget > 0:
-                chain = draft.parents == [*range(-1, len(at) - 1)]
-                learned.append((part.budget, Drafted(len(at), outcome.length, chain)))
-        if isinstance(self._draft_length, Controller) and decoding == len(work):
-            whole: tuple[Drafted, ...] = ()
-            budget, behind = 0, False
-            if learned:
-                budget = max(own for own, _ in learned)
-                # A text about to end drafts less than the others: that says nothing of this γ.
-                whole = tuple(one for own, one in learned if own == budget)
-                behind = any(part.budget > 0 and not part.one.drafted for part in work)
-            times_taken = (drafted - started, ended - drafted)
-            self._draft_length.observe(Round(len(work), budget, whole, width, *times_taken, behind))
-        for part in work:
-            part.one.drafted = part.budget > 0
 
     def _release(self, one: Live) -> None:
         """Frees what a running request holds. Out of the list first: an interrupt must not free a handle twice."""

@@ -5,163 +5,22 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from runtime.curves import RATE, Chain, Curve, Tree
 
 LONGEST = 16
 # What trying a length that does not look best may cost, as a share of all time.
 PROBING = 0.005
-# How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
-# in which the machine was elsewhere says little.
-_RATE = 0.1
-_OUTLIER = 1.5
-# The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
-# would not be tried again.
-_FIRST = 3
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.1
-# What a round leaves of the counts before it: some hundred rounds decide.
-_FADE = 0.99
-# How many tries the acceptance one depth above counts for. A first token that nothing is known of is hoped for.
-_PRIOR = 2.0
-_HOPED = 0.7
 # The first rounds of all, which show what not drafting and drafting cost.
 _OPENING = (0, 0, 4, 4, 4)
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward.
 _HOLD, _LONGEST_HOLD = 4, 256
-
-
-# Weights are brought back to 1 above this.
-_HEAVY = 1e9
-
-
-@dataclass
-class Curve:
-    """A time by an amount of work: a fading mean where it was measured, straight lines between and beyond."""
-
-    values: dict[int, float] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
-    known: list[int] = field(default_factory=list, init=False)  # where, in order
-
-    def __post_init__(self) -> None:
-        self.known = sorted(self.values)
-
-    def add(self, at: int, seconds: float) -> None:
-        """Takes in one measurement."""
-        old, count = self.values.get(at), self.counts.get(at, 0)
-        self.counts[at] = count + 1
-        if old is None:
-            self.values[at] = seconds
-            insort(self.known, at)
-        elif count < _FIRST:
-            self.values[at] = min(old, seconds)
-        else:
-            self.values[at] = old + _RATE * (min(seconds, _OUTLIER * old) - old)
-
-    def at(self, x: float) -> float:
-        """The time at x; 0 where nothing was measured."""
-        known = self.known
-        if not known:
-            return 0.0
-        first, last = known[0], known[-1]
-        if x <= first:
-            return self.values[first]
-        if x <= last:
-            place = bisect_left(known, x)
-            low, high = known[place - 1], known[place]
-            share = (x - low) / (high - low)
-            return self.values[low] * (1 - share) + self.values[high] * share
-        if first == last:
-            # All that is known of the cost of more work: it is not more than proportional.
-            return self.values[last] * x / last if last > 0 else self.values[last]
-        # The slope over all that is known, which wavers least; never downwards: more work does not take less time.
-        slope = max(0.0, (self.values[last] - self.values[first]) / (last - first))
-        return self.values[last] + slope * (x - last)
-
-
-@dataclass
-class Chain:
-    """Chains by depth: how often one could have gone so far, had that many tokens, and had them accepted.
-
-    Later drafts weigh more, which is the same as fading the earlier ones, and touches fewer numbers.
-    """
-
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    allowed: list[float] = field(default_factory=list)
-    drafted: list[float] = field(default_factory=list)
-    weight: float = 1.0
-
-    def fade(self) -> None:
-        """A round has passed in which something was drafted."""
-        self.weight /= _FADE
-        if self.weight > _HEAVY:
-            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
-                counts[:] = [count / self.weight for count in counts]
-            self.weight = 1.0
-
-    def add(self, budget: int, drafted: int, accepted: int) -> None:
-        """Takes in one draft of at most `budget` tokens. One that found fewer counts as refused from there on."""
-        longest = len(self.reached)
-        if budget > longest:
-            for counts in (self.reached, self.accepted, self.allowed, self.drafted):
-                counts += [0.0] * (budget - longest)
-        for counts, upto in (
-            (self.allowed, budget),
-            (self.drafted, drafted),
-            (self.reached, min(accepted + 1, budget)),
-            (self.accepted, accepted),
-        ):
-            for depth in range(upto):
-                counts[depth] += self.weight
-
-    def tokens(self, most: int) -> list[float]:
-        """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
-        prior, above, alive = _PRIOR * self.weight, _HOPED, 1.0
-        sums = [0.0]
-        for depth in range(most):
-            if depth < len(self.reached):
-                above = (self.accepted[depth] + prior * above) / (self.reached[depth] + prior)
-            alive *= above
-            sums.append(sums[-1] + alive)
-        return sums
-
-    def lengths(self, most: int) -> list[float]:
-        """Tokens that drafts of at most 0, 1, … `most` can be expected to have."""
-        prior, above = _PRIOR * self.weight, 1.0
-        sums = [0.0]
-        for depth in range(most):
-            if depth < len(self.allowed):
-                above = (self.drafted[depth] + prior * above) / (self.allowed[depth] + prior)
-            sums.append(sums[-1] + above)
-        return sums
-
-
-@dataclass
-class Tree:
-    """Trees by the number of their nodes: how many tokens were accepted. More nodes never gain less."""
-
-    gained: dict[int, tuple[float, float]] = field(default_factory=dict)  # sum and count, both fading
-
-    def fade(self) -> None:
-        """A round has passed in which something was drafted."""
-        self.gained = {nodes: (total * _FADE, count * _FADE) for nodes, (total, count) in self.gained.items()}
-
-    def add(self, nodes: int, accepted: int) -> None:
-        """Takes in one tree."""
-        total, count = self.gained.get(nodes, (0.0, 0.0))
-        self.gained[nodes] = (total + accepted, count + 1)
-
-    def tokens(self, nodes: int) -> float:
-        """Tokens that a tree of so many nodes can be expected to have accepted: each doubling adds as much."""
-        known = [(size, total / count) for size, (total, count) in self.gained.items() if count > 0.1]
-        if not known or nodes == 0:
-            return 0.0 if nodes == 0 else _HOPED * nodes.bit_length()
-        size, mean = min(known, key=lambda one: abs(one[0].bit_length() - nodes.bit_length()))
-        return mean * nodes.bit_length() / size.bit_length()
 
 
 @dataclass(frozen=True)
@@ -218,12 +77,41 @@ class Controller:
         self._catch_up = 0.0  # what a drafter took to read what one request gained without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
+        # Rounds that a hold on not drafting still has, and those that it had, which are not counted yet.
+        self._rest = 0
+        self._rested_rounds = 0
+        self._rested_seconds = 0.0
+
+    def resting(self, batch: int) -> bool:
+        """Whether it is settled that the next round of `batch` requests drafts nothing.
+
+        Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling,
+        and those together as much as a small model's fortieth of a forward.
+        """
+        return self._rest > 0 and batch == self._held[0]
+
+    def rested(self, seconds: float) -> None:
+        """Learns from a round that was not asked for, of no drafts and no prompts."""
+        self._rest -= 1
+        self._rested_rounds += 1
+        self._rested_seconds += seconds
+
+    def _wake(self) -> None:
+        """Counts the rounds of a rest."""
+        count, seconds = self._rested_rounds, self._rested_seconds
+        self._rest, self._rested_rounds, self._rested_seconds = 0, 0, 0.0
+        if count:
+            self._rounds += count
+            self._last[False] = self._rounds
+            self.seconds += seconds
+            self._target.add(self._held[0], seconds / count, count)
 
     def choose(self, batch: int, missing: int, alone: bool = True) -> Choice:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
 
         alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
         """
+        self._wake()
         most = min(self.limit, missing)
         probing, self._probing = self._probing, None
         again, self._again = self._again, None
@@ -286,6 +174,9 @@ class Controller:
         changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
         self._rounds += 1
         self._last[found.budget > 0] = self._rounds
+        batch, _, held, until = self._held
+        if found.budget == held == 0 and found.batch == batch and not changing:
+            self._rest = until - self._rounds
         if found.budget > 0:
             self._chain.fade()
             self._tree.fade()
@@ -298,7 +189,7 @@ class Controller:
             if found.behind and found.drafts:
                 usual = self._draft_time(len(found.drafts), found.budget)
                 extra = max(0.0, found.draft_seconds - usual) / len(found.drafts)
-                self._catch_up = max(extra, (1 - _RATE) * self._catch_up)
+                self._catch_up = max(extra, (1 - RATE) * self._catch_up)
             if not found.behind:
                 curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
                 curve.add(found.budget, found.draft_seconds)

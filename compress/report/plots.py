@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_KINDS = ("#2563eb", "#0d9488", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#db2777", "#475569", "#92400e")
+_KINDS = ("#2563eb", "#16a34a", "#d97706", "#7c3aed", "#dc2626", "#0f172a", "#ec4899", "#06b6d4", "#92400e", "#a3e635")
 _ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", "down")
 
 

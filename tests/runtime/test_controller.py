@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.controller import LONGEST, MARGIN, PROBING, Chain, Choice, Controller, Curve, Drafted, Round, Tree
+from runtime.controller import LONGEST, MARGIN, PROBING, Choice, Controller, Drafted, Round
+from runtime.curves import Chain, Curve, Tree
 
 
 def simulate(
@@ -25,12 +26,16 @@ def simulate(
     rng = np.random.default_rng(seed)
     tokens, seconds, chosen = 0, 0.0, []
     for _ in range(rounds):
-        gamma, requests = controller.choose(batch, 1000)
+        resting = controller.resting(batch)
+        gamma, requests = (0, batch) if resting else controller.choose(batch, 1000)
         drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(requests)] if gamma else []
         width = batch + requests * gamma
         spent = [gamma * step, forward(width)]
         draft, target = (one * rng.lognormal(0, noise) for one in spent)
-        controller.observe(Round(batch, gamma, tuple(drafts), width, draft, target))
+        if resting:
+            controller.rested(draft + target)
+        else:
+            controller.observe(Round(batch, gamma, tuple(drafts), width, draft, target))
         tokens += batch + sum(draft.accepted for draft in drafts)
         seconds += draft + target
         chosen.append(gamma)
@@ -219,3 +224,46 @@ def test_catching_up_must_be_worth_it() -> None:
     assert learned(0.0).choose(1, 6).budget > 0
     assert learned(50.0).choose(1, 6).budget == 0
     assert learned(50.0).choose(1, 1000).budget > 0
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=1, max_size=30), st.integers(1, 200))
+def test_a_mean_of_many_times_counts_as_many(before: list[float], times: int) -> None:
+    together, single = Curve(), Curve()
+    for seconds in [1.0, 1.0, 1.0, *before]:
+        together.add(1, seconds)
+        single.add(1, seconds)
+    together.add(1, 1.05, times)
+    for _ in range(times):
+        single.add(1, 1.05)
+    assert together.values == pytest.approx(single.values) and together.counts == single.counts
+
+
+def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
+    """And what they took is known all the same, once a round is asked for."""
+    controller = Controller()
+    assert not controller.resting(1)
+    simulate(controller, 2000, per_token(0.0), 0.2, flat, noise=0)
+    controller.choose(1, 100)  # ends a rest that goes on
+    while not controller.resting(1):
+        simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
+    assert not controller.resting(2)
+    before, rests = controller.seconds, 0
+    while controller.resting(1):
+        controller.rested(1.5)
+        rests += 1
+    assert rests > 20 and controller.seconds == before
+    controller.choose(1, 100)
+    assert controller.seconds == pytest.approx(before + 1.5 * rests)
+    assert controller.rates(1, 0)[0] == pytest.approx(1 / 1.5, rel=1e-3)
+    # Another number of requests is another question.
+    simulate(controller, 300, per_token(0.0), 0.2, flat, noise=0)
+    while not controller.resting(1):
+        simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
+    controller.choose(3, 100)
+    assert not controller.resting(1) and not controller.resting(3)
+
+
+def test_drafting_that_pays_is_asked_for_every_round() -> None:
+    controller = Controller()
+    _, chosen = simulate(controller, 1000, per_token(0.9), 0.05, flat)
+    assert chosen[-1] > 0 and not controller.resting(1)
