@@ -8,14 +8,18 @@ prompt lookup, which often finds nothing, and a model, which always drafts, are 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.curves import RATE, Chain, Curve, Tree
+from runtime.curves import OUTLIER, RATE, Chain, Curve, Tree
 
 LONGEST = 16
-# What trying a length that does not look best may cost, as a share of all time.
+# What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
+# machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
 PROBING = 0.005
+CHECKING = 0.01
+# How many rounds such a look counts for: there are few.
+_LOOK = 3
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
-MARGIN = 1.1
+MARGIN = 1.15
 # The first rounds of all, which show what not drafting and drafting cost.
 _OPENING = (0, 0, 4, 4, 4)
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
@@ -66,6 +70,7 @@ class Controller:
         self.limit = limit
         self.seconds = 0.0
         self.probing_seconds = 0.0
+        self.checking_seconds = 0.0
         self._chain, self._tree = Chain(), Tree()
         self._target = Curve()  # by width
         self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
@@ -81,6 +86,8 @@ class Controller:
         self._rest = 0
         self._rested_rounds = 0
         self._rested_seconds = 0.0
+        self._rested_usual = 0.0  # the same, slow rounds counted as a Curve counts them
+        self._slowest = 0.0
 
     def resting(self, batch: int) -> bool:
         """Whether it is settled that the next round of `batch` requests drafts nothing.
@@ -95,16 +102,17 @@ class Controller:
         self._rest -= 1
         self._rested_rounds += 1
         self._rested_seconds += seconds
+        self._rested_usual += min(seconds, self._slowest)
 
     def _wake(self) -> None:
         """Counts the rounds of a rest."""
-        count, seconds = self._rested_rounds, self._rested_seconds
-        self._rest, self._rested_rounds, self._rested_seconds = 0, 0, 0.0
+        count, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
         if count:
             self._rounds += count
             self._last[False] = self._rounds
-            self.seconds += seconds
-            self._target.add(self._held[0], seconds / count, count)
+            self.seconds += self._rested_seconds
+            self._target.add(self._held[0], self._rested_usual / count, count)
+            self._rested_seconds = self._rested_usual = 0.0
 
     def choose(self, batch: int, missing: int, alone: bool = True) -> Choice:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
@@ -176,7 +184,7 @@ class Controller:
         self._last[found.budget > 0] = self._rounds
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
-            self._rest = until - self._rounds
+            self._rest, self._slowest = until - self._rounds, OUTLIER * self._target.at(batch)
         if found.budget > 0:
             self._chain.fade()
             self._tree.fade()
@@ -194,7 +202,8 @@ class Controller:
                 curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
                 curve.add(found.budget, found.draft_seconds)
         if not changing:
-            self._target.add(found.width, found.target_seconds)
+            looked = self._probing is not None and found.budget == 0
+            self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
         if self._probing is not None:
             if found.behind and found.budget > 0:
                 self._again = Choice(found.budget, len(found.drafts))
@@ -202,11 +211,18 @@ class Controller:
                 self._again = Choice(0, found.batch)
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
-            self.probing_seconds += max(0.0, taken - gained / self._probing)
+            lost = max(0.0, taken - gained / self._probing)
+            if found.budget > 0:
+                self.probing_seconds += lost
+            else:
+                self.checking_seconds += lost
 
     def _other(self, batch: int, best: int, most: int) -> Choice | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
-        if self._last.get(best == 0, 0) == self._rounds or self.probing_seconds >= PROBING * self.seconds:
+        left = CHECKING * self.seconds - self.checking_seconds
+        if best == 0:
+            left = PROBING * self.seconds - self.probing_seconds
+        if self._last.get(best == 0, 0) == self._rounds or left <= 0:
             return None
         tokens, lengths = self._expected(most)
         rate = self.rates(batch, best)[best]
@@ -221,7 +237,7 @@ class Controller:
             choice, gained = Choice(budget, 1), batch + tokens[budget]
             seconds = gained / alone[budget] + self._catch_up
         lost = max(0.0, seconds - gained / rate)
-        return choice if self.probing_seconds + lost <= PROBING * self.seconds else None
+        return choice if lost <= left else None
 
     def _expected(self, most: int) -> tuple[list[float], list[float]]:
         """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""

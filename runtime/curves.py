@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 # How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
 # in which the machine was elsewhere says little.
 RATE = 0.1
-_OUTLIER = 1.5
+OUTLIER = 1.5
 # The least of so many first times counts: memory is new to them and threads asleep, and a width that looked slow once
 # would not be tried again.
 _FIRST = 3
@@ -44,7 +44,7 @@ class Curve:
             self.values[at] = min(old, seconds)
         else:
             rate = 1 - (1 - RATE) ** times
-            self.values[at] = old + rate * (min(seconds, _OUTLIER * old) - old)
+            self.values[at] = old + rate * (min(seconds, OUTLIER * old) - old)
 
     def at(self, x: float) -> float:
         """The time at x; 0 where nothing was measured."""
