@@ -54,12 +54,16 @@ def account(
             m.prompt_seconds += spent
             continue
         at = depths(draft)
+        drafting = (drafted - started) * draft_share
+        if not m.drafted:
+            m.first_seconds += drafting
+            m.first_drafted = len(at)
         m.count_draft(at, [at[i] for i in outcome.path])
         m.rounds += 1
         m.gained += len(part.one.request.tokens) - length
         m.target_forwards += 1
         m.target_rows += rows
-        m.draft_seconds += (drafted - started) * draft_share
+        m.draft_seconds += drafting
         m.target_seconds += (verified - drafted) * target_share
         decoding += 1
         if part.budget > 0:

@@ -24,6 +24,8 @@ class Metrics:
     draft_seconds, target_seconds, seconds  a request's share of its rounds' wall time: a round of N requests gives
                      each an N-th, so that sums over requests are wall times. Target time includes the verdict.
                      `seconds` covers the prompt too, which alone took `prompt_seconds`.
+    first_seconds, first_drafted  the part of `draft_seconds` that went until a request's first drafted tokens were
+                     there, and those tokens: a draft model reads the prompt in it.
     reused_tokens    tokens of the prompt whose keys and values were in the cache already.
     preemptions      how often a request gave its pages back for others and was read again later.
     arrivals         for each request, when each of its new tokens came, counted from the request's start. Tokens of one
@@ -41,6 +43,8 @@ class Metrics:
     target_forwards: int = 0
     target_rows: int = 0
     draft_seconds: float = 0.0
+    first_seconds: float = 0.0
+    first_drafted: int = 0
     target_seconds: float = 0.0
     prompt_seconds: float = 0.0
     seconds: float = 0.0
@@ -128,8 +132,13 @@ class Metrics:
         return _at((b - a for times in self.arrivals for a, b in itertools.pairwise(times)), percentiles)
 
     def draft_cost_ratio(self, step_seconds: float) -> float | None:
-        """c: draft time per drafted token over a target step of width 1; None where nothing was drafted."""
+        """c: all draft time per drafted token over a target step of width 1; None where nothing was drafted."""
         return self.draft_seconds / self.drafted / step_seconds if self.drafted else None
+
+    def draft_step_ratio(self, step_seconds: float) -> float | None:
+        """A draft step alone: c without the first drafts, which read the prompts; None where there are no others."""
+        tokens = self.drafted - self.first_drafted
+        return (self.draft_seconds - self.first_seconds) / tokens / step_seconds if tokens else None
 
     def width_cost_ratio(self, step_seconds: float) -> float | None:
         """v: target time a round over a target step of width 1; None without rounds."""

@@ -137,7 +137,8 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "speedup": median(speeds),
         "decode_speedup": _decode_speedup(plain, spoken),
         "predicted_speedup": _predicted(job, plain, spoken, costs),
-        "draft_cost_ratio": _draft_cost(plain, spoken),
+        "draft_cost_ratio": _draft_cost(plain, spoken, Metrics.draft_cost_ratio),
+        "draft_step_ratio": _draft_cost(plain, spoken, Metrics.draft_step_ratio),
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
         "accepted_by_position": counts.accepted_by_position,
@@ -176,8 +177,8 @@ def _free(job: Job) -> bool:
     return job.rule != "coupled" and not job.sampling.greedy
 
 
-def _draft_cost(plain: Way, spoken: Way) -> float | None:
-    """c: what proposing took per drafted token, catching up with the text included, over a plain step of the target.
+def _draft_cost(plain: Way, spoken: Way, ratio: Callable[[Metrics, float], float | None]) -> float | None:
+    """What proposing took per drafted token, catching up with the text included, over a plain step of the target.
 
     The median over the rounds, of which each holds a pass against the one beside it: memory's speed changes from one
     minute to the next on shared machines.
@@ -185,7 +186,7 @@ def _draft_cost(plain: Way, spoken: Way) -> float | None:
     ratios = []
     for ours, base in zip(spoken.passes, plain.passes, strict=True):
         step = total(base.metrics).step_seconds
-        cost = total(ours.metrics).draft_cost_ratio(step) if step else None
+        cost = ratio(total(ours.metrics), step) if step else None
         if cost is not None:
             ratios.append(cost)
     return median(ratios) if ratios else None
@@ -194,7 +195,7 @@ def _draft_cost(plain: Way, spoken: Way) -> float | None:
 def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> float | None:
     """τ / (γc + v), for one request at a time: γ the mean of what was drafted, v the mean over its forwards."""
     counts = spoken.counts
-    c, tau = _draft_cost(plain, spoken), counts.tokens_per_round
+    c, tau = _draft_cost(plain, spoken, Metrics.draft_cost_ratio), counts.tokens_per_round
     if job.batch > 1 or costs is None or c is None or tau is None:
         return None
     gamma = counts.drafted / counts.rounds

@@ -43,7 +43,8 @@ def show_speculation(facts: dict[str, Any], found: dict[str, Any]) -> None:
         f"plain {plain['tokens_per_second']:.1f} tokens/s; speedup without the prompts' time"
         f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')}"
         " (a draft step costs"
-        f" {_number(found['draft_cost_ratio'], '.3f')} of a target step;"
+        f" {_number(found['draft_step_ratio'], '.3f')} of a target step,"
+        f" {_number(found['draft_cost_ratio'], '.3f')} with the drafter's reading of the prompts;"
         f" {_number(found['drafted_per_round'], '.2f')} drafted a round)",
         f"{_number(found['mismatches'], 'd')} of {found['prompts']} texts differ from plain decoding's",
         f"first token {_number(ttft['p50'], '.1f')} ms (p50), {_number(ttft['p90'], '.1f')} (p90); between tokens"

@@ -19,7 +19,7 @@ from runtime.drafters import Draft, Request
 from runtime.drafters.lookup import LookupDrafter
 from runtime.drafters.model import ModelDrafter
 from runtime.errors import UserError
-from runtime.metrics import Metrics
+from runtime.metrics import Clock, Metrics
 from runtime.rows import Out
 from runtime.sampling import Sampling
 from runtime.speculate import CacheOptions
@@ -179,6 +179,31 @@ def test_times_add_up_to_the_clock(fake: Fake) -> None:
     for m in metrics:
         assert m.new_tokens == 20 and m.gained == 19 and 0 < m.prompt_seconds < m.seconds
         assert 0 < m.draft_seconds + m.target_seconds < m.seconds and m.arrivals[0] == sorted(m.arrivals[0])
+
+
+def test_what_a_drafter_first_reads_is_told_from_its_steps(fake: Fake) -> None:
+    class Stopped(Clock):
+        seconds = 0.0
+
+        def now(self) -> float:
+            return self.seconds
+
+    class Slow(ModelDrafter):
+        def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+            drafts = super().propose(requests, budgets)
+            clock.seconds += sum(10.0 if one.id not in known else 0.0 for one in requests)
+            known.update(one.id for one in requests)
+            clock.seconds += 0.25 * sum(len(draft.tokens) for draft in drafts)
+            return drafts
+
+    clock, known, measured = Stopped(), set[int](), Metrics()
+    running = engine(fake(0), Slow(fake(0, noise=0.5)), 3, clock=clock)
+    running.add(request(0, prompts(1)[0]), measured)
+    finish(running)
+    assert measured.first_drafted == 3 and measured.drafted > 6
+    assert measured.first_seconds == pytest.approx(10.75)
+    assert measured.draft_step_ratio(0.5) == pytest.approx(0.5)
+    assert measured.draft_cost_ratio(0.5) == pytest.approx(0.5 + 20 / measured.drafted)
 
 
 def test_cancelled_before_it_began(fake: Fake) -> None:

@@ -57,6 +57,9 @@ def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     step = plain.counts.target_seconds / plain.counts.rounds
     c = spoken.counts.draft_seconds / spoken.counts.drafted / step
     assert result["draft_cost_ratio"] == pytest.approx(c) and c > 0
+    counts = spoken.counts
+    later = (counts.draft_seconds - counts.first_seconds) / (counts.drafted - counts.first_drafted) / step
+    assert result["draft_step_ratio"] == pytest.approx(later) and later > 0
     assert result["predicted_speedup"] == pytest.approx(result["tokens_per_round"] / (gamma * c + 1 + 0.5 * gamma / 4))
 
 

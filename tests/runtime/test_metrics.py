@@ -11,6 +11,7 @@ def spoken() -> Metrics:
     metrics.count_draft([0, 1], [0, 1])
     metrics.count_draft([], [])
     metrics.count_draft([0, 1], [0])
+    metrics.first_seconds, metrics.first_drafted = 0.04, 2
     metrics.draft_seconds, metrics.arrivals, metrics.kv_bytes = 0.08, [[0.5, 0.6, 0.6, 0.6, 0.7, 0.8, 0.8]], 1000
     return metrics
 
@@ -32,6 +33,12 @@ def test_the_prediction_is_that_of_the_measured_costs() -> None:
     assert metrics.draft_cost_ratio(0.08) == pytest.approx(0.25) and metrics.width_cost_ratio(0.08) == pytest.approx(
         1.25
     )
+    # Half of the time went to the first two of the four drafted tokens.
+    assert metrics.draft_step_ratio(0.08) == pytest.approx(0.25) and total([metrics] * 2).draft_step_ratio(
+        0.04
+    ) == pytest.approx(0.5)
+    metrics.first_seconds = 0.06
+    assert metrics.draft_step_ratio(0.08) == pytest.approx(0.125) and Metrics().draft_step_ratio(1.0) is None
     assert metrics.predicted_speedup(0.08) == pytest.approx(2 / (4 / 3 * 0.25 + 1.25))
     # Six tokens in 0.38 s of drafting and verifying, against 0.08 s each.
     assert metrics.predicted_speedup(0.08) == pytest.approx(6 * 0.08 / 0.38)
