@@ -7,6 +7,7 @@ product's order of additions is may depend on where its inputs lie.
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,31 @@ class Inputs:
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """What the block as it is now makes of each window, (1, T, D). Raises UserError for NaN and infinity."""
-        with torch.no_grad():
-            for number, window in enumerate(self.windows()):
-                # What hooks compute belongs to it: the Hessians.
-                with quick_products():
-                    out = block.module(window, *self.call.args, **self.call.kwargs)
-                hidden: Tensor = out[0] if isinstance(out, tuple) else out
-                check_window(hidden, number, f"what {block.prefix} gives")
-                yield hidden
+        for number, window in enumerate(self.windows()):
+            yield self._output(block, number, window)
+
+    def show(self, block: Block) -> Iterator[None]:
+        """Sends each window through the block, for hooks to see.
+
+        A hook that has seen all it wants of a window raises `Enough`: what comes after it is not computed. Raises
+        UserError as `outputs` does, where it comes that far.
+        """
+        for number, window in enumerate(self.windows()):
+            with suppress(Enough):
+                self._output(block, number, window)
+            yield
+
+    def _output(self, block: Block, number: int, window: Tensor) -> Tensor:
+        # What hooks compute belongs to the products: the Hessians.
+        with torch.no_grad(), quick_products():
+            out = block.module(window, *self.call.args, **self.call.kwargs)
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        check_window(hidden, number, f"what {block.prefix} gives")
+        return hidden
+
+
+class Enough(Exception):  # noqa: N818 (nothing is wrong)
+    """A hook has seen all that it wants of a window."""
 
 
 def check_window(values: Tensor, number: int, what: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import experts
-from compress.activations import Inputs, check_window
+from compress.activations import Enough, Inputs, check_window
 from compress.block import Block
 from compress.experts import FewTokens
 
@@ -63,14 +63,20 @@ class _Collector:
         # path → the window in which it was seen first
         self.began: dict[str, int] = {}
         self.window = 0
+        # What comes out of the block is thrown away (these are the weights before the stages): a window is done when
+        # its last input was seen. How many there are the first one tells, which goes through to the end, as all windows
+        # of a mixture do: which experts are called is the text's affair.
+        self.calls = 0
+        self.last_call: int | None = None
+        self.steady = not any(isinstance(module, experts.UnfusedExperts) for module in block.module.modules())
 
     def run(self, inputs: Inputs) -> None:
-        """Sends all windows through the block."""
+        """Sends all windows through the block, as far as there is something to see."""
         with self._hooked():
-            # What comes out is thrown away: these are the weights before the stages.
-            for number, _ in enumerate(inputs.outputs(self.block)):
+            for number, _ in enumerate(inputs.show(self.block)):
                 self.window = number + 1
                 self.seen.clear()
+                self.last_call, self.calls = self.calls if self.steady else None, 0
         self.seen.clear()
 
     def forget(self, layers: Collection[str]) -> None:
@@ -107,6 +113,9 @@ class _Collector:
                 self.moments[path].add(x)
         elif first != leader:
             raise ValueError(f"{self.block.prefix}.{path} read {leader}'s inputs before and reads others now")
+        self.calls += 1
+        if self.calls == self.last_call:
+            raise Enough
 
     def _is_fresh(self, path: str) -> bool:
         return self.leaders.get(path) == path and self.began.get(path) == self.window

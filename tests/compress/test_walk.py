@@ -123,25 +123,53 @@ def test_a_block_reads_what_the_compressed_blocks_before_it_give(tiny: Tiny, go:
     assert far > 0.05
 
 
+def counting(name: str, method: Any, calls: list[tuple[str, int]]) -> Any:
+    def counted(self: Inputs, block: Block) -> Any:
+        calls.append((name, block.number))
+        return method(self, block)
+
+    return counted
+
+
 def test_one_pass_feeds_all_stages_and_shared_inputs_are_counted_once(
     tiny: Tiny, go: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    outputs = Inputs.outputs
-
-    def counted(self: Inputs, block: Block) -> Iterator[Tensor]:
-        calls.append(block.number)
-        return outputs(self, block)
-
-    monkeypatch.setattr(Inputs, "outputs", counted)
+    calls: list[tuple[str, int]] = []
+    for name in ("show", "outputs"):
+        monkeypatch.setattr(Inputs, name, counting(name, getattr(Inputs, name), calls))
     go(tiny("llama"), WANDA)
     # Statistics and then outputs; after the last block nobody needs any.
-    assert calls == [0, 0, 1]
+    assert calls == [("show", 0), ("outputs", 0), ("show", 1)]
     first = spy.statistics[0]
     assert first["self_attn.q_proj"] is first["self_attn.k_proj"] is first["self_attn.v_proj"]
     assert first["mlp.gate_proj"] is first["mlp.up_proj"]
     assert len({id(moments) for moments in first.values()}) == 4
     assert all(moments.tokens == 3 * 32 for moments in first.values())
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("llama", False), ("mixtral", True)])
+def test_a_window_is_left_when_its_last_input_was_seen(
+    tiny: Tiny, go: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch, kind: str, whole: bool
+) -> None:
+    finished: list[nn.Module] = []
+    show = Inputs.show
+
+    def watched(self: Inputs, block: Block) -> Iterator[None]:
+        hooks = [m.register_forward_hook(lambda module, *_: finished.append(module)) for m in block.linears.values()]
+        yield from show(self, block)
+        for hook in hooks:
+            hook.remove()
+
+    monkeypatch.setattr(Inputs, "show", watched)
+    go(tiny(kind), WANDA, samples=5)
+    for block in spy.blocks:
+        done = {path: sum(module is one for one in finished) for path, module in block.linears.items()}
+        # Experts that few tokens reach are shown all of them in a second pass.
+        assert done["self_attn.q_proj"] == done["self_attn.o_proj"] == (10 if whole else 5)
+        last = [count for path, count in done.items() if path.endswith("down_proj")]
+        # The first window goes through to the end: it tells how many inputs there are, and what the block gives.
+        assert last == [1] if not whole else min(last) >= 5 and len(last) > 1
+        assert all(moments.tokens == 5 * 32 for moments in spy.statistics[block.number].values())
 
 
 def test_what_the_statistics_are_of(tiny: Tiny, go: Any, spy: Spy) -> None:
@@ -345,11 +373,11 @@ def test_resume_takes_the_inputs_as_they_were_saved(
         go(tiny("llama"), WANDA)
     saved = np.fromfile(tmp_path / "out.partial" / "inputs-00001.bin", "<f4")
     monkeypatch.setattr(spy, "apply", apply)
-    forwards = []
-    outputs = Inputs.outputs
-    monkeypatch.setattr(Inputs, "outputs", lambda self, block: forwards.append(block.number) or outputs(self, block))
+    calls: list[tuple[str, int]] = []
+    for name in ("show", "outputs"):
+        monkeypatch.setattr(Inputs, name, counting(name, getattr(Inputs, name), calls))
     go(tiny("llama"), WANDA, resume=True)
-    assert forwards == [1]
+    assert calls == [("show", 1)]
     assert np.array_equal(spy.inputs[-1].numpy().ravel(), saved)
 
 
