@@ -123,6 +123,7 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
     speeds = [a / b for a, b in zip(spoken.tokens_per_second, plain.tokens_per_second, strict=True)]
     pairs = list(zip(plain.passes[0].tokens, spoken.passes[0].tokens, strict=True))
     gamma = counts.drafted / counts.rounds if counts.rounds else None
+    predicted = _predicted(job, plain, spoken, costs)
     return {
         "drafter": job.drafter.name,
         "batch": job.batch,
@@ -136,7 +137,8 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
         "speedup": median(speeds),
         "decode_speedup": _decode_speedup(plain, spoken),
-        "predicted_speedup": _predicted(job, plain, spoken, costs),
+        "predicted_speedup": predicted,
+        "predicted_with_prompts": None if predicted is None else _with_prompts(plain, spoken, predicted),
         "draft_cost_ratio": _draft_cost(plain, spoken, Metrics.draft_cost_ratio),
         "draft_step_ratio": _draft_cost(plain, spoken, Metrics.draft_step_ratio),
         "acceptance_rate": counts.acceptance_rate,
@@ -201,6 +203,12 @@ def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> fl
     gamma = counts.drafted / counts.rounds
     v = sum(n * width_cost(costs.widths, 1 + length) for length, n in enumerate(counts.draft_lengths)) / counts.rounds
     return predicted_speedup(tau, gamma, c, v)
+
+
+def _with_prompts(plain: Way, spoken: Way, predicted: float) -> float:
+    """The prediction for `speedup`: the prompts take the time that they took, and only what follows becomes faster."""
+    ours, base = spoken.counts, plain.counts
+    return base.seconds / (ours.prompt_seconds + (base.seconds - base.prompt_seconds) / predicted)
 
 
 def _groups(job: Job, plain: Way, spoken: Way) -> list[dict[str, Any]]:

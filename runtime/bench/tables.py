@@ -40,12 +40,12 @@ def show_speculation(facts: dict[str, Any], found: dict[str, Any]) -> None:
     console.print(table)
     plain, itl, ttft = found["plain"], found["speculative"]["itl_ms"], found["ttft_ms"]
     lines = (
-        f"plain {plain['tokens_per_second']:.1f} tokens/s; speedup without the prompts' time"
-        f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')}"
-        " (a draft step costs"
+        f"plain {plain['tokens_per_second']:.1f} tokens/s; predicted speedup"
+        f" {_number(found['predicted_with_prompts'], '.2f')}; without the prompts' time"
+        f" {_number(found['decode_speedup'], '.2f')}, predicted {_number(found['predicted_speedup'], '.2f')}",
+        f"{_number(found['drafted_per_round'], '.2f')} drafted a round; a draft step costs"
         f" {_number(found['draft_step_ratio'], '.3f')} of a target step,"
-        f" {_number(found['draft_cost_ratio'], '.3f')} with the drafter's reading of the prompts;"
-        f" {_number(found['drafted_per_round'], '.2f')} drafted a round)",
+        f" {_number(found['draft_cost_ratio'], '.3f')} with the drafter's reading of the prompts",
         f"{_number(found['mismatches'], 'd')} of {found['prompts']} texts differ from plain decoding's",
         f"first token {_number(ttft['p50'], '.1f')} ms (p50), {_number(ttft['p90'], '.1f')} (p90); between tokens"
         f" {_number(itl['p50'], '.2f')} (p50), {_number(itl['p99'], '.2f')} (p99)",

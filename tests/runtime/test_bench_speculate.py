@@ -45,7 +45,7 @@ def test_a_run_adds_up_and_no_token_differs(fake: Fake, gamma: int | None, sampl
     assert sum(group["prompts"] for group in result["groups"]) == 6
     if gamma is not None:
         assert 0.3 < result["acceptance_rate"] < 1 and result["tokens_per_round"] > 1.5
-    assert result["predicted_speedup"] is None
+    assert result["predicted_speedup"] is None and result["predicted_with_prompts"] is None
 
 
 def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
@@ -60,7 +60,11 @@ def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     counts = spoken.counts
     later = (counts.draft_seconds - counts.first_seconds) / (counts.drafted - counts.first_drafted) / step
     assert result["draft_step_ratio"] == pytest.approx(later) and later > 0
-    assert result["predicted_speedup"] == pytest.approx(result["tokens_per_round"] / (gamma * c + 1 + 0.5 * gamma / 4))
+    predicted = result["tokens_per_round"] / (gamma * c + 1 + 0.5 * gamma / 4)
+    assert result["predicted_speedup"] == pytest.approx(predicted)
+    base = plain.counts
+    decoding = (base.seconds - base.prompt_seconds) / predicted
+    assert result["predicted_with_prompts"] == pytest.approx(base.seconds / (counts.prompt_seconds + decoding))
 
 
 def test_a_slow_round_does_not_move_the_drafts_cost(fake: Fake) -> None:
