@@ -101,7 +101,8 @@ class Enough(Exception):  # noqa: N818 (nothing is wrong)
 
 def check_window(values: Tensor, number: int, what: str) -> None:
     """Raises UserError naming the window where values are NaN or infinite."""
-    if not bool(torch.isfinite(values).all()):
+    # A sum says it at once, unless finite numbers add up to more than a float holds.
+    if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
         found = "NaN" if bool(values.isnan().any()) else "an infinite number"
         raise UserError(
             f"calibration window {number + 1}: expected finite numbers in {what}, found {found}: check the model's "

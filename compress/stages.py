@@ -18,6 +18,7 @@ from compress.block import Block, Statistics
 from compress.block_stage import BlockStage
 from compress.errors import UserError
 from compress.plan import Layer, Plan
+from compress.products import quick_products
 from compress.prune_stages import MaskPrune, width_prune
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
@@ -118,14 +119,15 @@ class Gptq:
             kinds = {path: (grid_of(known[path]), scale_dtype(block, path)) for path in paths}
             for kind in dict.fromkeys(kinds.values()):
                 same = [path for path in paths if kinds[path] == kind]
-                rounded = gptq.quantize_together(
-                    [block.linears[path].weight.detach() for path in same],
-                    hessian_of(statistics, paths[0]),
-                    *kind,
-                    order=bool(self.stage.order),
-                    damping=self.stage.damping or DAMPING,
-                    search=bool(self.stage.search),
-                )
+                with quick_products():
+                    rounded = gptq.quantize_together(
+                        [block.linears[path].weight.detach() for path in same],
+                        hessian_of(statistics, paths[0]),
+                        *kind,
+                        order=bool(self.stage.order),
+                        damping=self.stage.damping or DAMPING,
+                        search=bool(self.stage.search),
+                    )
                 for path, found in zip(same, rounded, strict=True):
                     block.pack(path, found.packed, known[path].scheme, found.error, found.damping)
             # A Hessian is as large as the largest weights: the last layers that read it let it go.

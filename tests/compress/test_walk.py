@@ -299,6 +299,20 @@ def test_nan_of_one_window_is_named_and_what_is_done_is_kept(
     assert digest(tmp_path / "out") == digest(tmp_path / "straight")
 
 
+def test_finite_numbers_may_add_up_to_more_than_a_float_holds() -> None:
+    large = torch.full((1, 4, 8), 3e38)
+    assert torch.isinf(large.sum())
+    activations.check_window(large, 0, "it")
+    for value in (float("nan"), float("inf"), float("-inf")):
+        broken = large.clone()
+        broken[0, 2, 3] = value
+        with pytest.raises(UserError, match="calibration window 1: expected finite numbers in it"):
+            activations.check_window(broken, 0, "it")
+    # Infinities of both signs, and one that a sum of small numbers shows.
+    with pytest.raises(UserError, match="an infinite number"):
+        activations.check_window(torch.tensor([1.0, float("inf"), -float("inf")]), 0, "it")
+
+
 def test_overflow_names_the_layer(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     def overflow(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"] *= 1e38
