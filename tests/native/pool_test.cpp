@@ -74,6 +74,14 @@ void ends_at_any_time() {
     }
 }
 
+void ends_right_after_a_call() {
+    // A worker that is late for the call finds it over, and the pool's end in its place.
+    for (int i = 0; i < 20000; i++) {
+        Pool pool(2 + i % 4);
+        pool.run(8, 1, [](int, int64_t, int64_t) {});
+    }
+}
+
 }  // namespace
 
 void test_pool() {
@@ -81,6 +89,7 @@ void test_pool() {
     for (int threads : {2, 4}) runs_in_order(threads);
     callers_together();
     ends_at_any_time();
+    ends_right_after_a_call();
 }
 
 void race() {

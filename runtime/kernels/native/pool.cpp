@@ -115,6 +115,8 @@ void Pool::work(int thread) {
                 break;
             }
         }
+        // Who comes late to a call may read the turn of the pool's end instead, which is not to be waited for again.
+        if (stop_) return;
         seen = state / TURN;
     }
 }
