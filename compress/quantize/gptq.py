@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantize.grid import Grid, fit_groups, nearest, to_packed
-from compress.quantize.refine import BLOCK, State, refine, spans
+from compress.quantize.grid import Grid, fit_groups, limits, to_packed
+from compress.quantize.refine import BLOCK, STRIP, State, refine, spans
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import group_width
 
@@ -170,9 +170,9 @@ def _feed_back(
     k, n = columns.shape
     scale, zero = torch.empty(k // width, n), torch.empty(k // width, n)
     if turns is None:
-        ordered, group_of, reach = columns, [j // width for j in range(k)], width
+        ordered, group_of, reach = columns, torch.arange(k) // width, width
     else:
-        ordered, group_of, reach = columns[turns], (turns // width).tolist(), BLOCK
+        ordered, group_of, reach = columns[turns], turns // width, BLOCK
         for group, (start, stop) in enumerate(spans(0, k, width)):
             _fit(columns[start:stop], importance[start:stop], grid, dtype, search, scale[group], zero[group])
     error, codes = torch.empty_like(columns), torch.empty(k, n, dtype=torch.int8)
@@ -181,7 +181,7 @@ def _feed_back(
         # What all earlier columns have left, in one product.
         targets = torch.addmm(ordered[start:stop], factor[:start, start:stop].T, error[:start])
         if turns is None:
-            group = group_of[start]
+            group = start // width
             weights = targets
             if start:
                 # The first target counts on the group's other weights to stay. What they are fitted as is where all
@@ -194,15 +194,18 @@ def _feed_back(
             block = targets[first - start : last - start]
             if first > start:
                 block.addmm_(factor[start:first, first:last].T, error[start:first])
-            before, values = factor[first:last, first:last].T.contiguous(), torch.empty_like(block)
-            for row, column in enumerate(range(first, last)):
-                target, step, shift = block[row], scale[group_of[column]], zero[group_of[column]]
-                if row:
-                    target.addmv_(error[first:column].T, before[row, :row])
-                nearest(target, step, shift, grid, out=values[row])
-                torch.addcmul(ordered[column], values[row], step, value=-1, out=error[column])
-                values[row].add_(shift)
-            codes[first:last] = values
+            groups = group_of[first:last]
+            steps = _in_turn(
+                ordered[first:last],
+                block,
+                factor[first:last, first:last],
+                groups.tolist(),
+                scale,
+                zero,
+                grid,
+                error[first:last],
+            )
+            codes[first:last] = steps.add_(zero[groups])
             # What rounding itself lost of each target: (E M)_j.
             rounding = block.sub_(ordered[first:last]).add_(error[first:last])
             loss += rounding.square_().mul_(spreads[first:last].unsqueeze(1)).sum(dim=0)
@@ -210,6 +213,37 @@ def _feed_back(
         back = turns.argsort()
         error, codes = error[back], codes[back]
     return State(columns, error, codes, scale, zero, loss)
+
+
+def _in_turn(
+    weights: Tensor,
+    targets: Tensor,
+    corner: Tensor,
+    groups: list[int],
+    scale: Tensor,
+    zero: Tensor,
+    grid: Grid,
+    error: Tensor,
+) -> Tensor:
+    """Rounds the columns of a block one after the other: codes less their zeros (B, N), with `error` (B, N) written.
+
+    targets  (B, N): `weights` plus what the columns before the block left; what those within it leave is added.
+    corner   (B, B) of the factor; `groups` are the columns' rows in scale and zero (G, N).
+    """
+    known = {group: (scale[group], *limits(zero[group], grid)) for group in set(groups)}
+    steps = torch.empty_like(targets)
+    for first, last in spans(0, len(weights), STRIP):
+        if first:
+            targets[first:last].addmm_(corner[:first, first:last].T, error[:first])
+        before = corner[first:last, first:last].T.contiguous()
+        for column in range(first, last):
+            target, (step, low, high) = targets[column], known[groups[column]]
+            if column > first:
+                target.addmv_(error[first:column].T, before[column - first, : column - first])
+            torch.div(target, step, out=steps[column])
+            steps[column].round_().clamp_(low, high)
+            torch.addcmul(weights[column], steps[column], step, value=-1, out=error[column])
+    return steps
 
 
 def _fit(

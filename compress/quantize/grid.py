@@ -137,11 +137,14 @@ def _from_range(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> tu
     return scale, (grid.low - low / scale).round().clamp(grid.low, grid.high)
 
 
-def nearest(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid, out: Tensor | None = None) -> Tensor:
+def nearest(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
     """The nearest codes minus their zero, float32, of the shape of `values`, to which scale and zero broadcast."""
-    steps = torch.div(values, scale, out=out).round_()
-    # Clamping to the codes' range less the zero saves a pass there and back.
-    return torch.clamp(steps, grid.low - zero, grid.high - zero, out=steps)
+    return torch.div(values, scale).round_().clamp_(*limits(zero, grid))
+
+
+def limits(zero: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """What a code less its zero lies between: clamping to that saves adding the zero and taking it off again."""
+    return grid.low - zero, grid.high - zero
 
 
 def encode(weight: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:

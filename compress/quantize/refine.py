@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantize.grid import Grid, nearest
+from compress.quantize.grid import Grid, limits
 from runtime.formats.tensors import round_scale
 
-# Columns whose changes reach the later ones in one matrix product; within a block they do so one at a time.
+# Columns whose changes reach the later ones in one matrix product. Within a block strips of them do, and only within a
+# strip one column at a time: what that reads again for each column stays in a core's cache.
 BLOCK = 128
+STRIP = 16
 
 
 @dataclass(frozen=True)
@@ -96,18 +98,23 @@ def _descend(
 ) -> None:
     """The codes of the inputs `span`, one input after the other; `moved` (B, N) becomes the change of their error."""
     first, last = span
-    scale, zero = state.scale[number], state.zero[number]
-    values = torch.empty_like(slope)
-    for row, column in enumerate(range(first, last)):
-        if row:
-            slope[row].addmv_(moved[:row].T, hessian[column, first:column])
-        error = state.error[column]
-        target = torch.sub(state.columns[column], error).add_(slope[row], alpha=1 / diagonal[column])
-        nearest(target, scale, zero, grid, out=values[row])
-        torch.addcmul(state.columns[column], values[row], scale, value=-1, out=target)
-        torch.sub(target, error, out=moved[row])
-        error.copy_(target)
-    state.codes[first:last] = values.add_(zero)
+    scale, (low, high) = state.scale[number], limits(state.zero[number], grid)
+    # Counted in steps of the scale a column's change is of whole numbers, and its target is the code it has, moved.
+    slope.div_(scale)
+    old = state.codes[first:last].float().sub_(state.zero[number])
+    new = torch.empty_like(old)
+    for top, bottom in spans(0, last - first, STRIP):
+        if top:
+            slope[top:bottom].addmm_(hessian[first + top : first + bottom, first : first + top], moved[:top])
+        for row in range(top, bottom):
+            if row > top:
+                slope[row].addmv_(moved[top:row].T, hessian[first + row, first + top : first + row])
+            torch.add(old[row], slope[row], alpha=1 / diagonal[first + row], out=new[row])
+            new[row].round_().clamp_(low, high)
+            torch.sub(old[row], new[row], out=moved[row])
     # In its turn each input's slope was what it was under all changes before.
     curve = torch.tensor(diagonal[first:last]).unsqueeze(1)
-    state.loss.add_(moved.mul(curve).add_(slope, alpha=2).mul_(moved).sum(dim=0))
+    state.loss.add_((moved * curve).add_(slope, alpha=2).mul_(moved).sum(dim=0).mul_(scale.square()))
+    moved.mul_(scale)
+    torch.addcmul(state.columns[first:last], new, scale, value=-1, out=state.error[first:last])
+    state.codes[first:last] = new.add_(state.zero[number])
