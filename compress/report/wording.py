@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.report.schema import reason_for
+from compress.report.training_findings import training_findings
 
 NOT_MEASURED = "not measured"
 
@@ -111,6 +112,7 @@ def findings(report: dict[str, Any]) -> list[str]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
     speed, out = report["speed"], list[str]()
     out += _ternary_findings(report)
+    out += training_findings(report)
     out += _quality_findings(report)
     out += _sparsity_findings(report)
     out += _expert_findings(report)

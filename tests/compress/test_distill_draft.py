@@ -20,6 +20,7 @@ from compress.distill.recipe import Draft
 from compress.distill.teacher import of_model
 from compress.errors import UserError
 from compress.model_stages import Given
+from compress.report.training_findings import training_findings
 from compress.training import plain_model
 from compress.training.settings import Budget
 from runtime import load
@@ -79,7 +80,8 @@ def test_a_draft_learns_its_target(models: tuple[Path, Path], tmp_path: Path, ke
     assert after["agreement_t1"] > before["agreement_t1"]
     assert told["steps"] == 16
     assert (told["samples"] is None) == (chosen.teacher == 0)
-    json.dumps(told)
+    [said] = training_findings(json.loads(json.dumps({"calibration": {"training": {"draft": told}}})))
+    assert f"{before['agreement']:.3f} to {after['agreement']:.3f}" in said
     # What was written is an ordinary directory of the draft's own shapes and types, with other weights.
     old, new = (load_file(path / "model.safetensors") for path in (small, tmp_path / "out"))
     assert {name: (t.shape, t.dtype) for name, t in old.items()} == {n: (t.shape, t.dtype) for n, t in new.items()}

@@ -20,6 +20,7 @@ from compress.errors import USER_ERRORS, UserError
 from compress.pipeline import Options, Progress, run, silent, unsaid
 from compress.recipe import Recipe
 from compress.report.facts import ReportOptions, RunFacts
+from compress.report.training_findings import training_findings
 from compress.training.task import Loss
 
 Tiny = Callable[..., Path]
@@ -85,6 +86,8 @@ def test_healing_changes_weights_and_says_what_it_did(tiny: Tiny, go: Go, prune:
     assert found["best"] < found["before"]
     assert found["perplexity"]["healed"] < found["perplexity"]["pruned"]
     assert found["curve"][0]["held_out"] == found["before"]
+    [said] = training_findings({"calibration": facts.calibration})
+    assert f"to {found['perplexity']['healed']:.2f}, which wins back" in said
     assert found["text"]["held_out_tokens"] > 0
     before, after = (load_file(one.model / "model.safetensors") for one in (pruned, artifact))
     assert {name: tensor.shape for name, tensor in before.items()} == {n: tensor.shape for n, tensor in after.items()}
