@@ -53,7 +53,7 @@ def run_frozen(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     heads = new_heads(stage, given.model)
     before = assess(stage, heads, target, text, given.work / "before")
     task = HeadsTask(heads, stage, text, given.settings.autocast)
-    trained = train_on(task, text, given, budget_left(given, text), given.work / "heads")
+    trained = train_on(task, text, given, budget_left(stage, given, text), given.work / "heads")
     after = assess(stage, heads, target, text, out)
     return summary(stage, text, before, after, trained)
 
@@ -145,12 +145,16 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
 
 
-def budget_left(given: "Given", text: Text) -> Budget:
-    """The budget without what making the text took, which is kept with it: a resumed run trains as long."""
+def budget_left(stage: Medusa, given: "Given", text: Text) -> Budget:
+    """The budget without what making the text took, which is kept with it: a resumed run trains as long.
+
+    Minutes end after the stage's passes over the text, too: a fast machine would have the heads learn it by heart.
+    """
     if given.budget.minutes is None:
         return given.budget
     spent = min(_COLLECTING, text.train.seconds / 60 / given.budget.minutes)
-    return Budget(minutes=given.budget.minutes * (1 - spent))
+    most = stage.passes * len(text.train) * given.settings.length
+    return Budget(minutes=given.budget.minutes * (1 - spent), most_tokens=most)
 
 
 def train_on(task: Task, text: Text, given: "Given", budget: Budget, folder: Path) -> Trained:

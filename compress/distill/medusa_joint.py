@@ -43,11 +43,11 @@ def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
     heads = medusa.new_heads(stage, given.model)
     before = medusa.assess(stage, heads, target, text, given.work / "before")
     alone = medusa.HeadsTask(heads, stage, text, given.settings.autocast)
-    medusa.train_on(alone, text, given, share(medusa.budget_left(given, text), joint.warmup), given.work / "heads")
+    budget = medusa.budget_left(stage, given, text)
+    medusa.train_on(alone, text, given, share(budget, joint.warmup), given.work / "heads")
     model, teacher = plain_model.load(given.original), plain_model.load(given.original)
     both = JointTask(alone, model, teacher, joint)
-    rest = share(medusa.budget_left(given, text), 1 - joint.warmup)
-    trained = medusa.train_on(both, text, given, rest, given.work / "joint")
+    trained = medusa.train_on(both, text, given, share(budget, 1 - joint.warmup), given.work / "joint")
     plain = given.work / "plain"
     for stale in (plain, out / "model"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -68,9 +68,9 @@ def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
 
 
 def share(budget: Budget, part: float) -> Budget:
-    """A part of a budget."""
+    """A part of a budget; the most tokens stay, as they are of each part."""
     if budget.minutes is not None:
-        return Budget(minutes=budget.minutes * part)
+        return replace(budget, minutes=budget.minutes * part)
     assert budget.tokens is not None
     return Budget(tokens=max(1, int(budget.tokens * part)))
 

@@ -21,16 +21,17 @@ class Joint(Strict):
 
     warmup: Share = 0.5
     weight: Annotated[float, Field(gt=0, le=10, strict=False)] = 0.2
-    rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.01
-    heads_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.1
+    rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.03
+    heads_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.3
 
 
 class MedusaTraining(Training):
-    """The rate suits small matrices that begin as the identity and must move far; bfloat16 is three times as quick."""
+    """bfloat16 is three times as quick."""
 
     default_minutes: ClassVar[float] = 30.0
 
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 3e-3
+    # On the embedded pair, 4,096 windows three times: held-out loss 3.58, and 3.77 at three times the rate.
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
     batch: Count = 4
     length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 192
     evaluate_every: Count = 250
@@ -52,6 +53,7 @@ class Medusa(Trained):
     prompt         share of each window that is text in any case.
     samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
                    the time at most.
+    passes         of a budget in minutes: how often each window is learned from at most.
     decay          head k's loss counts decay to the power k.
     optimizer      of the matrices within the heads.
     joint          of medusa-2 only.
@@ -66,6 +68,9 @@ class Medusa(Trained):
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: Share = 0.25
     samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
+    # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 passes, 4.13 after 6.5 and 5.23
+    # after 17, the rate falling to its floor in each.
+    passes: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 3
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.8
     optimizer: Literal["adamw", "muon"] = "adamw"
     joint: Joint | None = None

@@ -170,7 +170,9 @@ class _Loop:
                 f"{evaluation + trials:.1f} s of measuring, found {self.budget.minutes:g} minutes: raise "
                 "it, or make training.batch smaller"
             )
-        return steps
+        if self.budget.most_tokens is None:
+            return steps
+        return min(steps, max(1, self.budget.most_tokens // settings.tokens_per_step))
 
     def _time_of_step(self, most: float) -> tuple[float, float]:
         """Seconds of all trials, few where they are long beside `most`, and of a step.

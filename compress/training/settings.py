@@ -10,15 +10,17 @@ MOST_MINUTES = 1_000_000.0
 
 @dataclass(frozen=True)
 class Budget:
-    """How long training goes on: exactly one of the two.
+    """How long training goes on: exactly one of tokens and minutes.
 
-    tokens   predicted tokens, over all processes.
-    minutes  wall time on this machine. It becomes a number of steps once the first few have been timed, and that
-             number is kept in the checkpoint: a resumed run follows the same schedule, however fast it is then.
+    tokens       predicted tokens, over all processes.
+    minutes      wall time on this machine. It becomes a number of steps once the first few have been timed, and that
+                 number is kept in the checkpoint: a resumed run follows the same schedule, however fast it is then.
+    most_tokens  with minutes: training ends there if the time does not end it before. At least a step is made.
     """
 
     tokens: int | None = None
     minutes: float | None = None
+    most_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.minutes is None):
@@ -28,6 +30,8 @@ class Budget:
             raise UserError(f"training.tokens: expected at least 1, found {self.tokens}: raise it")
         if self.minutes is not None and not 0 < self.minutes <= MOST_MINUTES:
             raise UserError(f"training.minutes: expected more than 0, found {self.minutes}: correct it")
+        if self.most_tokens is not None and (self.minutes is None or self.most_tokens < 1):
+            raise ValueError(f"most_tokens: expected at least 1, with minutes, found {self.most_tokens}")
 
 
 @dataclass(frozen=True)

@@ -329,6 +329,13 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
     assert any("600 windows of 24 tokens" in line for line in given.notes)
 
 
+def test_minutes_end_after_the_passes(given: Given, tmp_path: Path) -> None:
+    stage = STAGE.model_copy(update={"continuations": "none", "passes": 2, "samples": 32})
+    given = replace(given, budget=Budget(minutes=10.0))
+    found = medusa_stage.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
+    assert found["windows"] == 32 and found["steps"] == 2 * 32 // given.settings.batch
+
+
 def test_a_stopped_stage_goes_on_to_the_same_bytes(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

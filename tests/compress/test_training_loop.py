@@ -119,6 +119,17 @@ def test_minutes_become_a_fixed_number_of_steps_without_changing_weights(tmp_pat
     assert driver.run(again, tmp_path / "minutes", Budget(minutes=0.01)).steps == trained.steps
 
 
+def test_minutes_end_at_the_most_tokens(tmp_path: Path) -> None:
+    step = driver.SETTINGS.tokens_per_step
+
+    def steps(most: int | None, minutes: float = 0.02) -> int:
+        return driver.run(driver.Toy(), tmp_path / str(most), Budget(minutes=minutes, most_tokens=most)).steps
+
+    assert (steps(3 * step + 1), steps(1)) == (3, 1) and steps(None) > 3
+    with pytest.raises(ValueError, match="most_tokens: expected at least 1, with minutes"):
+        Budget(tokens=step, most_tokens=step)
+
+
 def test_budgets_that_are_too_small(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least the 48 tokens of one step, found 47"):
         driver.run(driver.Toy(), tmp_path / "a", Budget(tokens=47))
