@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from compress.distill.teacher import of_decoder
+from compress.training.batches import portions
 
 if TYPE_CHECKING:
     from runtime.loading import Model
 
 DRAFT_LENGTH = 4
-# Windows that are read at once.
-_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def teacher_forced(target: "Model", draft: "Model", windows: Tensor) -> tuple[fl
     width = min(target.decoder.vocab_size, draft.decoder.vocab_size)
     asked, answered = of_decoder(target.decoder), of_decoder(draft.decoder)
     agreed = overlap = 0.0
-    for rows in windows.split(_ROWS):
+    for rows in portions(windows):
         theirs, ours = asked(rows), answered(rows)
         agreed += float((theirs.argmax(dim=-1) == ours.argmax(dim=-1)).sum())
         p, q = theirs.softmax(dim=-1)[..., :width], ours.softmax(dim=-1)[..., :width]

@@ -21,7 +21,7 @@ from compress.distill.recipe import Draft
 from compress.distill.teacher import Teacher, narrowed, of_decoder
 from compress.errors import UserError
 from compress.training import plain_model
-from compress.training.batches import PackedBatches
+from compress.training.batches import PackedBatches, portions
 from compress.training.loop import train
 from compress.training.settings import Budget
 from compress.training.task import Group, Loss
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _PROMPTS, _NEW_TOKENS = 24, 64
 # The share of a budget in minutes that the target's samples may take.
 _SAMPLING = 0.2
-# Windows that are evaluated at once.
-_ROWS = 8
 
 
 def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
@@ -161,7 +159,7 @@ class DraftTask:
         device = next(self.student.parameters()).device
         kind = "reverse_kl" if self.stage.loss == "minillm" else self.stage.loss
         total = 0.0
-        for rows in self.held_out.split(_ROWS):
+        for rows in portions(self.held_out):
             tokens = rows.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
                 given = self.student(input_ids=tokens, use_cache=False).logits.flatten(0, 1)

@@ -21,6 +21,7 @@ from compress.distill.hidden_states import HiddenStates, Source, StateBatches, c
 from compress.distill.medusa_heads import MedusaHeads
 from compress.distill.medusa_recipe import Medusa
 from compress.errors import UserError
+from compress.training.batches import AT_ONCE
 from compress.training.loop import Trained, train
 from compress.training.parallel import current
 from compress.training.settings import Budget
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 # Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
 _ASIDE, WATCHED = 64, 32
-# Held-out windows that measure what heads and tree are worth; and windows of hidden states at a time.
-_MEASURED, AT_ONCE = 64, 8
+# Held-out windows that measure what heads and tree are worth.
+_MEASURED = 64
 # Share of a budget in minutes that making the text may take.
 _COLLECTING = 0.25
 
@@ -181,13 +182,18 @@ class HeadsTask:
 
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
-        values = []
-        for tokens, states in self.text.watched.blocks(AT_ONCE):
+        total, count = 0.0, 0
+        for tokens, states in self.text.watched.blocks(self.at_once()):
             with self.precision():
-                values.append(float(self._loss(tokens, states)[0]) * len(tokens))
-            if len(values) * AT_ONCE >= WATCHED:
+                total += float(self._loss(tokens, states)[0]) * len(tokens)
+            count += len(tokens)
+            if count >= WATCHED:
                 break
-        return sum(values) / min(len(self.text.watched), len(values) * AT_ONCE)
+        return total / count
+
+    def at_once(self) -> int:
+        """Windows whose logits are there at once: every head has its own."""
+        return windows_at_once(self.text, self.heads)
 
     def precision(self) -> AbstractContextManager[Any]:
         """What evaluation computes in."""
@@ -204,6 +210,11 @@ class HeadsTask:
     def _loss(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, targets = pairs(tokens, states, self.text.first, len(self.heads.heads))
         return heads_loss(self.heads(hidden), targets, self.decay)
+
+
+def windows_at_once(text: Text, heads: MedusaHeads) -> int:
+    """Windows for which all heads' logits take as much as one model's do in another evaluation."""
+    return max(1, AT_ONCE // (text.aside.shape[1] * len(heads.heads)))
 
 
 def pairs(tokens: Tensor, states: Tensor, first: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -241,7 +252,7 @@ class Assessed:
 def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Path) -> Assessed:
     """Finds the tree, writes heads and tree to `out`, and decodes the held-out prompts greedily with them."""
     found = []
-    for tokens, states in text.watched.blocks(AT_ONCE):
+    for tokens, states in text.watched.blocks(windows_at_once(text, heads)):
         hidden, targets = pairs(tokens, states, text.first, len(heads.heads))
         found.append(medusa_tree.ranks(torch.stack(heads(hidden), dim=1), targets))
     ranks = torch.cat(found)

@@ -104,7 +104,7 @@ class JointTask:
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
         values, counts = [], []
-        for tokens in self._task.text.watched.tokens()[: medusa.WATCHED].split(medusa.AT_ONCE):
+        for tokens in self._task.text.watched.tokens()[: medusa.WATCHED].split(self._task.at_once()):
             with self._task.precision():
                 values.append(float(self._loss(tokens).value))
             counts.append(len(tokens))

@@ -9,6 +9,14 @@ from compress.errors import UserError
 from compress.training.parallel import World, alone
 from compress.training.settings import Settings
 
+# Tokens that an evaluation reads at once, as many as a micro-batch has by default. Logits take most of its memory.
+AT_ONCE = 2048
+
+
+def portions(windows: Tensor) -> tuple[Tensor, ...]:
+    """Windows (E, length) in runs of AT_ONCE tokens at most, of one window at least."""
+    return windows.split(max(1, AT_ONCE // windows.shape[1]))
+
 
 class PackedBatches:
     """Windows of `length` + 1 tokens, cut from a stream one behind the other; every epoch has its own cut and order.

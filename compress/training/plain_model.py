@@ -14,11 +14,10 @@ from compress import shards
 from compress.block import cast
 from compress.export import huggingface
 from compress.survey import survey
+from compress.training.batches import portions
 from compress.training.task import Group
 from runtime.checkpoint import Checkpoint, check_finite, open_checkpoint
 
-# Windows that are evaluated at once.
-_ROWS = 8
 _DTYPES = {name: dtype for dtype, name in shards.NAMES.items()}
 
 
@@ -70,7 +69,7 @@ def held_out_loss(model: Any, windows: Tensor, autocast: bool = False) -> float:
     model.eval()
     device = next(model.parameters()).device
     losses = []
-    for rows in windows.split(_ROWS):
+    for rows in portions(windows):
         tokens = rows.to(device)
         with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
             logits = model(input_ids=tokens, use_cache=False).logits
