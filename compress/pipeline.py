@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress import manifest, model_stages, passes, preflight, shards, workspace
+from compress import manifest, model_stages, passes, preflight, preflight_training, shards, workspace
 from compress.artifact import Artifact
 from compress.errors import UserError
 from compress.export import engines, record
@@ -23,7 +23,7 @@ from compress.plan import Plan, make_plan
 from compress.recipe import KeyValue, Recipe
 from compress.report.facts import ReportOptions, RunFacts
 from compress.sources import Source, open_sources
-from compress.survey import survey
+from compress.survey import Survey, survey
 from compress.training.parallel import World, current, joined
 from compress.training.settings import Budget
 from compress.walk import Note, Progress
@@ -162,7 +162,7 @@ def _run(
     planned = None if first is None else passes.plan_pass(target, first, structure, windows, progress)
     versions = manifest.versions()
     progress("check", 1, 1)
-    mapped = _preflight(target, draft, recipe, plan, planned, place.folder, options.memory_budget, note)
+    mapped = _preflight(target, draft, recipe, structure, plan, planned, place.folder, options.memory_budget, note)
     samples = _samples(settings, windows, _looks_at_text(recipe, planned))
     fingerprint = _fingerprint(recipe, target, draft, versions, options) | {
         "calibration": samples | {"corpus": corpus.sha256, "tokens": _digest(windows)},
@@ -279,6 +279,7 @@ def _preflight(
     target: Source,
     draft: Source | None,
     recipe: Recipe,
+    structure: Survey,
     plan: Plan,
     planned: passes.Pass | None,
     folder: Path,
@@ -293,8 +294,9 @@ def _preflight(
     need = preflight.forecast(
         target.shapes(), target.item_sizes(), plan, None if planned is None else planned.work, copied
     )
-    if recipe.trains:
-        need = preflight.with_training(need, target.shapes(), recipe)
+    drafts = None if draft is None else draft.shapes()
+    sizes = preflight_training.Sizes.of(target.shapes(), target.item_sizes(), plan, structure, drafts)
+    need = preflight_training.with_training(need, recipe, sizes)
     mapped = preflight.check(need, folder, budget)
     note(need.line(mapped))
     return mapped

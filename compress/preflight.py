@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from compress.errors import UserError
 from compress.plan import Plan
 from compress.products import quick_products
 from compress.quantize import rtn
-from compress.recipe import Recipe
 from compress.walk import Work
 
 if TYPE_CHECKING:
@@ -37,11 +36,6 @@ _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 _EFFICIENCY = 0.5
 _DISK_RATE = 300e6
 _TRIES = 6
-# Of a model's weights in training: teacher, student, gradient, two moments; and on disk: two checkpoints of weights and
-# moments, the best weights twice.
-_TRAINING_COPIES, _CHECKPOINT_COPIES = 5, 8
-# Forward passes that a token costs: the student's forward, its backward twice, the teacher's forward.
-_TRAINING_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,8 @@ def forecast(
 
     shapes, itemsize  of the checkpoint's tensors by name; copied: bytes of files that are copied beside (a draft).
     """
-    numbers = {name: _count(shape) for name, shape in shapes.items()}
-    stored = {name: _stored_bytes(name, shapes[name], itemsize[name], plan) for name in shapes}
+    numbers = {name: count(shape) for name, shape in shapes.items()}
+    stored = {name: stored_bytes(name, shapes[name], itemsize[name], plan) for name in shapes}
     sizes = [sum(numbers[name] for name in names) for _, names in plan.parts]
     kept = [sum(stored[name] for name in names) for _, names in plan.parts]
     largest = max(numbers.values(), default=0)
@@ -117,33 +111,9 @@ def forecast(
     total = sum(stored.values())
     disk = 2 * total + copied + 2 * held
     moved = sum(numbers[name] * itemsize[name] for name in shapes) + 3 * total + 2 * held * max(len(plan.parts), 1)
-    seconds = flops / (_flops_rate() * _EFFICIENCY) if flops else 0.0
-    seconds += sum(numbers[name] for name in plan.layers) * _seconds_per_weight(plan) + moved / _DISK_RATE
+    rounded = sum(numbers[name] for name in plan.layers)
+    seconds = compute_seconds(flops) + rounded * _seconds_per_weight(plan) + moved / _DISK_RATE
     return Forecast(memory + resident(), held, disk, seconds)
-
-
-def with_training(need: Forecast, shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> Forecast:
-    """The forecast with the recipe's stages that train: the teacher beside the student, its gradients and moments.
-
-    A budget in minutes says itself how long it takes; one in tokens takes as many floating-point operations as the
-    student's forward and backward pass and the teacher's forward.
-    """
-    weights = sum(_count(shape) for shape in shapes.values())
-    widest = max((shape[0] for shape in shapes.values() if len(shape) == 2), default=0)
-    seconds, rows = 0.0, 0
-    for stage in recipe.stages:
-        if (trained := stage.trained) is None:
-            continue
-        training = trained.training
-        rows = max(rows, training.batch * training.length)
-        if training.minutes is not None:
-            seconds += training.minutes * 60
-        elif training.tokens is not None:
-            seconds += _TRAINING_PASSES * 2.0 * weights * training.tokens / (_flops_rate() * _EFFICIENCY)
-    # Activations: the logits of both with their gradient, and as much again for the blocks.
-    memory = weights * _FLOAT * _TRAINING_COPIES + rows * widest * _FLOAT * 6 + resident()
-    disk = need.disk + weights * _FLOAT * _CHECKPOINT_COPIES
-    return replace(need, memory=max(need.memory, memory), disk=disk, training=seconds)
 
 
 def check(need: Forecast, folder: Path, budget: int | None) -> bool:
@@ -197,13 +167,13 @@ def resident() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def _stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> int:
-    layer = plan.layers.get(name)
-    count = _count(shape)
+def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> int:
+    """What a tensor takes as the plan stores it; `itemsize` bytes a number where it stays as it is."""
+    layer, numbers = plan.layers.get(name), count(shape)
     if layer is None:
-        return count * itemsize
-    scales = count // layer.group_size if layer.group_size else max(shape)
-    return int(count * _BITS[layer.scheme] / 8) + scales * 2 * (1 if layer.symmetric else 2)
+        return numbers * itemsize
+    scales = numbers // layer.group_size if layer.group_size else max(shape)
+    return int(numbers * _BITS[layer.scheme] / 8) + scales * 2 * (1 if layer.symmetric else 2)
 
 
 def _moments_bytes(work: Work, number: int) -> int:
@@ -263,6 +233,11 @@ def _hidden_size(work: Work) -> int:
     return int(work.skeleton.config.hidden_size)
 
 
+def compute_seconds(flops: float) -> float:
+    """What so many floating-point operations take in float32 on this machine, now."""
+    return flops / (_flops_rate() * _EFFICIENCY) if flops else 0.0
+
+
 def _flops_rate() -> float:
     """Floating-point operations a second of a large product on this machine, now."""
     a, b = torch.ones(512, 512), torch.ones(512, 512)
@@ -291,7 +266,8 @@ def _shortest(work: Callable[[], object]) -> float:
     return max(min(taken), 1e-9)
 
 
-def _count(shape: Sequence[int]) -> int:
+def count(shape: Sequence[int]) -> int:
+    """How many numbers a tensor of that shape has."""
     return torch.Size(shape).numel()
 
 
