@@ -22,8 +22,10 @@ from compress.training.settings import Budget, Settings
 from compress.training.task import Batches, Group, Note, Progress, Task
 
 _POINTS = 200  # of the loss curve, besides those with a held-out loss
-_TRIALS = 3  # timed steps, one before them warms up; fewer
-_TRIAL_SHARE = 0.1  # where they would take more of the budget in minutes
+# Timed steps, one before them warms up: as many as fit into the first share of a budget in minutes, for some steps
+# take longer (those on what a draft writes itself are one in ten). Three at least, unless that takes the second share.
+_MOST_TRIALS, _LEAST_TRIALS = 64, 3
+_TRIAL_SHARES = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class _Loop:
                 )
             return steps
         assert self.budget.minutes is not None
-        trials, each = map(self.world.agree, self._time_of_step(self.budget.minutes * 60))
+        trials, each = self._time_of_step(self.budget.minutes * 60)
         begun = time.monotonic()
         if self.world.leads:
             self.checkpoints.keep_best(0, self.task.state())
@@ -175,20 +177,18 @@ class _Loop:
         return min(steps, max(1, self.budget.most_tokens // settings.tokens_per_step))
 
     def _time_of_step(self, most: float) -> tuple[float, float]:
-        """Seconds of all trials, few where they are long beside `most`, and of a step.
+        """Seconds of all trials, few where they are long beside `most`, and of a step: the mean, without the first.
 
         The trials change nothing: their rate is 0, and the moments are forgotten after them.
         """
-        seconds = []
-        for number in range(_TRIALS + 1):
+        seconds: list[float] = []
+        while len(seconds) < 2 or not _tried_enough(len(seconds) - 1, math.fsum(seconds) / most):
             begun = time.monotonic()
-            self._gradients(number, 0.0)
+            self._gradients(len(seconds), 0.0)
             self._update(0.0)
-            seconds.append(time.monotonic() - begun)
-            if number and self.world.agree(math.fsum(seconds)) > _TRIAL_SHARE * most:
-                break
+            seconds.append(self.world.agree(time.monotonic() - begun))
         self.optimizers = make_optimizers(self.groups, self.settings)
-        return math.fsum(seconds), sorted(seconds[1:])[(len(seconds) - 1) // 2]
+        return math.fsum(seconds), math.fsum(seconds[1:]) / (len(seconds) - 1)
 
     def _step(self, standing: Standing) -> None:
         settings, step = self.settings, standing.step
@@ -300,6 +300,12 @@ def make_optimizers(groups: Sequence[Group], settings: Settings) -> list[torch.o
     if muon:
         made.append(torch.optim.Muon(muon, lr=settings.rate, adjust_lr_fn="match_rms_adamw"))
     return made
+
+
+def _tried_enough(timed: int, share: float) -> bool:
+    """Whether so many timed steps, which took this share of the budget, tell what a step takes."""
+    few, many = _TRIAL_SHARES
+    return timed >= _MOST_TRIALS or share > many or (timed >= _LEAST_TRIALS and share > few)
 
 
 def _described(group: Group, settings: Settings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.training import checkpoint
+from compress.training import checkpoint, loop
 from compress.training.batches import PackedBatches
 from compress.training.loop import train
 from compress.training.parallel import World
 from compress.training.settings import Budget, Settings
+from compress.training.task import Loss
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests/compress/training_driver.py"
@@ -117,6 +119,41 @@ def test_minutes_become_a_fixed_number_of_steps_without_changing_weights(tmp_pat
     # A resumed run keeps the number, however fast the machine is then.
     again = driver.Toy()
     assert driver.run(again, tmp_path / "minutes", Budget(minutes=0.01)).steps == trained.steps
+
+
+def test_minutes_count_the_steps_that_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the steps move: one in five takes six times as long, and the first one twenty."""
+    now, taken = [0.0], [0]
+
+    class Uneven(driver.Toy):
+        def loss(self, batch: Tensor, progress: float) -> Loss:
+            taken[0] += 1
+            now[0] += 20.0 if taken[0] == 1 else 6.0 if taken[0] % 5 == 4 else 1.0
+            return super().loss(batch, progress)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for minutes in (50.0, 500.0):
+        now[0], taken[0] = 0.0, 0
+        steps = driver.run(Uneven(), tmp_path / str(minutes), Budget(minutes=minutes)).steps
+        assert taken[0] - steps == (65 if minutes > 100 else 22)
+        assert now[0] == pytest.approx(minutes * 60, rel=0.05)
+
+
+def test_minutes_are_not_spent_on_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long steps are tried three times, very long ones once beside the first."""
+    now, taken = [0.0], [0]
+
+    class Slow(driver.Toy):
+        def loss(self, batch: Tensor, progress: float) -> Loss:
+            taken[0] += 1
+            now[0] += 60.0
+            return super().loss(batch, progress)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for minutes, trials, steps in ((60.0, 4, 56), (10.0, 2, 8)):
+        taken[0] = 0
+        assert driver.run(Slow(), tmp_path / str(minutes), Budget(minutes=minutes)).steps == steps
+        assert taken[0] == steps + trials
 
 
 def test_minutes_end_at_the_most_tokens(tmp_path: Path) -> None:
