@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import UserError
-from calib.library import is_held_out, standard_library
+from calib.sources import is_held_out, standard_library
 
 STANDARD_LIBRARY = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".py")

@@ -49,14 +49,14 @@ class MaskPrune:
         if self.stage.method == "magnitude" or starved:
             from compress.prune import magnitude
 
-            return weight * magnitude.mask(weight, sparsity)
+            return weight * magnitude.magnitude_mask(weight, sparsity)
         if self.stage.method == "wanda":
             from compress.prune import wanda
 
             norms = statistics[path].norms
             if norms is None:
                 raise ValueError(f"{path}: no norms were collected")
-            return weight * wanda.mask(weight, norms, sparsity)
+            return weight * wanda.wanda_mask(weight, norms, sparsity)
         from compress.prune import sparsegpt
 
         return sparsegpt.prune(weight, hessian_of(statistics, path), sparsity).weight

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calib.library import is_held_out, standard_library
+from calib.sources import is_held_out, standard_library
 from compress import Artifact, Recipe
 from compress.pair import default_pair
 from compress.pipeline import Options, run

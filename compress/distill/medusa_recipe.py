@@ -7,7 +7,7 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 from compress.recipe_stages import Strict
 from compress.training.recipe import Count, Trained, Training
 
-Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
+OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
 
 
 class Joint(Strict):
@@ -19,7 +19,7 @@ class Joint(Strict):
     heads_factor the heads' rate beside the model, likewise: at the full rate they forget what the warm-up taught them.
     """
 
-    warmup: Share = 0.5
+    warmup: OpenShare = 0.5
     weight: Annotated[float, Field(gt=0, le=10, strict=False)] = 0.2
     rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.03
     heads_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.3
@@ -66,7 +66,7 @@ class Medusa(Trained):
     projection: Literal["shared", "own"] = "shared"
     nodes: Annotated[StrictInt, Field(ge=1, le=64)] = 24
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
-    prompt: Share = 0.25
+    prompt: OpenShare = 0.25
     samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
     # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 passes, 4.13 after 6.5 and 5.23
     # after 17, the rate falling to its floor in each.

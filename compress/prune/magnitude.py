@@ -5,7 +5,7 @@ from torch import Tensor
 from compress.prune.sparsity import Sparsity, check, keep_largest, smallest
 
 
-def mask(weight: Tensor, sparsity: Sparsity) -> Tensor:
+def magnitude_mask(weight: Tensor, sparsity: Sparsity) -> Tensor:
     """bool (N, K), True where the weight (N, K) of any float dtype is kept: the largest |w|.
 
     A share is exact for the whole weight (round(share · N · K) zeros), a pattern in every group of m.

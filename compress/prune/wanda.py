@@ -6,7 +6,7 @@ from torch import Tensor
 from compress.prune.sparsity import Sparsity, check, keep_largest
 
 
-def mask(weight: Tensor, norms: Tensor, sparsity: Sparsity) -> Tensor:
+def wanda_mask(weight: Tensor, norms: Tensor, sparsity: Sparsity) -> Tensor:
     """bool (N, K), True where a weight is kept: the largest |w| · ‖x‖ of its output row.
 
     weight  (N, K), any float dtype.

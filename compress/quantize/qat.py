@@ -14,7 +14,7 @@ from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
 
-def pack(weight: Tensor, scheme: Scheme, stored: torch.dtype) -> PackedWeight:
+def pack_rounded(weight: Tensor, scheme: Scheme, stored: torch.dtype) -> PackedWeight:
     """A weight (N, K) of any float dtype rounded to nearest, with scales as a model of dtype `stored` holds them.
 
     Raises ValueError for schemes other than int8 (per token), int4, int3 and int2, and for scales that overflow.
@@ -62,4 +62,4 @@ class QuantizedLinear(nn.Linear):
     @torch.no_grad()
     def packed(self) -> PackedWeight:
         """The layer as its format has it, without its bias, which is a tensor of its own."""
-        return pack(self.weight, self.scheme, self.stored)
+        return pack_rounded(self.weight, self.scheme, self.stored)

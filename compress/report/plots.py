@@ -5,17 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from compress.report import training
-from compress.report.figure import (
-    BASELINE,
-    COMPRESSED,
-    DRAFT,
-    INK,
-    ORIGINAL,
-    SPECULATIVE,
-    STYLE,
-    data_uri,
-    new_figure,
-)
+from compress.report.figure import BASELINE, COMPRESSED, DRAFT, INK, ORIGINAL, SPECULATIVE, STYLE, data_uri, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -101,10 +101,10 @@ class BitLinear(nn.Linear):
         """
         if self.norm is not None:
             raise ValueError("the format's kernels know no norm inside a linear layer: train one without")
-        return pack(self.weight, self.codes, self.stored)
+        return pack_ternary(self.weight, self.codes, self.stored)
 
 
-def pack(weight: Tensor, codes: Codes, stored: torch.dtype) -> PackedWeight:
+def pack_ternary(weight: Tensor, codes: Codes, stored: torch.dtype) -> PackedWeight:
     """A weight (N, K) of any float dtype in two bits a weight, for a model of dtype `stored`.
 
     Raises ValueError for a weight that is not finite.

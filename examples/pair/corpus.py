@@ -8,9 +8,8 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from calib.library import is_held_out, standard_library
-from calib.overlap import COPY_SHARE, LEAK_SHARE, share, shingles
-from calib.packages import SourceFile, package_files
+from calib.sources import SourceFile, is_held_out, package_files, standard_library
+from calib.training_text import COPY_SHARE, LEAK_SHARE, share, shingles
 
 STANDARD_LIBRARY = "standard library"
 

@@ -10,7 +10,7 @@ from corpus import STANDARD_LIBRARY, Corpus, collect, megabytes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from calib.packages import SourceFile
+from calib.sources import SourceFile
 
 VOCABULARY = 4096
 END = "<|endoftext|>"

@@ -14,15 +14,7 @@ from runtime.device_rounds import BROKEN, DeviceRounds, Later, chosen_there
 from runtime.drafters import Draft, Outcome, Request
 from runtime.noise import Stream, pick, race, uniforms
 from runtime.rows import Decoder, GreedyChains, Rows, integers
-from runtime.sampling import (
-    Distributions,
-    Logits,
-    Sampling,
-    finite_choices,
-    greedy_choices,
-    host,
-    not_finite,
-)
+from runtime.sampling import Distributions, Logits, Sampling, finite_choices, greedy_choices, host, not_finite
 from runtime.verify import Rule
 
 # Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.

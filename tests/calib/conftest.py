@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from calib.library import standard_library
+from calib.sources import standard_library
 
 
 def byte_level(start: bool) -> PreTrainedTokenizerFast:

@@ -9,7 +9,7 @@ import pytest
 
 from calib.corpora import load, parse_dataset_name
 from calib.errors import UserError
-from calib.library import is_held_out, standard_library
+from calib.sources import is_held_out, standard_library
 
 LONG = "The quick brown fox jumps over the lazy dog. "
 

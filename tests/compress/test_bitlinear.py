@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.quantize.straight_through import blend, input_steps, round_inputs
-from compress.ternary.bitlinear import BitLinear, Codes, absmean, bit_linear, pack, weight_codes
+from compress.ternary.bitlinear import BitLinear, Codes, absmean, bit_linear, pack_ternary, weight_codes
 from runtime.formats import dequantize, ternary
 from runtime.kernels.reference import packed_linear, quantize_rows
 
@@ -29,7 +29,7 @@ def test_ternary_weights_are_the_formats_to_the_bit(
 ) -> None:
     weight = random(4 * quarter, inputs, seed=seed) * 10**power
     scale_dtype = torch.float16 if stored == torch.float16 else torch.bfloat16
-    made, theirs = pack(weight, "ternary", stored), ternary.pack(weight, scale_dtype=scale_dtype)
+    made, theirs = pack_ternary(weight, "ternary", stored), ternary.pack(weight, scale_dtype=scale_dtype)
     assert torch.equal(made.codes, theirs.codes) and torch.equal(made.scale, theirs.scale)
     assert ternary.to_tensors(made, "x", stored).keys() == {"x.weight", "x.weight_scale"}
     mean = weight.abs().mean(dtype=torch.float64)
@@ -38,14 +38,14 @@ def test_ternary_weights_are_the_formats_to_the_bit(
 
 def test_binary_weights_are_signs_about_the_mean_and_fit_the_same_file() -> None:
     weight = random(16, 24) + 0.02
-    made = pack(weight, "binary", torch.bfloat16)
+    made = pack_ternary(weight, "binary", torch.bfloat16)
     assert set(made.codes.unique().tolist()) == {-1, 1}
     assert torch.equal(made.codes == 1, weight > weight.double().mean())
     assert float(made.scale[0]) == pytest.approx(float(weight.abs().mean()), rel=2**-8)
     read = ternary.from_tensors(ternary.to_tensors(made, "x"), "x")
     assert torch.equal(read.codes, made.codes) and torch.equal(read.scale, made.scale)
     # A weight that is the mean everywhere is below no mean: all of it is −1.
-    assert (pack(torch.full((4, 8), 0.3), "binary", torch.bfloat16).codes == -1).all()
+    assert (pack_ternary(torch.full((4, 8), 0.3), "binary", torch.bfloat16).codes == -1).all()
 
 
 @pytest.mark.parametrize("codes", ["ternary", "binary"])
@@ -90,7 +90,7 @@ def test_gradients_pass_the_rounding() -> None:
     weight, x = random(8, 12).requires_grad_(), random(5, 12, seed=1, spread=1.0).requires_grad_()
     above = random(5, 8, seed=2, spread=1.0)
     bit_linear(x, weight, None, "ternary", torch.bfloat16, 1.0).backward(above)
-    rounded = dequantize(pack(weight.detach(), "ternary", torch.bfloat16))
+    rounded = dequantize(pack_ternary(weight.detach(), "ternary", torch.bfloat16))
     assert x.grad is not None and weight.grad is not None
     # As if the layer were y = q(x) q(W)ᵀ with dq/dx = 1.
     assert torch.allclose(x.grad, above @ rounded, atol=1e-6)
@@ -133,4 +133,4 @@ def test_a_norm_inside_the_layer_is_trained_but_never_packed() -> None:
 
 def test_weights_that_are_not_finite_are_not_packed() -> None:
     with pytest.raises(ValueError, match="NaN or infinite"):
-        pack(torch.full((4, 4), float("nan")), "ternary", torch.bfloat16)
+        pack_ternary(torch.full((4, 4), float("nan")), "ternary", torch.bfloat16)

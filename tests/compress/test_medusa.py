@@ -467,8 +467,8 @@ def test_medusa_2_goes_with_quantising_alone() -> None:
 def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Path) -> None:
     """A twentieth of the training that the recipe has on two cores: nearly all of the issue's 1.8 tokens a round."""
     from calib import corpora
-    from calib.library import is_held_out, standard_library
     from calib.prompts import prompts
+    from calib.sources import is_held_out, standard_library
 
     model = pair_target("int8-dynamic")
     target = load(model)

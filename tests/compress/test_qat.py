@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from compress.quantize import rtn
-from compress.quantize.qat import QuantizedLinear, pack
+from compress.quantize.qat import QuantizedLinear, pack_rounded
 from compress.quantize.straight_through import round_inputs
 from runtime.formats import dequantize, int4, int8, nf4
 from runtime.formats.packed import Scheme
@@ -39,7 +39,7 @@ def test_a_trained_layer_computes_what_the_kernel_does_with_its_packed_form(sche
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_scales_are_those_that_the_file_holds(stored: torch.dtype) -> None:
     for scheme in SCHEMES:
-        packed = pack(random(16, 128), scheme, stored)
+        packed = pack_rounded(random(16, 128), scheme, stored)
         tensors = rtn.to_tensors(packed, "x", stored)
         assert tensors["x.weight_scale"].dtype == stored
         assert torch.equal(tensors["x.weight_scale"].float().flatten(), packed.scale.flatten())
@@ -57,4 +57,4 @@ def test_gradients_pass_the_rounding() -> None:
 def test_other_schemes_are_refused() -> None:
     for scheme in (nf4.scheme(64), int8.scheme("int8-tensor")):
         with pytest.raises(ValueError, match="training knows"):
-            pack(random(16, 128), scheme, torch.bfloat16)
+            pack_rounded(random(16, 128), scheme, torch.bfloat16)

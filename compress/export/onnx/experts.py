@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-def replace(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
+def replace_experts(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
     """Gathers packed experts and dequantises only those; False where the graph uses the initialiser in another way.
 
     packed  (E · N, K), as Weights.packed_experts has it.

@@ -120,7 +120,7 @@ class Filled:
         for done, name in enumerate(names):
             progress(done, len(names))
             experts = self.weights.packed_experts(name)
-            if experts is not None and onnx_experts.replace(graph, name, experts, self.dtype):
+            if experts is not None and onnx_experts.replace_experts(graph, name, experts, self.dtype):
                 self._count("experts")
                 continue
             found = None if experts is not None else self.weights.weight(name)

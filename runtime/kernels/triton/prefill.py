@@ -13,14 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.triton.attention import (
-    SPLIT,
-    Heads,
-    Places,
-    key_block,
-    padded,
-    stages,
-)
+from runtime.kernels.triton.attention import SPLIT, Heads, Places, key_block, padded, stages
 from runtime.kernels.triton.available import interpreted
 from runtime.kernels.triton.cache import layer_parts
 from runtime.kernels.triton.softmax import columns
