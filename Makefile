@@ -33,7 +33,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-NATIVE := $(wildcard runtime/kernels/native/*.cpp runtime/kernels/native/*.h)
+NATIVE := $(wildcard runtime/native/*.cpp runtime/native/*.h)
 
 # torch goes in first and alone: asked for by another package, an unpinned one would be replaced by the newest build.
 # torch for CUDA brings the Triton that it was built with; beside torch for CPUs, Triton is there for its interpreter,

@@ -8,11 +8,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
 
-HERE = "runtime/kernels/native"
+HERE = "runtime/native"
 # Compiled for each path …
 KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "cache", "attention", "path"]
 # … and once.
@@ -68,10 +68,15 @@ class BuildKernels(build_ext):
             return [made for group in pool.map(one, names) for made in group]
 
 
+# The embedded pair lives once, in examples/, and travels in the wheel as data.
+PAIR = {f"compress._pair.{part}": f"examples/pair/{part}" for part in ("target", "draft")}
+
 setup(
+    packages=[*find_packages(include=["calib*", "runtime*", "compress*", "specpress*"]), *PAIR],
+    package_dir=PAIR,
     ext_modules=[
         Extension(
-            "runtime.kernels.native._specpress",
+            "runtime.native._specpress",
             sources=[f"{HERE}/{name}.cpp" for name in [*KERNELS, *COMMON]],
             depends=[
                 f"{HERE}/{name}.h"

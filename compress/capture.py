@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from compress.activations import Call, check_window
 from compress.errors import UserError
 from compress.skeleton import Skeleton, make_buffers
-from runtime.checkpoint import check_finite
+from runtime.formats.tensors import check_finite
 
 
 class _LastLayerError(Exception):

@@ -24,16 +24,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from compress import shards
 from compress.errors import UserError
 from compress.files import write_json
-from runtime import kv_scheme, load
-from runtime.checkpoint import open_checkpoint
-from runtime.decoder import LlamaDecoder
-from runtime.family import describe
+from runtime import load
+from runtime.cache import scheme
+from runtime.cache.quantizer import LIMITS
+from runtime.checkpoints.architecture import describe
+from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows, rms_norm
-from runtime.kv import LIMITS
-from runtime.native import NativeDecoder
-from runtime.rotary import frequencies
-from runtime.shards import Shards
+from runtime.model.native import NativeDecoder
+from runtime.model.reference import LlamaDecoder
+from runtime.model.rotary import frequencies
 
 Kind = Literal["int8", "int4"]
 EXPONENTS = tuple(n / 8 for n in range(9))
@@ -103,7 +104,7 @@ def search(keys: Tensor, moments: Tensor, rotated: int, kind: Kind, layer: int =
 
 def static_scale(absmax: Tensor) -> Tensor:
     """Scales (heads,) of symmetric int8 codes from the largest |x| of each head; 1 for a head of zeros."""
-    return torch.where(absmax > 0, absmax / kv_scheme.STATIC_RANGE, 1.0).float()
+    return torch.where(absmax > 0, absmax / scheme.STATIC_RANGE, 1.0).float()
 
 
 # --------------------------------------------------------------------------------------------- the calibration text
@@ -187,14 +188,12 @@ class Calibrated:
 
     def factors(self) -> dict[str, Tensor]:
         """The key factors by name."""
-        return {kv_scheme.factor_name(i): factor for i, factor in enumerate(self.key_factor)}
+        return {scheme.factor_name(i): factor for i, factor in enumerate(self.key_factor)}
 
     def scales(self) -> dict[str, Tensor]:
         """The static scales by name, (kv_heads, 1, 1) as compressed-tensors has them."""
         both = (("k", self.key_scale), ("v", self.value_scale))
-        return {
-            kv_scheme.scale_name(i, part): scale[:, None, None] for part, rows in both for i, scale in enumerate(rows)
-        }
+        return {scheme.scale_name(i, part): scale[:, None, None] for part, rows in both for i, scale in enumerate(rows)}
 
 
 def calibrate(
@@ -271,14 +270,14 @@ def attach(model: Path, found: Calibrated, shard_bytes: int = shards.SHARD_BYTES
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     beside = found.factors()
-    if kv_scheme.holds_scales(config):
+    if scheme.holds_scales(config):
         _join(model, found.scales(), shard_bytes)
     else:
         beside |= found.scales()
-    extra = model / kv_scheme.TENSORS
+    extra = model / scheme.TENSORS
     extra.parent.mkdir(exist_ok=True)
     shards.write_part(extra, beside)
-    write_json(model / "config.json", kv_scheme.to_config(config, found.kind))
+    write_json(model / "config.json", scheme.to_config(config, found.kind))
 
 
 def _join(model: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:

@@ -32,7 +32,7 @@ from compress.stages import is_plain, make_stages
 from compress.survey import Survey, survey
 from compress.training.parallel import World, current
 from compress.walk import Note, Progress, Walked, Work, make_work, release, walk
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.devices import resolve
 
 if TYPE_CHECKING:

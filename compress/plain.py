@@ -7,10 +7,10 @@ from torch import Tensor
 from compress.plan import Layer, Plan
 from compress.quantize import rtn
 from compress.report.facts import LayerRecord
-from runtime.checkpoint import Checkpoint, check_finite
+from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import stored_scale_dtype
+from runtime.formats.tensors import check_finite, stored_scale_dtype
 
 
 def part(checkpoint: Checkpoint, plan: Plan, names: Sequence[str]) -> tuple[dict[str, Tensor], list[LayerRecord]]:

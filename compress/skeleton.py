@@ -19,7 +19,8 @@ from compress.experts import UnfusedExperts
 from compress.quantize import rtn
 from compress.report.facts import LayerRecord
 from compress.survey import Survey
-from runtime.checkpoint import Checkpoint, check_finite
+from runtime.checkpoints.directory import Checkpoint
+from runtime.formats.tensors import check_finite
 
 _DTYPES = {name: dtype for dtype, name in shards.NAMES.items()}
 

@@ -10,8 +10,9 @@ from compress import shards
 from compress.errors import UserError
 from compress.files import sha256
 from compress.pair import default_pair
-from runtime.checkpoint import Checkpoint, open_checkpoint
-from runtime.vocabulary import require_same_vocabulary
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.sampling.detokenize import require_same_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

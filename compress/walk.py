@@ -28,7 +28,7 @@ from compress.report.facts import ExpertRecord, LayerRecord
 from compress.shortening import Shortening
 from compress.skeleton import Skeleton
 from compress.statistics import collect, union
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.directory import Checkpoint
 
 if TYPE_CHECKING:
     from calib.moments import Wants

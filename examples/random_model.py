@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from compress.pair import default_pair
-from runtime.commands import without_traceback
-from runtime.shapes import SHAPES, write_shape
+from runtime.bench.random_models import SHAPES, write_shape
+from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

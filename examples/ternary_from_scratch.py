@@ -33,7 +33,7 @@ from compress.training import plain_model
 from compress.training.batches import PackedBatches
 from compress.training.loop import Trained, train
 from compress.training.settings import Budget, Settings
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 
 def make_ternary(model: nn.Module, norm: float | None) -> None:

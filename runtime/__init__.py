@@ -6,7 +6,7 @@ from runtime import Speculator, load
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.loading import Model, load
+    from runtime.model.load import Model, load
     from runtime.speculate import Speculator
 
 __all__ = ["Model", "Speculator", "load"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Speculator
     if name in ("load", "Model"):
-        from runtime import loading
+        from runtime.model import build
 
-        return getattr(loading, name)
+        return getattr(build, name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

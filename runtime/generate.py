@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
-    from runtime.rows import Decoder
-    from runtime.sampling import Sampling
+    from runtime.contract import Decoder
+    from runtime.model.load import Model
+    from runtime.sampling.params import Sampling
     from runtime.speculate import Stream
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -106,10 +106,10 @@ def main(
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
     with without_traceback():
         # Imported here: torch takes longer to load than `--help` may take.
-        from runtime.drafters.choose import choose
-        from runtime.loading import load
-        from runtime.sampling import Sampling
+        from runtime.model.load import load
+        from runtime.sampling.params import Sampling
         from runtime.speculate import CacheOptions, Speculator, lossless_class
+        from runtime.speculative.drafters.by_name import choose
 
         sampling = Sampling(
             temperature,
@@ -179,7 +179,7 @@ def _require_plain(
 
 def _search(model: "Model", prompt: str, beams: int, max_new_tokens: int, quiet: bool) -> None:
     """Prints the best text that a beam search finds."""
-    from runtime.beam import beam_search
+    from runtime.engine.beam import beam_search
 
     # The tokenizer is read at its first use, which takes longer than a short text.
     tokens = model.tokenizer(prompt)["input_ids"]
@@ -214,7 +214,7 @@ def _print(prompt: str, stream: "Stream", quiet: bool) -> None:
 def _kernels(decoder: "Decoder") -> str:
     """Which kernels ran, on how many threads; and why not the native ones, where a CPU had to do without."""
     from runtime.kernels import available
-    from runtime.kernels_used import described
+    from runtime.model.layers import described
 
     shown = f"{described(decoder)}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
     native = available("cpu")[0]

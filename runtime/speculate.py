@@ -6,21 +6,20 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from runtime.batching import Engine
-from runtime.controller import Controller
-from runtime.drafters import Draft, Drafter, Outcome, Request
-from runtime.drafters.reencoded import model_drafter
+from runtime.contract import Cache, CacheKind, Decoder
+from runtime.engine.engine import Engine
+from runtime.engine.metrics import Metrics
 from runtime.errors import UserError
-from runtime.kv_kind import CacheKind
-from runtime.metrics import Metrics
-from runtime.rows import Cache, Decoder
-from runtime.sampling import Sampling, require_known
-from runtime.stopping import Stop, StopStrings, resolve
-from runtime.verify import Rule
-from runtime.vocabulary import Detokenizer, encode
+from runtime.sampling.detokenize import Detokenizer, encode
+from runtime.sampling.params import Sampling, require_known
+from runtime.sampling.stopping import Stop, StopStrings, resolve
+from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
 MAX_DRAFT_LENGTH = 64

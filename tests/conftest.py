@@ -125,7 +125,7 @@ def write_ternary(source: Path, out: Path) -> Path:
     from safetensors.torch import save_file
 
     from runtime import formats
-    from runtime.checkpoint import open_checkpoint
+    from runtime.checkpoints.open import open_checkpoint
     from runtime.formats import ternary
 
     checkpoint = open_checkpoint(source)
@@ -158,7 +158,7 @@ def write_medusa(
     """
     from safetensors.torch import save_file
 
-    from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description, weights_digest
+    from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, weights_digest
 
     config = json.loads((model / "config.json").read_text())
     sizes = {"hidden_size": config["hidden_size"], "vocab_size": config["vocab_size"]}

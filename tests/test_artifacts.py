@@ -15,10 +15,10 @@ from compress.pipeline import Options, run
 from compress.report.facts import RunFacts
 from compress.report.size import bits_per_weight, weight_bytes
 from runtime import Model, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.rows import Rows
 
 BITS = {"nf4": 4.2, "int8-dynamic": 8.1, "int4-rtn": 4.2}
 

@@ -10,9 +10,8 @@ from calib.windows import make_windows
 from compress.pair import default_pair
 from compress.report.quality import log_probabilities, token_nll
 from runtime import Model, load
-from runtime.kernels.native.binding import CACHES
-from runtime.kv_kind import CacheKind
-from runtime.rows import Rows
+from runtime.contract import CacheKind, Rows
+from runtime.native.binding import CACHES
 
 WINDOW = 1024
 # The most that perplexity may grow, and the most bytes of a token's keys and values over fp16's.

@@ -16,8 +16,8 @@ from compress.export import silent
 from compress.export.gguf.file import write
 from compress.pair import default_pair
 from runtime import load
-from runtime.loading import Model
-from runtime.rows import Rows
+from runtime.contract import Rows
+from runtime.model.load import Model
 
 pytest.importorskip("gguf")
 PEERS = Path(__file__).parents[1] / ".peers" / "bin" / "python"

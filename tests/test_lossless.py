@@ -14,13 +14,13 @@ from calib import corpora
 from calib.prompts import prompts
 from compress.pair import default_pair
 from runtime import Model, Speculator, load
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.nested import NestedDrafter
+from runtime.contract import Out
+from runtime.engine.metrics import total
 from runtime.kernels.dispatch import choose
-from runtime.metrics import total
-from runtime.rows import Out
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
 from runtime.speculate import Result, lossless_class
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.nested import NestedDrafter
 
 # All lengths for the original and one 4-bit target, the rest with the slow tests. test_lossless_matrix.py has every
 # drafter, target, cache and batch, at one length.

@@ -19,16 +19,16 @@ from calib.prompts import prompts
 from compress.pair import default_pair
 from runtime import Model, Speculator, load
 from runtime.bench.prompts import read_prompts
-from runtime.drafters.chained import ChainedDrafter
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.medusa import MedusaDrafter, load_heads
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.nested import NestedDrafter
-from runtime.drafters.suffix import SuffixDrafter
-from runtime.drafters.tree import TreeDrafter
-from runtime.metrics import total
-from runtime.sampling import Sampling
+from runtime.engine.metrics import total
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions, Result
+from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.nested import NestedDrafter
+from runtime.speculative.drafters.suffix import SuffixDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
 from tests.conftest import write_medusa
 
 NESTED = "nested"  # drafts with int8 targets only

@@ -12,9 +12,9 @@ from compress.pair import default_pair
 from compress.report.quality import score_window
 from compress.report.speed import teacher_forced_agreement
 from runtime import Model, Speculator, load
-from runtime.checkpoint import open_checkpoint
-from runtime.metrics import total
-from runtime.sampling import Sampling
+from runtime.checkpoints.open import open_checkpoint
+from runtime.engine.metrics import total
+from runtime.sampling.params import Sampling
 
 
 @pytest.fixture(scope="module")

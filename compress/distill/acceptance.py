@@ -11,7 +11,7 @@ from compress.distill.teacher import of_decoder
 from compress.training.batches import portions
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 DRAFT_LENGTH = 4
 
@@ -40,7 +40,7 @@ def measure(
 
     Greedy decoding and fixed windows: a pure function of the models. acceptance_rate is None where nothing was drafted.
     """
-    from runtime.metrics import total
+    from runtime.engine.metrics import total
     from runtime.speculate import Speculator
 
     speculator = Speculator(target, draft, DRAFT_LENGTH)

@@ -28,7 +28,7 @@ from compress.training.task import Group, Loss
 
 if TYPE_CHECKING:
     from compress.model_stages import Given
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 # Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
 _PROMPTS, _NEW_TOKENS = 24, 64
@@ -45,7 +45,7 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
     Raises UserError for a draft with another vocabulary, and for whatever stops the loop.
     """
     from runtime import load
-    from runtime.vocabulary import require_same_vocabulary
+    from runtime.sampling.detokenize import require_same_vocabulary
 
     given.work.mkdir(parents=True, exist_ok=True)
     source, made_of = given.draft, None

@@ -20,12 +20,12 @@ from compress.errors import UserError
 from compress.files import render_json, whole, write_atomic, write_json
 from compress.training.parallel import World, alone
 from compress.training.settings import Settings
-from runtime.rows import Decoder, Rows, integers
-from runtime.sampling import Sampling
+from runtime.contract import Decoder, Rows, integers
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 Continuations = Literal["greedy", "sampled", "none"]
 # Windows in a chunk: as many texts are written at a time.

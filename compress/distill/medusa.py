@@ -27,11 +27,11 @@ from compress.training.parallel import current
 from compress.training.settings import Budget
 from compress.training.task import Group, Loss, Task
 from runtime import Model, Speculator, formats, load
-from runtime.checkpoint import open_checkpoint
-from runtime.drafters.medusa import MedusaDrafter, load_heads
-from runtime.drafters.medusa_files import Choice, weights_digest
-from runtime.metrics import Metrics
-from runtime.metrics import total as summed
+from runtime.checkpoints.medusa import Choice, weights_digest
+from runtime.checkpoints.open import open_checkpoint
+from runtime.engine.metrics import Metrics
+from runtime.engine.metrics import total as summed
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 if TYPE_CHECKING:
     from compress.model_stages import Given

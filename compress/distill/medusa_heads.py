@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from compress.files import write_atomic
 from compress.training.task import Group
-from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description
 
 
 class Head(nn.Module):

@@ -19,7 +19,7 @@ from compress.training import plain_model
 from compress.training.settings import Budget
 from compress.training.task import Group, Loss
 from runtime import load
-from runtime.rows import Decoder, Rows, integers
+from runtime.contract import Decoder, Rows, integers
 
 if TYPE_CHECKING:
     from compress.model_stages import Given

@@ -19,7 +19,7 @@ from compress.distill.policy import gumbel_sample
 
 if TYPE_CHECKING:
     from compress.distill.policy import Writer
-    from runtime.rows import Decoder
+    from runtime.contract import Decoder
 
 Importance = Literal["exact", "token"]
 """exact: products over all tokens so far, unbiased. token: the last factor alone, as the paper has it; biased, calm."""
@@ -81,7 +81,7 @@ def mixed_writer(student: "Decoder", teacher: "Decoder", teacher_mix: float) -> 
 
     Both decoders read every text; the vocabulary is the smaller one's.
     """
-    from runtime.rows import Rows
+    from runtime.contract import Rows
 
     def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
         rows, length = prompts.shape

@@ -14,7 +14,7 @@ from compress import shards
 from compress.export import huggingface
 from compress.prune import depth
 from compress.survey import survey
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 # Tokens that influence is measured on.
 _TOKENS = 8192

@@ -21,7 +21,7 @@ from compress import files
 from compress.training.task import Progress
 
 if TYPE_CHECKING:
-    from runtime.rows import Decoder
+    from runtime.contract import Decoder
 
 Writer = Callable[[Tensor, int, torch.Generator], Tensor]
 """Prompts (B, P) int64, new tokens N, random numbers → (B, P + N) int64 that begin with the prompts."""
@@ -59,7 +59,7 @@ def decoder_writer(decoder: "Decoder", temperature: float = 1.0) -> Writer:
 
     On a CPU the native kernels write about twice as many tokens a second as transformers does.
     """
-    from runtime.rows import Rows
+    from runtime.contract import Rows
 
     def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
         rows, length = prompts.shape

@@ -10,7 +10,7 @@ from compress.distill.distributions import mix
 from compress.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.rows import Decoder
+    from runtime.contract import Decoder
 
 Teacher = Callable[[Tensor], Tensor]
 """Tokens (B, T) int64 → logits (B, T, V) of what follows each, without a graph."""
@@ -33,7 +33,7 @@ def of_decoder(decoder: "Decoder") -> Teacher:
 
     Its logits are float32. Raises UserError, when called, for windows beyond the decoder's positions.
     """
-    from runtime.rows import Rows
+    from runtime.contract import Rows
 
     def logits(tokens: Tensor) -> Tensor:
         rows, length = tokens.shape

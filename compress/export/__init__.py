@@ -135,7 +135,7 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
         raise UserError(
             f"{out.name} was not written by an export, so --force does not replace it: choose another --out"
         )
-    from runtime.checkpoint import open_checkpoint
+    from runtime.checkpoints.open import open_checkpoint
     from runtime.formats import holds_fp8
 
     if holds_fp8(open_checkpoint(model).quantization):

@@ -77,7 +77,7 @@ def _check(artifact: str) -> None:
     from compress import manifest
     from compress.errors import UserError
     from compress.export import engines
-    from runtime.checkpoint import locate
+    from runtime.checkpoints.open import locate
 
     run = locate(artifact).resolve().parent
     if not manifest.is_run_folder(run):

@@ -12,7 +12,8 @@ from compress import files, shards
 from compress.export import Exported, Loss, Progress, huggingface
 from compress.export.layers import CACHE_SCALES, Facts, Model
 from compress.quantize.rtn import relative_error
-from runtime import formats, kv_scheme
+from runtime import formats
+from runtime.cache import scheme
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import as_stored
 
@@ -149,6 +150,6 @@ def _beside(model: Model, form: Form, out: Path) -> None:
     source = model.checkpoint.path
     huggingface.write_config(source, out, form.quantization)
     huggingface.copy_companions(source, out)
-    if (source / kv_scheme.TENSORS).is_file():
-        (out / kv_scheme.TENSORS).parent.mkdir(exist_ok=True)
-        files.copy_synced(source / kv_scheme.TENSORS, out / kv_scheme.TENSORS)
+    if (source / scheme.TENSORS).is_file():
+        (out / scheme.TENSORS).parent.mkdir(exist_ok=True)
+        files.copy_synced(source / scheme.TENSORS, out / scheme.TENSORS)

@@ -8,7 +8,7 @@ from typing import Any
 from compress.files import copy_synced, write_json
 from compress.plan import Plan
 from compress.quantize import rtn
-from runtime import kv_scheme
+from runtime.cache import scheme
 from runtime.formats import hf_config
 
 # What a directory may have beside its weights. Code (*.py), pickles (*.bin, *.pt) and model cards are never copied.
@@ -80,8 +80,8 @@ def copy_model(source: Path, target: Path, weights: Sequence[Path]) -> None:
     index = source / "model.safetensors.index.json"
     if index.is_file() and len(weights) > 1:
         copy_synced(index, target / index.name)
-    if (source / kv_scheme.TENSORS).is_file():
-        (target / kv_scheme.TENSORS).parent.mkdir(exist_ok=True)
-        copy_synced(source / kv_scheme.TENSORS, target / kv_scheme.TENSORS)
+    if (source / scheme.TENSORS).is_file():
+        (target / scheme.TENSORS).parent.mkdir(exist_ok=True)
+        copy_synced(source / scheme.TENSORS, target / scheme.TENSORS)
     write_config(source, target, None)
     copy_companions(source, target)

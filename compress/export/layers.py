@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from compress.errors import UserError
-from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.zero_points import whole_zeros
 
 # A packed layer has one of these, whatever its format; a plain one has none.
 _MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")

@@ -34,7 +34,7 @@ def place(artifact: str | Path, out: Path | None = None) -> Place:
 
     Raises UserError where there is no model, and for a model that is in no run folder without `out`.
     """
-    from runtime.checkpoint import locate
+    from runtime.checkpoints.open import locate
 
     model = locate(artifact).resolve()
     run = model.parent if model.name == "model" and manifest.is_run_folder(model.parent) else None

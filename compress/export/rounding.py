@@ -6,8 +6,8 @@ import torch
 
 from compress.quantize import grid
 from runtime.formats import dequantize, int8, nf4
+from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight
-from runtime.formats.zero_points import whole_zeros
 
 
 def with_whole_zeros(packed: PackedWeight) -> PackedWeight:

@@ -16,7 +16,7 @@ from compress.errors import UserError
 from compress.prune import groups
 from compress.prune.budget import weights_to_remove
 from compress.prune.sparsity import finite
-from runtime.family import describe
+from runtime.checkpoints.architecture import describe
 
 Config = dict[str, Any]
 

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from runtime.costs import width_cost
-from runtime.metrics import predicted_speedup
+from runtime.engine.metrics import predicted_speedup
+from runtime.speculative.costs import width_cost
 
 MAX_DRAFT_LENGTH = 16
 # A longer draft must gain at least this much over a shorter one: less is within the noise of a measurement.

@@ -22,14 +22,14 @@ from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
 from runtime.devices import resolve
-from runtime.drafters.medusa import MedusaDrafter, load_heads
 from runtime.kernels import available
-from runtime.kernels_used import described
+from runtime.model.layers import described
 from runtime.speculate import Speculator
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
-    from runtime.rows import Decoder
+    from runtime.contract import Decoder
+    from runtime.model.load import Model
 
 Progress = Callable[[str, int, int], None]
 PROMPTS = 8

@@ -18,14 +18,14 @@ from compress.report import quality, speed
 from compress.report.schema import null_paths
 from compress.report.unmeasured import NO_QUALITY
 from runtime import load
-from runtime.drafters.lookup import LookupDrafter
-from runtime.metrics import total
-from runtime.onnx import files as onnx_files
-from runtime.sampling import Sampling
+from runtime.engine.metrics import total
+from runtime.model.onnx import graph as onnx_files
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator, lossless_class
+from runtime.speculative.drafters.lookup import LookupDrafter
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 Progress = Callable[[str, int, int], None]
 Entry = dict[str, Any]

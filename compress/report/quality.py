@@ -15,8 +15,7 @@ from torch import Tensor
 
 from calib.windows import Windows
 from compress.errors import UserError
-from runtime.kv_kind import CacheKind
-from runtime.rows import Decoder, Rows
+from runtime.contract import CacheKind, Decoder, Rows
 
 # Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
 _BLOCK = 256

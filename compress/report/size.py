@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.report.facts import LayerRecord
 from compress.report.unmeasured import NOT_LOADED
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 

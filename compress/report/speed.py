@@ -10,19 +10,19 @@ import torch
 
 from compress.report.advice import advise, fit_acceptance, iid_speedup
 from compress.report.schema import covers, null_paths
-from runtime.costs import StepCosts, measure_costs
-from runtime.drafters import Drafter
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.medusa import MedusaDrafter
+from runtime.contract import Rows
+from runtime.engine.metrics import Metrics, predicted_speedup, total
 from runtime.errors import UserError
-from runtime.metrics import Metrics, predicted_speedup, total
-from runtime.rows import Rows
-from runtime.sampling import Sampling
+from runtime.sampling.detokenize import require_same_vocabulary
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator, lossless_class
-from runtime.vocabulary import require_same_vocabulary
+from runtime.speculative.costs import StepCosts, measure_costs
+from runtime.speculative.draft import Drafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import MedusaDrafter
 
 if TYPE_CHECKING:
-    from runtime.loading import Model
+    from runtime.model.load import Model
 
 Progress = Callable[[str, int, int], None]
 

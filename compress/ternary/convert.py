@@ -23,7 +23,7 @@ from compress.quantize.qat import QuantizedLinear
 from compress.report.facts import LayerRecord
 from compress.survey import Survey
 from compress.ternary.bitlinear import BitLinear, Codes
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 
 RoundedLinear = BitLinear | QuantizedLinear

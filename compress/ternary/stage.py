@@ -14,7 +14,7 @@ from compress.training import plain_model
 from compress.training.batches import PackedBatches
 from compress.training.loop import train
 from compress.training.task import Batches
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 if TYPE_CHECKING:
     from compress.model_stages import Given

@@ -16,7 +16,9 @@ from compress.export import huggingface
 from compress.survey import survey
 from compress.training.batches import portions
 from compress.training.task import Group
-from runtime.checkpoint import Checkpoint, check_finite, open_checkpoint
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.formats.tensors import check_finite
 
 _DTYPES = {name: dtype for dtype, name in shards.NAMES.items()}
 

@@ -16,7 +16,7 @@ import typer
 from output import check_json, cpu, machine, write_json
 from settings import SETTINGS, TIMED, Setting, chosen
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _quality(
     from jobs import Bench, compressors
 
     from compress.pair import default_pair
-    from runtime.kernels.native import default_threads
+    from runtime.native import default_threads
 
     console, notes = _consoles()
     model, count = Path(default_pair()[0]).absolute(), threads or default_threads()
@@ -133,8 +133,8 @@ def _time(
     from jobs import Bench
 
     from compress.pair import default_pair
-    from runtime.kernels.native import default_threads
-    from runtime.shapes import SHAPES
+    from runtime.bench.random_models import SHAPES
+    from runtime.native import default_threads
 
     shape, blocks, rounds = measured
     if shape not in SHAPES:

@@ -7,7 +7,7 @@ from typing import Any
 
 from processes import Start, started
 
-from runtime.bench.rounds import Sample, fastest
+from runtime.bench.measure import Sample, fastest
 
 
 @dataclass(frozen=True)

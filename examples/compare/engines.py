@@ -14,7 +14,7 @@ import typer
 from catalogue import OURS, SCHEMES, Engine
 from output import check_json, cpu, machine, write_json
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def _run(
     from rich.console import Console
     from tables import print_ratios, print_scheme, ratios, report
 
-    from runtime.kernels.native import PATHS, default_threads, usable
-    from runtime.shapes import SHAPES
+    from runtime.bench.random_models import SHAPES
+    from runtime.native import PATHS, default_threads, usable
 
     if not any(usable(path)[0] for path in PATHS):
         raise UserError(f"the native kernels, which are to be compared, do not run here: {usable(PATHS[-1])[1]}")
@@ -134,7 +134,7 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
     from processes import Start
     from tables import Compared, rows
 
-    from runtime.bench.rounds import Memory
+    from runtime.bench.measure import Memory
 
     given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")}
 

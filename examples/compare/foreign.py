@@ -18,7 +18,7 @@ import typer
 from output import check_json, cpu, machine, write_json
 from settings import TIMED, Setting, chosen
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -89,8 +89,8 @@ def _compare(
     from rounds import Work
 
     from compress.pair import default_pair
-    from runtime.kernels.native import default_threads
-    from runtime.shapes import SHAPES
+    from runtime.bench.random_models import SHAPES
+    from runtime.native import default_threads
 
     (shape, blocks, samples), (prompts, new_tokens, rounds) = model_of, work_of
     if shape not in SHAPES:

@@ -67,7 +67,7 @@ def make_peers(shop: Workshop, models: Sequence[str]) -> None:
 @contextmanager
 def our_model(shop: Workshop, scheme: str) -> Iterator[Path]:
     """Our model directory in a scheme, head int8 per channel; gone when the block ends."""
-    from runtime.shapes import write_shape
+    from runtime.bench.random_models import write_shape
 
     shop.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ours-", dir=shop.folder) as made:
@@ -76,7 +76,7 @@ def our_model(shop: Workshop, scheme: str) -> Iterator[Path]:
 
 def _config(shape: str) -> dict[str, object]:
     """The shape as a transformers configuration."""
-    from runtime.shapes import SHAPES
+    from runtime.bench.random_models import SHAPES
 
     return dict(SHAPES[shape].config)
 

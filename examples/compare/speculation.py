@@ -14,7 +14,7 @@ import typer
 from output import check_json, cpu, machine, write_json
 from ways import ENGINES, OURS, WAYS, Way, with_lengths
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _run(
     from rounds import Work, decode
 
     from compress.pair import default_pair
-    from runtime.kernels.native import PATHS, default_threads, usable
+    from runtime.native import PATHS, default_threads, usable
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     notes = Console(highlight=False, stderr=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from catalogue import OURS, TITLES
 from drive import Measured, Plan
 
-from runtime.bench.rounds import Sample
+from runtime.bench.measure import Sample
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,7 @@ def random_checkpoint(shape: str, blocks: int | None, tokenizer: Path, folder: P
 
     The shape has no tokenizer: `tokenizer`'s is put beside it, whose ids must lie in the shape's vocabulary.
     """
-    from runtime.shapes import write_shape
+    from runtime.bench.random_models import write_shape
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".shape-", dir=folder) as room:
@@ -32,7 +32,7 @@ def random_checkpoint(shape: str, blocks: int | None, tokenizer: Path, folder: P
 
 def shorten(model: Path, blocks: int) -> None:
     """Leaves the first `blocks` of a checkpoint whose index names a shard for each block."""
-    from runtime.shards import INDEX
+    from runtime.checkpoints.safetensors import INDEX
 
     file, about = model / INDEX, model / "config.json"
     index, config = json.loads(file.read_text()), json.loads(about.read_text())

@@ -2,9 +2,9 @@
 
 import typer
 
-from runtime.bench.gpu.__main__ import app as gpu
+from runtime.bench.commands import decode, kernels, verify
+from runtime.bench.gpu_commands import app as gpu
 from runtime.bench.serving import load, speculate
-from runtime.bench.timing import decode, kernels, verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 for command in (kernels, decode, verify, speculate, load):

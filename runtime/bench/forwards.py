@@ -6,8 +6,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from runtime.bench.rounds import Row, interleaved, row
-from runtime.rows import Cache, Decoder, Rows, integers
+from runtime.bench.measure import Row, interleaved, row
+from runtime.contract import Cache, Decoder, Rows, integers
 
 CONTEXT = 64
 PREFILL = 512

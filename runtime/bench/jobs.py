@@ -13,22 +13,22 @@ import numpy as np
 import torch
 import typer
 
+from runtime.bench.measure import machine
+from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
-from runtime.bench.rounds import machine
+from runtime.bench.random_models import SHAPES, write_shape
 from runtime.bench.speculate import Item, Job, Way, run_once
-from runtime.costs import Prober, StepCosts
-from runtime.drafters import Drafter
-from runtime.drafters.choose import make
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.nested import upper_half
-from runtime.drafters.oracle import OracleDrafter
 from runtime.errors import UserError
-from runtime.kernels_used import described
-from runtime.loading import Model, load
-from runtime.sampling import Sampling
-from runtime.shapes import SHAPES, write_shape
+from runtime.model.layers import described
+from runtime.model.load import Model, load
+from runtime.sampling.params import Sampling
 from runtime.speculate import MAX_DRAFT_LENGTH, NoDrafter
-from runtime.verify import Rule
+from runtime.speculative.costs import Prober, StepCosts
+from runtime.speculative.draft import Drafter
+from runtime.speculative.drafters.by_name import make
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.nested import upper_half
+from runtime.speculative.verify import Rule
 
 # Prompts of models without a tokenizer: random tokens.
 _RANDOM_PROMPT, _RANDOM_PROMPTS = 64, 8

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.bench.rounds import Row, bytes_read, cache_bytes, interleaved, row
+from runtime.bench.measure import Row, bytes_read, cache_bytes, interleaved, row
+from runtime.bench.random_models import SHAPES, block_layers, random_weight
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
-from runtime.kernels.native.layers import NativeLinear
-from runtime.shapes import SHAPES, block_layers, random_weight
+from runtime.kernels.native_linear import NativeLinear
 
 Product = Callable[[Tensor], Tensor]
 # A pass over one kind of layer reads this many times the largest cache, so that every weight comes from memory.

@@ -7,10 +7,10 @@ from itertools import cycle, islice, pairwise
 
 import numpy as np
 
-from runtime.batching import Engine
 from runtime.bench.speculate import Job, Way, percentiles
-from runtime.drafters import Request
-from runtime.metrics import Metrics
+from runtime.engine.engine import Engine
+from runtime.engine.metrics import Metrics
+from runtime.speculative.draft import Request
 
 # Steps of the search between a rate that held and one that did not.
 _BISECTIONS = 4

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from runtime.commands import without_traceback
+from runtime.cli import without_traceback
 from runtime.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 _Target = Annotated[str | None, typer.Option(help="A model directory or run folder; or name a --shape.")]
 _Shape = Annotated[str | None, typer.Option(help="A shape with random weights instead: speed only.")]
@@ -66,9 +63,8 @@ def speculate(
     """Measures speculative against plain decoding of the same target: speed, acceptance, prediction, mismatches."""
     with without_traceback():
         from runtime.bench.jobs import Between, facts_of, opened_job, say
-        from runtime.bench.output import write
+        from runtime.bench.output import show_speculation, write
         from runtime.bench.speculate import measure, row
-        from runtime.bench.tables import show_speculation
         from runtime.speculate import NoDrafter
 
         _check({"--rounds": rounds, "--batch": batch, "--new-tokens": new_tokens}, count, json_file)
@@ -116,11 +112,10 @@ def load(
 
         from runtime.bench.jobs import facts_of, opened_job, say
         from runtime.bench.load import Bound, highest_rate, serve
-        from runtime.bench.output import write
+        from runtime.bench.output import show_load, write
         from runtime.bench.speculate import Way, run_once
-        from runtime.bench.tables import show_load
-        from runtime.controller import Controller
         from runtime.speculate import NoDrafter
+        from runtime.speculative.draft_length import Controller
 
         _check({"--requests": requests, "--batch": batch, "--new-tokens": new_tokens}, count, json_file)
         for option, value in (("--rate", rate), ("--max-latency", max_latency), ("--max-ttft", max_ttft)):

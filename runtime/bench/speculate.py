@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from runtime.batching import Engine
-from runtime.controller import Controller
-from runtime.costs import StepCosts, width_cost
-from runtime.drafters import Drafter, Request
-from runtime.metrics import Metrics, predicted_speedup, total
-from runtime.rows import Cache, Decoder
-from runtime.sampling import Sampling
-from runtime.verify import Rule
+from runtime.contract import Cache, Decoder
+from runtime.engine.engine import Engine
+from runtime.engine.metrics import Metrics, predicted_speedup, total
+from runtime.sampling.params import Sampling
+from runtime.speculative.costs import StepCosts, width_cost
+from runtime.speculative.draft import Drafter, Request
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.verify import Rule
 
 
 @dataclass(frozen=True)

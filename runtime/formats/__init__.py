@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats import awq, compressed, fp8, gptq, int4, int8, llm_int8, nf4, ternary
+from runtime.formats import awq, compressed_tensors, fp8, gptq, int4, int8, llm_int8, nf4, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import Tensors, take
 
@@ -55,7 +55,7 @@ def hf_config(
             "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
             " one library"
         )
-    return compressed.hf_config(layers, ignore, reordered)
+    return compressed_tensors.hf_config(layers, ignore, reordered)
 
 
 def check_supported(quantization: Any) -> None:
@@ -73,7 +73,7 @@ def check_supported(quantization: Any) -> None:
             found = f"bnb_4bit_quant_type {kind!r}" if four else f"load_in_4bit {four!r} and load_in_8bit {eight!r}"
             raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 and LLM.int8 are read, found {found}")
     elif method == "compressed-tensors":
-        compressed.check(quantization)
+        compressed_tensors.check(quantization)
     elif method == "bitnet":
         ternary.check(quantization)
     elif method == "gptq":
@@ -107,7 +107,7 @@ def read(
     elif method == "awq" and quantization is not None and gptq.holds(tensors, prefix):
         packed = awq.from_tensors(quantization, tensors, prefix)
     elif method == "compressed-tensors" and quantization is not None:
-        packed = compressed.read(quantization, tensors, prefix, unpack)
+        packed = compressed_tensors.read(quantization, tensors, prefix, unpack)
     elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):
         packed = ternary.from_tensors(tensors, prefix, ternary.scale_direction(quantization))
     if packed is None and method in ("bitsandbytes", "bitnet") and _int8_rows(tensors, prefix):

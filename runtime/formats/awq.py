@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats import int4
+from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import (
     Tensors,
@@ -27,7 +28,6 @@ from runtime.formats.tensors import (
     read_bias,
     take,
 )
-from runtime.formats.zero_points import whole_zeros
 
 # Column of a word's eight that each nibble holds, the lowest first.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -8,6 +8,7 @@ codes round(w / scale + zero). Codes and zero points lie in −2^(b−1)..2^(b�
 import torch
 from torch import Tensor
 
+from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import (
     Tensors,
@@ -18,8 +19,6 @@ from runtime.formats.tensors import (
     stored_bytes,
     stored_scale_dtype,
 )
-from runtime.formats.words import read_words, unpack_words, write_words
-from runtime.formats.zero_points import dequantize_whole
 
 BITS = (4, 3, 2)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
 from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.tensors import (
     Tensors,
@@ -30,8 +31,6 @@ from runtime.formats.tensors import (
     stored_scale_dtype,
     take,
 )
-from runtime.formats.words import read_words, unpack_words, write_words
-from runtime.formats.zero_points import dequantize_whole
 
 # Half of the 255 steps that 8 bits span.
 STEPS = 127.5

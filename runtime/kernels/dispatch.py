@@ -8,13 +8,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from runtime import native
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.kernels import choices, native
-from runtime.kernels.choices import IMPLEMENTATIONS, Capability, Choice
+from runtime.kernels import library_choice
 from runtime.kernels.joined import Joined
+from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice
 from runtime.kernels.reference import float_linear, packed_linear
-from runtime.kernels.triton.available import usable
+from runtime.kernels.triton import usable
 
 Weight = PackedWeight | Tensor
 # bitsandbytes by its name runs without Triton, too; in a table it is one product among Triton's.
@@ -58,7 +59,7 @@ def available(device: str = "cpu", threads: int | None = None, table: Sequence[C
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
     plain = Kernel("reference", True, "plain torch, width-independent, slow", exact=True)
     triton = Kernel("triton", *usable(device), exact=True)
-    more = libraries(triton, _capability(device, triton), choices.packaged() if table is None else table)
+    more = libraries(triton, _capability(device, triton), library_choice.packaged() if table is None else table)
     if device.startswith("cuda"):
         return [triton, bnb, plain, *more] if has_bnb else [triton, plain, bnb, *more]
     count = native.default_threads() if threads is None else threads
@@ -71,7 +72,7 @@ def libraries(triton: Kernel, capability: Capability | None, table: Sequence[Cho
 
     capability  the device's; None: Triton's interpreter, where torch's operators for CPUs stand in.
     """
-    measured = choices.counting(table, capability, exact=False)
+    measured = library_choice.counting(table, capability, exact=False)
     if not triton.usable:
         why = f"it runs beside Triton's kernels: {triton.why}"
         return [Kernel(name, False, why, exact=False) for name in ("library", *_LIBRARIES)]
@@ -88,7 +89,7 @@ def libraries(triton: Kernel, capability: Capability | None, table: Sequence[Cho
             found.append(Kernel(name, False, why, about.exact))
         else:
             why = f"{', '.join(about.schemes)} only, inputs as {about.inputs}; Triton's kernels for the rest"
-            found.append(Kernel(name, True, why, about.exact, table=choices.wanted(name)))
+            found.append(Kernel(name, True, why, about.exact, table=library_choice.wanted(name)))
     return found
 
 
@@ -97,13 +98,13 @@ def choose(kernels: str, device: str, threads: int | None = None, table: Sequenc
 
     "auto" on CUDA takes from the table what kept its bits when it was measured; `linear` probes that again.
     """
-    table = choices.packaged() if table is None else table
+    table = library_choice.packaged() if table is None else table
     options = available(device, threads, table)
     if kernels == "auto":
         first = next(option for option in options if option.usable)
         if first.name != "triton":
             return first
-        return replace(first, table=choices.counting(table, _capability(device, first), exact=True))
+        return replace(first, table=library_choice.counting(table, _capability(device, first), exact=True))
     for option in options:
         if option.name == kernels:
             if not option.usable:
@@ -118,23 +119,22 @@ def choose(kernels: str, device: str, threads: int | None = None, table: Sequenc
 def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Tensor], Tensor]:
     """The layer y = x Wᵀ + b on the chosen kernels; `bias` is for float weights (packed ones carry theirs)."""
     if kernel.native:
-        from runtime.kernels.native.binding import pool
-        from runtime.kernels.native.layers import NativeLinear
-        from runtime.kernels.native.weights import native_weight
+        from runtime.kernels.native_linear import NativeLinear, native_weight
+        from runtime.native.binding import pool
 
         threads = pool(kernel.threads)
         return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
     if kernel.on_triton:
         from runtime.kernels.triton.linear import triton_linear
-        from runtime.kernels.triton.mixed import mixed_linear
         from runtime.kernels.triton.weights import gpu_weight
+        from runtime.kernels.triton.with_libraries import mixed_linear
 
         own = triton_linear(gpu_weight(weight, bias, _device(weight)))
         return mixed_linear(own, weight, bias, kernel.table, kernel.exact)
     if isinstance(weight, Tensor):
         return float_linear(weight, bias)
     if kernel.name == "bitsandbytes":
-        from runtime.kernels.library import bitsandbytes_linear, has_kernel
+        from runtime.kernels.libraries import bitsandbytes_linear, has_kernel
 
         if has_kernel(weight):
             return bitsandbytes_linear(weight)
@@ -166,9 +166,9 @@ def _join_on_triton(
     weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequence[int], kernel: Kernel
 ) -> Joined:
     from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
-    from runtime.kernels.triton.mixed import mixed_linear
     from runtime.kernels.triton.weights import concatenate, gpu_weight
     from runtime.kernels.triton.weights import share_inputs as share
+    from runtime.kernels.triton.with_libraries import mixed_linear
 
     made = share([gpu_weight(w, b, _device(w)) for w, b in zip(weights, biases, strict=True)])
     whole = concatenate(made)

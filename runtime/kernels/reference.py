@@ -12,9 +12,8 @@ from runtime.formats import fp8
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
+from runtime.kv_store import KEY_BLOCK
 
-# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
-KEY_BLOCK = 64
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
 _EXACT_FLOAT = 1 << 24
 # The fewest rows of a product of integers on CUDA.

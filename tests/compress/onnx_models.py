@@ -9,7 +9,7 @@ import torch
 from compress.export import Exported
 from compress.export.onnx import graph as onnx_graph
 from compress.export.onnx import model as onnx
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 _TRACED: dict[tuple[str, torch.dtype], tuple[Any, onnx_graph.Sizes]] = {}
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime import formats
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
 

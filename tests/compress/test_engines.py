@@ -19,7 +19,8 @@ from compress.export.engines import ENGINES, PAGE, module, sections, write
 from compress.export.engines.check import check, check_section
 from compress.export.engines.facts import read
 from compress.export.engines.parts import Section
-from runtime import formats, kv_scheme
+from runtime import formats
+from runtime.cache import scheme as kv_scheme
 from runtime.formats import fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import Scheme
 

@@ -21,10 +21,11 @@ from compress.files import write_atomic
 from compress.pipeline import Options, run
 from compress.quantize.rtn import relative_error
 from runtime import formats, load
-from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
-from runtime.rows import Rows
 
 Tiny = Callable[..., Path]
 Pack = Callable[[str, Tensor], PackedWeight]

@@ -17,12 +17,12 @@ from compress.export import Exported, run, silent
 from compress.export.gguf.blocks import choose, loss, pack, read_back
 from compress.export.gguf.file import write
 from runtime import formats, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.gguf.checkpoint import GgufCheckpoint, open_gguf
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.errors import UserError as RuntimeUserError
 from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.gguf.checkpoint import GgufCheckpoint, open_gguf
-from runtime.rows import Rows
 
 gguf = pytest.importorskip("gguf")
 

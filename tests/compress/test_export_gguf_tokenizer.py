@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from compress.errors import UserError
 from compress.export.gguf import tokenizer as gguf_tokenizer
+from runtime.checkpoints.gguf import tokenizer as reader
+from runtime.checkpoints.gguf.reader import read_header
+from runtime.checkpoints.gguf.tokenizer import LLAMA_3, QWEN_2, SPLITS
 from runtime.errors import UserError as RuntimeUserError
-from runtime.gguf import tokenizer as reader
-from runtime.gguf.header import read_header
-from runtime.gguf.splits import LLAMA_3, QWEN_2, SPLITS
 
 gguf = pytest.importorskip("gguf")
 

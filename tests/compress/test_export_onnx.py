@@ -17,9 +17,9 @@ from compress.export import FORMATS, run
 from compress.export.onnx import graph as onnx_graph
 from compress.export.onnx import model as onnx
 from runtime import formats, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.formats.packed import PackedWeight
-from runtime.rows import Rows
 from tests.compress.onnx_models import export, session, step
 from tests.compress.packed_models import SCHEMES, write_packed
 from tests.conftest import write_tiny

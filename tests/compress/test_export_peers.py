@@ -19,9 +19,9 @@ from torch import Tensor
 from compress import Recipe, export
 from compress.pipeline import Options, run
 from runtime import formats, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.formats.packed import PackedWeight
-from runtime.rows import Rows
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / ".compressors" / "bin" / "python"

@@ -23,12 +23,12 @@ from compress.export import huggingface
 from compress.kv_cache import Calibrated, Kind
 from compress.pair import default_pair
 from compress.report import quality
-from runtime import kv_scheme, load
-from runtime.checkpoint import open_checkpoint
-from runtime.kernels.native.binding import CACHES
+from runtime import load
+from runtime.cache import scheme
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import CacheKind, Decoder, Rows
 from runtime.kernels.reference import rotate
-from runtime.kv_kind import CacheKind
-from runtime.rows import Decoder, Rows
+from runtime.native.binding import CACHES
 
 HEADS, DIM = 2, 32
 
@@ -265,7 +265,7 @@ def test_transformers_loads_it_without_a_word(
     attention = model.model.layers[1].self_attn
     if recipe == "nf4":
         assert not hasattr(attention, "k_scale")
-        assert kv_scheme.scale_name(1, "v") in load_file(out / kv_scheme.TENSORS)
+        assert scheme.scale_name(1, "v") in load_file(out / scheme.TENSORS)
     else:
         torch.testing.assert_close(attention.k_scale.float().flatten(), found.key_scale[1], rtol=1e-2, atol=0)
         torch.testing.assert_close(attention.v_scale.float().flatten(), found.value_scale[1], rtol=1e-2, atol=0)
@@ -288,7 +288,7 @@ def test_unexpected_tensors_beside_the_weights_would_be_reported(
 
     out = tmp_path / "model"
     shutil.copytree(tiny("llama"), out)
-    tensors = load_file(out / "model.safetensors") | {kv_scheme.factor_name(0): torch.ones(2, 16)}
+    tensors = load_file(out / "model.safetensors") | {scheme.factor_name(0): torch.ones(2, 16)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     theirs.enable_propagation()
     try:

@@ -28,11 +28,11 @@ from compress.recipe import Recipe
 from compress.training.parallel import World
 from compress.training.settings import Budget, Settings
 from runtime import Model, Speculator, load
-from runtime.drafters.choose import choose
-from runtime.drafters.medusa import MedusaDrafter, load_heads
-from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
-from runtime.metrics import total
-from runtime.rows import Rows
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.contract import Rows
+from runtime.engine.metrics import total
+from runtime.speculative.drafters.by_name import choose
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 Tiny = Callable[..., Path]
 UNTIED = {"tie_word_embeddings": False}

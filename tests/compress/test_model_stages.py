@@ -119,7 +119,7 @@ def test_pruned_weights_stay_zeros(tiny: Tiny, go: Go) -> None:
 def test_what_was_healed_is_quantised(tiny: Tiny, go: Go) -> None:
     """The second walk rounds the healed weights, not the pruned ones."""
     from compress.quantize import rtn
-    from runtime.checkpoint import open_checkpoint
+    from runtime.checkpoints.open import open_checkpoint
 
     healed, _ = go(tiny("llama"), [DEPTH, HEAL], out="healed")
     artifact, facts = go(tiny("llama"), [DEPTH, HEAL, INT4])

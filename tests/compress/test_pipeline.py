@@ -19,7 +19,7 @@ from compress.export import run as export
 from compress.pipeline import Options, Progress, run, silent
 from compress.recipe import Recipe
 from compress.report.facts import ReportOptions, RunFacts
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 

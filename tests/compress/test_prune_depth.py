@@ -13,7 +13,7 @@ from torch import nn
 
 from compress.errors import UserError
 from compress.prune import depth
-from runtime.family import describe
+from runtime.checkpoints.architecture import describe
 
 TEXT = torch.randint(0, 320, (2, 64), generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from compress.errors import UserError
 from compress.prune import groups, width
 from compress.prune import hessian as hessians
 from compress.prune.width import DOWN_PROJ, O_PROJ, Narrowed, Sizes
-from runtime.family import describe
+from runtime.checkpoints.architecture import describe
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma"]
 TEXT = torch.randint(0, 320, (6, 48), generator=torch.Generator().manual_seed(0))

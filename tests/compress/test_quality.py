@@ -13,8 +13,8 @@ from calib.windows import Windows
 from compress.errors import UserError
 from compress.report import quality
 from compress.report.quality import bootstrap_interval, kl_rows, log_probabilities, measure, token_nll
-from runtime.adapter import Adapter, adapt
-from runtime.rows import Out
+from runtime.contract import Out
+from runtime.model.hf_adapter import Adapter, adapt
 
 LENGTH = 600  # more than two blocks
 

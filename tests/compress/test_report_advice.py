@@ -13,8 +13,8 @@ from compress.report.advice import (
     iid_speedup,
     tokens_per_round,
 )
-from runtime.costs import width_cost
-from runtime.metrics import predicted_speedup
+from runtime.engine.metrics import predicted_speedup
+from runtime.speculative.costs import width_cost
 
 FLAT = {1: 1.0, 2: 1.02, 5: 1.08, 9: 1.15, 17: 1.3}
 LINEAR = {1: 1.0, 5: 5.0, 17: 17.0}

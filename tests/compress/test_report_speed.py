@@ -8,11 +8,11 @@ import torch
 from compress.report import advice, speed
 from compress.report.schema import Speed, covers, null_paths
 from runtime import load
-from runtime.cache import ContiguousCache
-from runtime.costs import measure_costs
-from runtime.drafters.medusa import MedusaDrafter, load_heads
+from runtime.cache.contiguous import ContiguousCache
 from runtime.errors import UserError
-from runtime.loading import Model
+from runtime.model.load import Model
+from runtime.speculative.costs import measure_costs
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from tests.conftest import write_medusa
 
 PROMPTS = [[5, 80, 41, 7], [101, 33, 200], [9, 9, 10, 11, 60], [250, 3]]

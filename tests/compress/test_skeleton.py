@@ -15,7 +15,7 @@ from compress.capture import Capture
 from compress.errors import UserError
 from compress.skeleton import Skeleton
 from compress.survey import Survey, survey
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")

@@ -37,8 +37,8 @@ from compress.training.plain_model import held_out_loss
 from compress.training.plain_model import load as load_plain
 from compress.training.settings import Budget, Settings
 from runtime import load
-from runtime.checkpoint import open_checkpoint
-from runtime.rows import Rows
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 
 Tiny = Callable[..., Path]
 

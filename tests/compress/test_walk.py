@@ -23,7 +23,7 @@ from compress.pipeline import Options, run
 from compress.recipe import Recipe
 from compress.report.facts import RunFacts
 from compress.stages import RoundToNearest
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
 WANDA = {"prune": {"method": "wanda", "sparsity": 0.5}}

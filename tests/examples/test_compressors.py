@@ -220,7 +220,7 @@ def test_a_compression_is_a_process_and_is_done_once(
 
 
 def test_a_shortened_checkpoint_is_a_whole_one(compare: Any, tmp_path: Path) -> None:
-    from runtime.checkpoint import open_checkpoint
+    from runtime.checkpoints.open import open_checkpoint
 
     tokenizer = Path(__file__).parents[2] / "examples" / "pair" / "target"
     with compare("timed").random_checkpoint("pair", 2, tokenizer, tmp_path) as model:

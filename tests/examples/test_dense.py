@@ -120,7 +120,7 @@ def test_what_is_not_known_is_refused(compare: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["int4-rtn", "original"])
 def test_both_readers_of_the_house_agree(compare: Any, pair_target: Callable[[str], Path], recipe: str) -> None:
-    from runtime.checkpoint import open_checkpoint
+    from runtime.checkpoints.open import open_checkpoint
     from runtime.formats import dequantize
     from runtime.formats.packed import PackedWeight
 

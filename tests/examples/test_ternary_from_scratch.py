@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

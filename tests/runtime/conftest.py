@@ -16,12 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime import formats
+from runtime import formats, native
+from runtime.contract import UNCALIBRATED, Cache, CacheScheme, Decoder, Out, Rows
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.kernels import native
-from runtime.kv_kind import UNCALIBRATED, CacheScheme
-from runtime.rows import Cache, Decoder, Out, Rows
 
 VOCABULARY = 320
 Context = tuple[int, ...]

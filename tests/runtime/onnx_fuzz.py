@@ -20,8 +20,8 @@ from typing import Any
 import onnx
 
 from runtime import load
+from runtime.contract import Rows, integers
 from runtime.errors import UserError
-from runtime.rows import Rows, integers
 
 _SIZES = (0, 1, -1, 2, 3, 7, 16, 31, 4096, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63))
 _WORDS = ("", "x", "logits", "../model.onnx", "/etc/hostname", "MatMul", "Reshape", "Loop", "com.microsoft", "\x00")

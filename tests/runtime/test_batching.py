@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Model, Speculator, load
-from runtime.batching import MIXED_ROWS, PREFILL_ROWS, Engine
-from runtime.controller import Controller
-from runtime.drafters import Draft, Request
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.model import ModelDrafter
+from runtime.contract import Out
+from runtime.engine.engine import MIXED_ROWS, PREFILL_ROWS, Engine
+from runtime.engine.metrics import Clock, Metrics
 from runtime.errors import UserError
-from runtime.metrics import Clock, Metrics
-from runtime.rows import Out
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import ModelDrafter
 from tests.runtime.conftest import ListCache
 
 Fake = Callable[..., Any]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.beam import Beam, beam_search
+from runtime.engine.beam import Beam, beam_search
 from runtime.errors import UserError
 
 Fake = Callable[..., Any]
@@ -174,7 +174,7 @@ def test_a_fork_and_its_origin_do_not_touch_each_other(
     tiny: Callable[..., Path], text: Callable[..., torch.Tensor], kind: str
 ) -> None:
     from runtime import load
-    from runtime.rows import Rows
+    from runtime.contract import Rows
 
     decoder = load(tiny("llama")).decoder
     tokens = text(70)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from runtime import native
 from runtime.bench import layers as bench_layers
 from runtime.bench.__main__ import app
 from runtime.bench.forwards import CONTEXT, tree
 from runtime.bench.layers import Layer, copies, forward_bytes, layers
-from runtime.bench.rounds import WARM_UP, Row, Sample, bytes_read, cache_bytes, fastest, interleaved, machine, row
+from runtime.bench.measure import WARM_UP, Row, Sample, bytes_read, cache_bytes, fastest, interleaved, machine, row
+from runtime.bench.random_models import SHAPES
+from runtime.contract import Rows
 from runtime.errors import UserError
-from runtime.kernels import native
 from runtime.kernels.dispatch import choose, linear
-from runtime.rows import Rows
-from runtime.shapes import SHAPES
 
 KEYS = {
     *("what", "engine", "scheme", "width", "ms_median", "ms_min", "tokens_per_second", "gb_per_second"),

@@ -12,14 +12,14 @@ import pytest
 from runtime.bench.load import Bound, Served, arrivals, highest_rate, serve
 from runtime.bench.prompts import Prompt, read_prompts
 from runtime.bench.speculate import Item, Job, Way, measure, percentiles, row
-from runtime.controller import Controller
-from runtime.costs import StepCosts
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.model import ModelDrafter
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.metrics import total
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
 from runtime.speculate import NoDrafter
+from runtime.speculative.costs import StepCosts
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import ModelDrafter
 
 Fake = Callable[..., Any]
 ITEMS = tuple(Item([i, 2 * i, 3 + i], "even" if i % 2 == 0 else "odd") for i in range(6))

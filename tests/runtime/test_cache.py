@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache.contiguous import ContiguousCache
 from runtime.errors import UserError
-from runtime.kv import CacheKind
+from runtime.kv_store import CacheKind
 
 KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
 LAYERS, HEADS, DIM = 2, 3, 20

@@ -27,13 +27,13 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import KeyValueCache
+from runtime.cache.block_pool import Pages
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.paged import PagedCache
+from runtime.contract import Out, Rows, integers
 from runtime.errors import OutOfPages
-from runtime.gpu.cache import GpuCache
-from runtime.kv import CacheKind
-from runtime.paged import PagedCache
-from runtime.pages import Pages
-from runtime.rows import Out, Rows, integers
+from runtime.kv_store import CacheKind
+from runtime.model.triton.cache import GpuCache
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 CAPACITY, PAGES, REQUESTS = 200, 6, 4

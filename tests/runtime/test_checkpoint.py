@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import formats
-from runtime.checkpoint import Checkpoint, check_finite, expect_shape, open_checkpoint
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.safetensors import INDEX, SINGLE
 from runtime.errors import UserError
 from runtime.formats import int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.shards import INDEX, SINGLE
+from runtime.formats.tensors import check_finite, expect_shape
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.errors import UserError
-from runtime.kernels.choices import IMPLEMENTATIONS, Choice, counting, packaged, parse, shown, wanted
 from runtime.kernels.dispatch import NAMES, Kernel, available, choose, libraries
+from runtime.kernels.library_choice import IMPLEMENTATIONS, Choice, counting, packaged, parse, shown, wanted
 
 TRITON = Kernel("triton", True, "a GPU, compute capability 9.0", exact=True)
 ENTRY = {
@@ -86,7 +86,7 @@ def test_coarser_inputs_are_never_taken_unasked() -> None:
 def test_a_library_that_is_missing_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (Choice((9, 0), "nf4", 1, None, "bitsandbytes", False),)
     for there in (None, object()):
-        monkeypatch.setattr("runtime.kernels.choices.find_spec", lambda name, found=there: found)
+        monkeypatch.setattr("runtime.kernels.library_choice.find_spec", lambda name, found=there: found)
         assert counting(table, (9, 0), exact=False) == (() if there is None else table)
 
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.checkpoint import open_checkpoint
-from runtime.configuration import configuration, transformers_configuration
+from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
+from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
-from runtime.family import describe
-from runtime.rotary import frequencies
+from runtime.model.rotary import frequencies
 
 Tiny = Callable[..., Path]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.controller import CHECKING, LONGEST, MARGIN, PROBING, Choice, Controller, Drafted, Round
-from runtime.curves import Chain, Curve, Tree
+from runtime.speculative.draft_length import CHECKING, LONGEST, MARGIN, PROBING, Choice, Controller, Drafted, Round
+from runtime.speculative.estimates import Chain, Curve, Tree
 
 
 def simulate(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.rows import Rows
+from runtime.contract import Rows
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]

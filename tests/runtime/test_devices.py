@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from runtime import load
-from runtime import loading as runtime_loading
-from runtime.cache import ContiguousCache
-from runtime.decoder import LlamaDecoder
+from runtime.cache.contiguous import ContiguousCache
 from runtime.devices import explained, explaining, resolve
 from runtime.errors import UserError
 from runtime.generate import app as generate
+from runtime.model import build as runtime_loading
+from runtime.model.reference import LlamaDecoder
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair" / "target"
 OUT_OF_MEMORY = torch.OutOfMemoryError(
@@ -111,7 +111,7 @@ def test_loading_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_cache_that_grows_says_it(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
-    monkeypatch.setattr("runtime.cache.allocate", raising(error))
+    monkeypatch.setattr("runtime.cache.contiguous.allocate", raising(error))
     with pytest.raises(UserError, match=said):
         ContiguousCache(2, 2, 16, torch.device("cpu")).open(10)
 

@@ -13,20 +13,30 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import verify
-from runtime.drafters import Draft
-from runtime.drafters.candidates import Candidates, drawn, ranked
-from runtime.drafters.growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, Tree, TreeShape
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.medusa import Head, Heads, MedusaDrafter
-from runtime.drafters.medusa_files import Description
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.suffix import SuffixDrafter
-from runtime.drafters.tree import TreeDrafter
-from runtime.noise import Stream, exponential, pick, race, uniforms
-from runtime.sampling import Sampling, probabilities
+from runtime.checkpoints.medusa import Description
+from runtime.sampling.candidates import Candidates, drawn, ranked
+from runtime.sampling.distribution import probabilities
+from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
-from runtime.verify import Rule, Verdict, coupled, rejection
+from runtime.speculative import verify
+from runtime.speculative.draft import Draft
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import Head, Heads, MedusaDrafter
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.suffix import SuffixDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.drafters.tree_growth import (
+    ROOT,
+    DrawnTree,
+    Growing,
+    Growth,
+    RankedTree,
+    ShapedTree,
+    Tree,
+    TreeShape,
+)
+from runtime.speculative.verify import Rule, Verdict, coupled, rejection
 
 Row = np.ndarray
 Choose = Callable[[Sequence[float]], int]

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.drafters import Draft, Request
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.model import PREFILL_ROWS, ModelDrafter
-from runtime.sampling import Sampling, probabilities
+from runtime.sampling.distribution import probabilities
+from runtime.sampling.params import Sampling
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import PREFILL_ROWS, ModelDrafter
 
 Fake = Callable[..., Any]
 
@@ -151,7 +152,7 @@ def test_model_feeds_long_prompts_in_pieces(fake: Fake) -> None:
 
 
 def test_coupled_drafts_use_the_target_s_noise(fake: Fake) -> None:
-    from runtime.noise import exponential, race
+    from runtime.sampling.noise import exponential, race
 
     model, sampling = fake(1), Sampling(temperature=1.0, seed=11)
     text = request([5, 6, 7], sampling=sampling)

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import formats
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
-from runtime.formats import int4, int8, words
-from runtime.formats.bits import WIDTHS
+from runtime.formats import codes as words
+from runtime.formats import int4, int8
+from runtime.formats.codes import WIDTHS
 from runtime.formats.packed import PackedWeight, Scheme
 
 quantization = pytest.importorskip("compressed_tensors.quantization")

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from runtime import formats
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
 from runtime.formats import awq, gptq, int4, int8, llm_int8, nf4, ternary
 from runtime.formats.packed import PackedWeight

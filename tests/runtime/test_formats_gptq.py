@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import formats, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
 from runtime.formats import gptq
 from runtime.formats.packed import PackedWeight

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from runtime import formats
 from runtime.errors import UserError
-from runtime.formats import int4, int8, words
+from runtime.formats import codes as words
+from runtime.formats import int4, int8
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 

@@ -8,7 +8,7 @@ import torch
 from runtime import formats
 from runtime.errors import UserError
 from runtime.formats import nf4
-from runtime.formats.double_quant import double_quantize, dynamic_map
+from runtime.formats.nf4 import double_quantize, dynamic_map
 
 bnb = pytest.importorskip("bitsandbytes.functional")
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import formats, load
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.formats import int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose, join, linear
 from runtime.kernels.reference import packed_linear, quantize_rows
-from runtime.rows import Rows
 
 bitnet = pytest.importorskip("transformers.integrations.bitnet")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

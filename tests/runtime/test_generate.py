@@ -183,7 +183,7 @@ def test_penalties_bias_and_stops_reach_the_loop(run_folder: Path) -> None:
 
 
 def test_beams(run_folder: Path) -> None:
-    from runtime.beam import beam_search
+    from runtime.engine.beam import beam_search
 
     best = beam_search(load(run_folder / "model"), PROMPT, 3, 12)[0]
     arguments = ("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--beams", 3)
@@ -201,7 +201,7 @@ def test_ctrl_c(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runtime.drafters.lookup.LookupDrafter.propose", interrupt)
+    monkeypatch.setattr("runtime.speculative.drafters.lookup.LookupDrafter.propose", interrupt)
     result = command("--target", run_folder, "--prompt", PROMPT, "--drafter", "lookup", "--max-new-tokens", 20)
     assert result.exit_code == 130 and "Traceback" not in result.output
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.checkpoints.gguf.blocks import unpack
+from runtime.checkpoints.gguf.checkpoint import open_gguf, to_packed
+from runtime.checkpoints.gguf.names import rows_here, rows_there
+from runtime.checkpoints.gguf.reader import TYPES, BlockType, TensorEntry
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.blocks import unpack
-from runtime.gguf.checkpoint import open_gguf, to_packed
-from runtime.gguf.header import TensorEntry
-from runtime.gguf.names import rows_here, rows_there
-from runtime.gguf.types import TYPES, BlockType
 from runtime.kernels.dispatch import Kernel, linear
 
 gguf = pytest.importorskip("gguf")

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.checkpoint import open_checkpoint
-from runtime.configuration import configuration
+from runtime.checkpoints.architecture import configuration, describe
+from runtime.checkpoints.gguf.config import llama3_factors
+from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0, BlockType
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.errors import UserError
-from runtime.family import describe
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.rope import llama3_factors
-from runtime.gguf.types import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0, BlockType
-from runtime.rows import Rows
 
 HIDDEN, VOCAB, HEADS, KV_HEADS = 256, 40, 4, 2
 Tensors = dict[str, tuple[BlockType, tuple[int, ...], bytes]]

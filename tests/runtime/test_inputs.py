@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import ContiguousCache
-from runtime.rows import Rows
+from runtime.cache.contiguous import ContiguousCache
+from runtime.contract import Rows
 
 
 def test_arguments_are_refused_alike(tiny: Callable[..., Path], text: Callable[..., Tensor], kernels: str) -> None:

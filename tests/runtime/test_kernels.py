@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import load
+from runtime import load, native
 from runtime.errors import UserError
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.kernels import native, reference
+from runtime.kernels import reference
 from runtime.kernels.dispatch import NAMES, available, choose, join, linear
-from runtime.kernels.native import binding
+from runtime.native import binding
 
 N, K = 96, 256
 Case = Callable[..., PackedWeight]

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from runtime import Speculator, kv_scheme, load
-from runtime.cache import KeyValueCache
-from runtime.checkpoint import open_checkpoint
+from runtime import Speculator, load
+from runtime.cache import scheme as kv_scheme
+from runtime.cache.contiguous import KeyValueCache
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import CacheKind, Decoder, Rows
 from runtime.errors import UserError
 from runtime.generate import app
-from runtime.kv_kind import CacheKind
-from runtime.rows import Decoder, Rows
 from runtime.speculate import CacheOptions
 
 KINDS: tuple[CacheKind, ...] = ("int8", "int4")

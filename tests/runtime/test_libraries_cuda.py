@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.adapter import Through
-from runtime.bench.gpu.models import random_weight
+from runtime.bench.device_models import random_weight
+from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose, linear
-from runtime.rows import Rows
+from runtime.model.hf_adapter import Through
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DRAFT = Path(__file__).parents[2] / "examples" / "pair" / "draft"
@@ -62,7 +62,7 @@ def test_onnx_runtime_never_falls_back_silently(monkeypatch: pytest.MonkeyPatch,
     """Where CUDA's libraries do not load, ONNX Runtime logs it and takes the CPU: here its own CPU session stands for
     that, and only the list of providers is made up."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    from runtime.onnx.decoder import _session
+    from runtime.model.onnx.decoder import _session
 
     real = onnxruntime.InferenceSession
     listed = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
@@ -98,7 +98,7 @@ def test_the_adapter_refuses_other_types() -> None:
 
 
 def test_a_device_map_needs_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.adapter.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.model.hf_adapter.find_spec", lambda name: None)
     with pytest.raises(UserError, match="device_map 'auto' needs accelerate, which is missing"):
         load(DRAFT, adapter=Through(device_map="auto"))
 

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime import Model, Speculator, load
-from runtime.drafters import Outcome, Request
-from runtime.drafters.chained import ChainedDrafter
-from runtime.drafters.choose import choose, make
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.medusa import Head, Heads, MedusaDrafter, load_heads
-from runtime.drafters.medusa_files import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
+from runtime.contract import Rows
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.metrics import total
-from runtime.rows import Rows
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
-from runtime.verify import require_sound
+from runtime.speculative.draft import Outcome, Request
+from runtime.speculative.drafters.by_name import choose, make
+from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import Head, Heads, MedusaDrafter, load_heads
+from runtime.speculative.verify import require_sound
 from tests.conftest import MEDUSA_TREE, write_medusa
 
 Tiny = Callable[..., Path]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.metrics import Metrics, predicted_speedup, total
+from runtime.engine.metrics import Metrics, predicted_speedup, total
 
 
 def spoken() -> Metrics:

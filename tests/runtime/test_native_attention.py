@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
-from runtime.kernels.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
-from runtime.kv import CacheKind
+from runtime.cache.contiguous import ContiguousCache
+from runtime.kv_store import CacheKind
+from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 LAYERS, LAYER = 2, 1

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import ContiguousCache
+from runtime.cache.contiguous import ContiguousCache
+from runtime.contract import Rows
 from runtime.errors import UserError
-from runtime.kv import CacheKind
-from runtime.native import NativeDecoder
-from runtime.rows import Rows
+from runtime.kv_store import CacheKind
+from runtime.model.native import NativeDecoder
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]

@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import ContiguousCache
-from runtime.drafters import Request
-from runtime.drafters.model import ModelDrafter
+from runtime.cache.contiguous import ContiguousCache
+from runtime.contract import GreedyChains, Rows, integers
 from runtime.errors import UserError
-from runtime.kernels.native.binding import PATHS, require
-from runtime.kv import CacheKind
-from runtime.native import NativeDecoder
-from runtime.rows import GreedyChains, Rows, integers
-from runtime.sampling import Sampling, finite_choices
+from runtime.kv_store import CacheKind
+from runtime.model.native import NativeDecoder
+from runtime.native.binding import PATHS, require
+from runtime.sampling.distribution import finite_choices
+from runtime.sampling.params import Sampling
+from runtime.speculative.draft import Request
+from runtime.speculative.drafters.model import ModelDrafter
 
 Tiny = Callable[..., Path]
 TinyPacked = Callable[[str], Path]

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.formats.packed import PackedWeight
+from runtime.kernels import native_linear
 from runtime.kernels.dispatch import choose, join, linear
-from runtime.kernels.native import layers, weights
-from runtime.kernels.native.binding import pool
-from runtime.kernels.native.layers import NativeLinear
-from runtime.kernels.native.weights import MAX_INPUTS, native_weight, upper_weight
+from runtime.kernels.native_linear import MAX_INPUTS, NativeLinear, native_weight, upper_weight
 from runtime.kernels.reference import packed_linear, upper_codes
+from runtime.native.binding import pool
 
 Packed = Callable[..., PackedWeight]
 Layer = Callable[[Tensor], Tensor]
@@ -307,7 +306,7 @@ def without_pointers(monkeypatch: pytest.MonkeyPatch, native_path: str) -> None:
     def require() -> None:
         raise AssertionError("the library was called")
 
-    for module in (weights, layers):
+    for module in (native_linear, native_linear):
         monkeypatch.setattr(module, "require", require)
 
 
@@ -410,7 +409,7 @@ def test_malformed_inputs_are_refused_before_any_pointer_is_taken(
     def require() -> None:
         raise AssertionError("the library was called")
 
-    monkeypatch.setattr(layers, "require", require)
+    monkeypatch.setattr(native_linear, "require", require)
     with pytest.raises(AssertionError, match="library was called"):
         layer(x)
     for wrong in (x.double(), x.bfloat16(), x.long(), x[:, :63], x[0], x.unsqueeze(0), x.to("meta")):

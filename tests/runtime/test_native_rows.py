@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.cache import ContiguousCache
+from runtime.cache.contiguous import ContiguousCache
 from runtime.kernels import reference
-from runtime.kernels.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require
-from runtime.kv import CacheKind
+from runtime.kv_store import CacheKind
+from runtime.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require
 
 SIZES = [1, 2, 15, 16, 17, 48, 63, 64, 65, 100, 512, 1000]
 

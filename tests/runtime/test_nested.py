@@ -12,19 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime import Model, Speculator, formats, load
-from runtime.checkpoint import open_checkpoint
-from runtime.configuration import configuration
-from runtime.drafters.nested import NestedDrafter
+from runtime.checkpoints.architecture import configuration, describe
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Decoder, Rows
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.family import describe
 from runtime.formats import int8
 from runtime.kernels.dispatch import Kernel
-from runtime.loading import build
-from runtime.metrics import total
-from runtime.native import NativeDecoder
-from runtime.rows import Decoder, Rows
-from runtime.sampling import Sampling
-from runtime.upper import linears, weight_bytes
+from runtime.model.build import build
+from runtime.model.layers import linears, weight_bytes
+from runtime.model.native import NativeDecoder
+from runtime.sampling.params import Sampling
+from runtime.speculative.drafters.nested import NestedDrafter
 
 Tiny = Callable[..., Path]
 TinyPacked = Callable[[str], Path]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from runtime import Speculator, load
-from runtime.drafters.lookup import LookupDrafter
+from runtime.contract import Decoder, Rows, integers
 from runtime.errors import UserError
-from runtime.rows import Decoder, Rows, integers
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
 from runtime.speculate import lossless_class
+from runtime.speculative.drafters.lookup import LookupDrafter
 from tests.compress.onnx_models import export
 from tests.compress.packed_models import write_packed
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from runtime import Speculator
-from runtime.drafters.oracle import OracleDrafter
+from runtime.bench.oracle import OracleDrafter
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.metrics import total
 
 Fake = Callable[..., Any]
 PROMPTS = [[i, 7, 2 * i + 1] for i in range(20)]

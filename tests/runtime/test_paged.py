@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import KeyValueCache
+from runtime.cache.block_pool import ROOT, Pages, Prefix
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.paged import PagedCache
+from runtime.contract import Rows
 from runtime.errors import OutOfPages, UserError
-from runtime.kv import CacheKind
-from runtime.paged import PagedCache
-from runtime.pages import ROOT, Pages, Prefix
-from runtime.rows import Rows
+from runtime.kv_store import CacheKind
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]

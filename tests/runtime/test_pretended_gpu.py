@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from runtime import Speculator, load
-from runtime.beam import beam_search
-from runtime.drafters.choose import choose
+from runtime.bench.random_models import write_shape
+from runtime.engine.beam import beam_search
 from runtime.kernels import dispatch
-from runtime.sampling import Sampling
-from runtime.shapes import write_shape
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
+from runtime.speculative.drafters.by_name import choose
 from tests.pretended_gpu import NAME, OnDevice, pretended_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real CUDA device says more")

@@ -10,19 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.drafters import Draft, Outcome, Request
-from runtime.drafters.chained import ChainedDrafter
-from runtime.drafters.growth import Growth, TreeShape
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.reencoded import ReencodedDrafter, model_drafter
-from runtime.drafters.suffix import SuffixDrafter
-from runtime.drafters.tree import TreeDrafter
-from runtime.metrics import total
-from runtime.noise import exponential, race
-from runtime.sampling import Sampling
+from runtime.engine.metrics import total
+from runtime.sampling.noise import exponential, race
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
-from runtime.verify import Verdict, typical
+from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.other_tokenizer import ReencodedDrafter, model_drafter
+from runtime.speculative.drafters.suffix import SuffixDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.drafters.tree_growth import Growth, TreeShape
+from runtime.speculative.verify import Verdict, typical
 
 Fake = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9] * 10, [1, 2, 3, 1, 2, 3, 1, 2], [300, 4]]

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import UserError
-from runtime.kernels.native.binding import library
-from runtime.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
-from runtime.sampling import Distributions, Sampling, finite_choices, greedy_choices, probabilities
+from runtime.native.binding import library
+from runtime.sampling.distribution import Distributions, finite_choices, greedy_choices, probabilities
+from runtime.sampling.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
+from runtime.sampling.params import Sampling
 
 CASES = [
     Sampling(temperature=1.0),
@@ -313,5 +314,5 @@ def test_native_noise_is_numpy_s(seed: int, position: int, stream: Stream, count
 
 def test_noise_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = exponential(7, 30, 5000)
-    monkeypatch.setattr("runtime.noise.library", lambda: (None, "left out"))
+    monkeypatch.setattr("runtime.sampling.noise.library", lambda: (None, "left out"))
     assert np.array_equal(exponential(7, 30, 5000), with_it)

@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.checkpoint import open_checkpoint
+from runtime.bench.random_models import (
+    HEADS,
+    MARK,
+    SCHEMES,
+    SHAPES,
+    block_layers,
+    model_config,
+    random_weight,
+    write_shape,
+)
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.rows import Rows
-from runtime.shapes import HEADS, MARK, SCHEMES, SHAPES, block_layers, model_config, random_weight, write_shape
 
 Written = Callable[..., Path]
 ROOT = Path(__file__).parents[2]

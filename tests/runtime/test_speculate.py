@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.drafters import Draft, Outcome, Request
-from runtime.drafters.lookup import LookupDrafter
+from runtime.engine.metrics import Metrics, total
 from runtime.errors import UserError
-from runtime.metrics import Metrics, total
-from runtime.sampling import Sampling
+from runtime.sampling.detokenize import Detokenizer, require_same_vocabulary
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions, Speculator, Stream, lossless_class
-from runtime.vocabulary import Detokenizer, require_same_vocabulary
+from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.drafters.lookup import LookupDrafter
 
 Fake = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9] * 40, [1, 2, 3, 1, 2, 3, 1, 2], [300, 4]]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters.lookup import LookupDrafter
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.metrics import total
-from runtime.sampling import Sampling
+from runtime.sampling.detokenize import Detokenizer
+from runtime.sampling.params import Sampling
+from runtime.sampling.stopping import StopStrings, kept, resolve
 from runtime.speculate import Result, Speculator
-from runtime.stopping import StopStrings, kept, resolve
-from runtime.vocabulary import Detokenizer
+from runtime.speculative.drafters.lookup import LookupDrafter
 
 Fake = Callable[..., Any]
 # One, two, three and four bytes; the tokenizer has tokens of a space and one more byte, so a token may hold two

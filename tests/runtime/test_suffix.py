@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters import Request
-from runtime.drafters.automaton import ROOT, SuffixAutomaton
-from runtime.drafters.suffix import SuffixDrafter
-from runtime.sampling import Sampling
+from runtime.sampling.params import Sampling
+from runtime.speculative.draft import Request
+from runtime.speculative.drafters.suffix import ROOT, SuffixAutomaton, SuffixDrafter
 
 Texts = list[list[int]]
 

@@ -11,17 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.drafters import Draft, Request
-from runtime.drafters.candidates import Candidates, drawn, ranked, softmax
-from runtime.drafters.growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, TreeShape
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.tree import TreeDrafter
+from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.metrics import total
-from runtime.noise import exponential, race
-from runtime.sampling import Sampling, probabilities
+from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
+from runtime.sampling.distribution import probabilities
+from runtime.sampling.noise import exponential, race
+from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
-from runtime.verify import depths, paths
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.drafters.tree_growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, TreeShape
+from runtime.speculative.verify import depths, paths
 
 Fake = Callable[..., Any]
 PLANS = {"static": TreeShape((2, 2, 1, 1)), "dynamic": Growth(depth=3, width=2, branch=3)}

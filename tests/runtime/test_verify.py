@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import verify
-from runtime.drafters import Draft
-from runtime.noise import Stream, exponential, pick, race, uniforms
-from runtime.sampling import Sampling, probabilities
-from runtime.verify import Verdict, children, coupled, greedy, paths, rejection
+from runtime.sampling.distribution import probabilities
+from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
+from runtime.sampling.params import Sampling
+from runtime.speculative import verify
+from runtime.speculative.draft import Draft
+from runtime.speculative.verify import Verdict, children, coupled, greedy, paths, rejection
 
 ChiSquared = Callable[[np.ndarray, np.ndarray], float]
 V = 16

@@ -7,7 +7,7 @@ from inspect import signature
 
 from compress.export.engines.facts import DRAFTS, Facts
 from compress.export.engines.parts import Command
-from runtime.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import UserError
+from runtime.checkpoints.gguf.blocks import unpack
+from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q4_0, Q4_1, Q8_0, TQ2_0, BlockType
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.blocks import unpack
-from runtime.gguf.types import BF16, F16, F32, Q4_0, Q4_1, Q8_0, TQ2_0, BlockType
 
 Bytes = NDArray[np.uint8]
 _PLAIN = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}

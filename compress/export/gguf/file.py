@@ -21,11 +21,12 @@ from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
 from compress.export.gguf.parts import Part, parts, read
 from compress.files import sync
-from runtime.checkpoint import Checkpoint, open_checkpoint
-from runtime.family import Architecture
+from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.gguf.names import ROPE_FACTORS, Place, rows_there
+from runtime.checkpoints.gguf.reader import BF16, F16, F32, BlockType
+from runtime.checkpoints.open import open_checkpoint
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.names import ROPE_FACTORS, Place, rows_there
-from runtime.gguf.types import BF16, F16, F32, BlockType
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.errors import UserError
-from runtime.family import Architecture, describe
-from runtime.gguf.names import ARCHITECTURES
-from runtime.gguf.rope import HIGH, LOW, ORIGINAL, llama3_factors
+from runtime.checkpoints.architecture import Architecture, describe
+from runtime.checkpoints.gguf.config import HIGH, LOW, ORIGINAL, llama3_factors
+from runtime.checkpoints.gguf.names import ARCHITECTURES
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

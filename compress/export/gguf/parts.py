@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compress.errors import UserError
-from runtime.checkpoint import Checkpoint
-from runtime.family import Architecture
+from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.gguf.names import Place, to_gguf
 from runtime.formats.packed import PackedWeight
-from runtime.gguf.names import Place, to_gguf
 
 _EMBEDDING = "model.embed_tokens"
 Weight = PackedWeight | Tensor

@@ -10,9 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.errors import UserError
-from runtime.gguf.splits import DIGITS, GPT_2, SPLITS, Split
-from runtime.gguf.tokenizer import BYTE, CONTROL, JSON, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from runtime.shards import read_json
+from runtime.checkpoints.gguf.tokenizer import (
+    BYTE,
+    CONTROL,
+    DIGITS,
+    GPT_2,
+    JSON,
+    NORMAL,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Split,
+)
+from runtime.checkpoints.safetensors import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

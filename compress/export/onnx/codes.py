@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from runtime.formats.bits import pack_bits
+from runtime.formats.codes import pack_bits, whole_zeros
 from runtime.formats.packed import PackedWeight
-from runtime.formats.zero_points import whole_zeros
 
 # The operator's least block, and the largest for which ONNX Runtime has quick kernels on CPUs.
 LEAST, MOST = 16, 128

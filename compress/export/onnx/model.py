@@ -26,7 +26,8 @@ from compress.export.onnx import layers as onnx_layers
 from compress.export.onnx.builder import MICROSOFT
 from compress.export.onnx.weights import Weights
 from compress.files import write_json
-from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import expect_shape

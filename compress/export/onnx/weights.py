@@ -10,9 +10,10 @@ from torch import Tensor
 from compress import experts
 from compress.errors import UserError
 from compress.survey import Survey, survey
-from runtime.checkpoint import Checkpoint, check_finite
+from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import check_finite
 
 Weight = PackedWeight | Tensor
 # Fused experts, and the linear layers of one expert that each is made of, in order.

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime import load
-from runtime.rows import Rows
+from runtime.contract import Rows
 from workers.protocol import Description, Options, Tokens, serve
 
 

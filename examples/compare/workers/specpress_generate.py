@@ -4,9 +4,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from runtime import Model, Speculator, load
-from runtime.drafters import Drafter
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.speculative.draft import Drafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.suffix import SuffixDrafter
 from workers.generation import Options, serve
 
 

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.triton.exact import gelu_tanh, silu
-from runtime.kernels.triton.rotate import rotate_and_store
-from runtime.kernels.triton.sums import inverse_root
+from runtime.kernels.triton.exact import gelu_tanh, inverse_root, silu
+from runtime.kernels.triton.rotary import rotate_and_store
 
 # Elements of one program where rows are cut.
 _PIECE = 1024

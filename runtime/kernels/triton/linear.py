@@ -12,15 +12,13 @@ import triton
 from torch import Tensor
 
 from runtime.kernels.joined import Joined
-from runtime.kernels.triton import tables, words
-from runtime.kernels.triton.available import interpreted
-from runtime.kernels.triton.floats import float_product
-from runtime.kernels.triton.integer import groups_product, rows_product
-from runtime.kernels.triton.layout import Cut
-from runtime.kernels.triton.picks import Picks
-from runtime.kernels.triton.quantize import OPTIONS, Rounded, Rounding, quantize, rounding
-from runtime.kernels.triton.reduce import add_groups, add_rows
+from runtime.kernels.triton import interpreted, tile_sizes, unpack
+from runtime.kernels.triton.expert_rows import Picks
+from runtime.kernels.triton.product_float import float_product
+from runtime.kernels.triton.product_int import add_groups, add_rows, groups_product, rows_product
+from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, quantize, rounding
 from runtime.kernels.triton.unpack import LEFT
+from runtime.kernels.triton.weight_layout import Cut
 from runtime.kernels.triton.weights import GpuWeight, upper_weight
 
 # Outputs of one program that adds partial sums.
@@ -40,7 +38,7 @@ class TritonLinear:
     """
 
     weight: GpuWeight
-    plan: tables.Plan
+    plan: tile_sizes.Plan
     splits: int
     how: Rounding | None
 
@@ -108,11 +106,11 @@ class TritonLinear:
         """The layer on the upper plane of its weight. Raises ValueError where it has none."""
         return triton_linear(upper_weight(self.weight), self.plan, self.splits)
 
-    def _tiles(self, rows: int, picks: Picks | None) -> tuple[tables.Tiles, tuple[int, int]]:
+    def _tiles(self, rows: int, picks: Picks | None) -> tuple[tile_sizes.Tiles, tuple[int, int]]:
         cut = self.weight.cut
         # Of experts a program takes the rows of one narrow tile, however many there are.
-        tiles = tables.for_rows(
-            self.plan, rows if picks is None else min(rows, tables.NARROW), 0 if cut is None else cut.chunk
+        tiles = tile_sizes.for_rows(
+            self.plan, rows if picks is None else min(rows, tile_sizes.NARROW), 0 if cut is None else cut.chunk
         )
         first = triton.cdiv(rows, tiles.block_t) if picks is None else picks.pairs
         # Programs of the same outputs are neighbours: a long prompt reads the weights once.
@@ -248,10 +246,10 @@ def split_outputs(outputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[
     return torch.cat(outputs, dim=1).split(sizes, dim=1)
 
 
-def triton_linear(weight: GpuWeight, plan: tables.Plan | None = None, splits: int | None = None) -> TritonLinear:
+def triton_linear(weight: GpuWeight, plan: tile_sizes.Plan | None = None, splits: int | None = None) -> TritonLinear:
     """The layer of a weight; tiles and splits from `tables` where they are not given."""
-    chosen = tables.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
-    cuts = tables.splits(weight.kind, weight.shape[1]) if splits is None else splits
+    chosen = tile_sizes.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
+    cuts = tile_sizes.splits(weight.kind, weight.shape[1]) if splits is None else splits
     return TritonLinear(weight, chosen, cuts, rounding(weight))
 
 
@@ -263,7 +261,7 @@ def _add(parts: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Ten
 
 def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]]:
     """How the kernel unpacks."""
-    texts = () if interpreted() else words.texts(weight.kind, cut.per_byte)
+    texts = () if interpreted() else unpack.texts(weight.kind, cut.per_byte)
     return {"KIND": weight.kind, "TEXTS": texts, "LEFT": LEFT.get(weight.kind, 0)}
 
 
@@ -272,7 +270,7 @@ def _picked(picks: Picks | None, paired: bool) -> dict[str, int | bool]:
     return {"COUNT": 1 if picks is None else picks.count, "PAIRED": paired}
 
 
-def _launch(tiles: tables.Tiles) -> dict[str, int | bool]:
+def _launch(tiles: tile_sizes.Tiles) -> dict[str, int | bool]:
     return {
         "BLOCK_N": tiles.block_n,
         "BLOCK_T": tiles.block_t,

@@ -1,7 +1,78 @@
-"""From bytes to int8 codes, in registers."""
+"""PTX that unpacks four bytes at a time.
+
+Triton takes words apart: seven instructions a weight, where a GPU's memory leaves time for four (of 4-bit codes) or two
+(of 2-bit ones).
+
+Each text takes words of four bytes (`$1`; of planes `$2` is the lower one) to words of four int8 codes (`$0`), as
+`unpack.chunk_of` says of single bytes: part 0 is in the lowest bits.
+"""
+
+from functools import cache
 
 import triton
 import triton.language as tl
+
+from runtime.formats.nf4 import INT8_LEVELS
+
+
+def _int4(part: int) -> str:
+    return f"{_shifted('a', '$1', 4 - 4 * part)} and.b32 $0, a, 0xF0F0F0F0;"
+
+
+def _uint4(part: int) -> str:
+    return f"{_shifted('a', '$1', -4 * part)} and.b32 $0, a, 0x0F0F0F0F;"
+
+
+def _ternary(part: int) -> str:
+    return f"{_shifted('a', '$1', 6 - 2 * part)} and.b32 $0, a, 0xC0C0C0C0;"
+
+
+def _upper(part: int) -> str:
+    return f"{_shifted('a', '$1', 4 - 4 * part)} and.b32 b, a, 0xF0F0F0F0; or.b32 $0, b, 0x08080808;"
+
+
+def _planes(part: int) -> str:
+    high = f"{_shifted('a', '$1', 4 - 4 * part)} and.b32 b, a, 0xF0F0F0F0;"
+    return f"{high} {_shifted('c', '$2', -4 * part)} and.b32 d, c, 0x0F0F0F0F; or.b32 $0, b, d;"
+
+
+def _nf4(part: int) -> str:
+    """Sixteen levels in four registers, looked up by byte permutation, which takes three bits of an index at a time."""
+    levels = [sum((int(v) & 255) << 8 * i for i, v in enumerate(INT8_LEVELS[j : j + 4])) for j in (0, 4, 8, 12)]
+    t0, t1, t2, t3 = (f"0x{level:08X}" for level in levels)
+    return " ".join(
+        (
+            # The four codes side by side in the low half of b: two from a word, two from it shifted by a code.
+            _shifted("a", "$1", -4 * part),
+            "shr.u32 b, a, 4; and.b32 a, a, 0x000F000F; and.b32 b, b, 0x00F000F0; or.b32 a, a, b;",
+            "prmt.b32 b, a, 0, 0x4420;",
+            # The level of the lower three bits from either half of the table, then the half that the fourth says.
+            "and.b32 a, b, 0x7777;",
+            f"mov.b32 c, {t0}; mov.b32 d, {t1}; prmt.b32 c, c, d, a;",
+            f"mov.b32 d, {t2}; mov.b32 e, {t3}; prmt.b32 d, d, e, a;",
+            "shr.u32 b, b, 1; and.b32 b, b, 0x4444; or.b32 b, b, 0x3210;",
+            "prmt.b32 $0, c, d, b;",
+        )
+    )
+
+
+def _shifted(to: str, word: str, left: int) -> str:
+    """`to` is the word, shifted to the left, or to the right where that is negative."""
+    if left == 0:
+        return f"mov.b32 {to}, {word};"
+    return f"shl.b32 {to}, {word}, {left};" if left > 0 else f"shr.u32 {to}, {word}, {-left};"
+
+
+_TEXTS = {"int4": _int4, "uint4": _uint4, "ternary": _ternary, "upper": _upper, "planes": _planes, "nf4": _nf4}
+
+
+@cache
+def texts(kind: str, parts: int) -> tuple[str, ...]:
+    """The PTX of each part of a kind of codes; none for int8, which is not packed."""
+    if kind not in _TEXTS:
+        return ()
+    return tuple(f"{{ .reg .b32 a, b, c, d, e; {_TEXTS[kind](part)} }}" for part in range(parts))
+
 
 # Codes that are cheapest to have in the upper bits of a byte are left there, and the product's sum is too large by so
 # many bits. No sum overflows by it: a byte is a byte.

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from runtime.formats import fp8
+from runtime.formats.codes import unpack_nibbles
 from runtime.formats.nf4 import INT8_LEVELS
-from runtime.formats.nibbles import unpack_nibbles
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.triton.layout import CHUNKS, PER_BYTE, Cut, cut
+from runtime.kernels.triton.weight_layout import CHUNKS, PER_BYTE, Cut, cut
 
 # Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
 MAX_INPUTS = 1 << 17

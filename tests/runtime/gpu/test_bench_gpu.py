@@ -9,16 +9,16 @@ import torch
 from typer.testing import CliRunner
 
 from runtime.bench.__main__ import app
-from runtime.bench.gpu.attention import computed_bytes
-from runtime.bench.gpu.models import random_model, random_weight, read_bytes
-from runtime.bench.gpu.output import show_choices
-from runtime.bench.gpu.place import find
-from runtime.bench.gpu.winners import winners
+from runtime.bench.decode import computed_bytes
+from runtime.bench.device_models import random_model, random_weight, read_bytes
+from runtime.bench.kernels import winners
+from runtime.bench.measure import find
+from runtime.bench.output import show_choices
+from runtime.bench.random_models import SCHEMES, SHAPES, Shape
+from runtime.contract import Rows
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-from runtime.kernels.choices import IMPLEMENTATIONS, Choice, parse, shown
-from runtime.rows import Rows
-from runtime.shapes import SCHEMES, SHAPES, Shape
+from runtime.kernels.library_choice import IMPLEMENTATIONS, Choice, parse, shown
 
 PAIR = Path(__file__).parents[3] / "examples" / "pair"
 TOY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -29,11 +29,11 @@ TOY |= {"num_key_value_heads": 1, "vocab_size": 512}
 def small(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A shape of one narrow block, and copies of a megabyte: the figures do not matter here."""
     toy = Shape("pair", dict(SHAPES["pair"].config) | TOY)
-    monkeypatch.setattr("runtime.shapes.SHAPES", {**SHAPES, "pair": toy})
+    monkeypatch.setattr("runtime.bench.random_models.SHAPES", {**SHAPES, "pair": toy})
     for name in ("models", "attention", "generate"):
         monkeypatch.setattr(f"runtime.bench.gpu.{name}.SHAPES", {**SHAPES, "pair": toy})
     monkeypatch.setattr("runtime.bench.layers.SHAPES", {**SHAPES, "pair": toy})
-    monkeypatch.setattr("runtime.bench.gpu.place._COPIED", {"cuda": 1 << 20, "cpu": 1 << 20})
+    monkeypatch.setattr("runtime.bench.measure._COPIED", {"cuda": 1 << 20, "cpu": 1 << 20})
 
 
 def run(folder: Path, device: str, *words: object) -> tuple[str, dict[str, Any]]:

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import noise
-from runtime.device_rounds import ARGMAX, BROKEN, Asked
-from runtime.drafters.candidates import ranked, softmax
-from runtime.gpu.choices import candidates, choices
-from runtime.noise import Stream
-from runtime.sampling import Distributions, Sampling
+from runtime.model.on_device import ARGMAX, BROKEN, Asked
+from runtime.model.triton.sampling import candidates, choices
+from runtime.sampling import noise
+from runtime.sampling.candidates import ranked, softmax
+from runtime.sampling.distribution import Distributions
+from runtime.sampling.noise import Stream
+from runtime.sampling.params import Sampling
 
 VOCABULARY = 1003
 SAMPLINGS = [
@@ -28,7 +29,7 @@ def logits_of(rows: int, device: str, seed: int = 0) -> torch.Tensor:
 
 
 def test_uniforms_are_those_of_the_cpu(device: str) -> None:
-    from runtime.kernels.triton.uniforms import uniforms
+    from runtime.kernels.triton.philox import uniforms
 
     keys = [(7, 3), (2**64 - 5, 9), (2**63 - 1, 100_000)]
     signed = torch.tensor([[(seed + 2**63) % 2**64 - 2**63, position] for seed, position in keys]).to(device)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.cache import ContiguousCache
-from runtime.gpu.cache import GpuCache
-from runtime.gpu.decoder import TritonDecoder
-from runtime.kv import CacheKind
-from runtime.rows import Cache, Decoder, Rows, integers
+from runtime.cache.contiguous import ContiguousCache
+from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.kv_store import CacheKind
+from runtime.model.triton.cache import GpuCache
+from runtime.model.triton.decoder import TritonDecoder
 
 Tiny = Callable[..., Path]
 TinyPacked = Callable[[str], Path]
@@ -139,6 +139,6 @@ def test_weights_are_held_once(tiny: Tiny, tiny_packed: TinyPacked, device: str)
 
 
 def set_of(made: TritonDecoder) -> list[Tensor]:
-    from runtime.upper import _tensors
+    from runtime.model.layers import _tensors
 
     return list({tensor.data_ptr(): tensor for tensor in _tensors(made.parts)}.values())

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.device_rounds import BROKEN, Asked, DeviceRounds
-from runtime.gpu.cache import GpuCache
-from runtime.gpu.decoder import TritonDecoder
-from runtime.gpu.graphs import Shape
-from runtime.rows import GreedyChains, Rows, integers
-from runtime.sampling import Sampling
+from runtime.contract import GreedyChains, Rows, integers
+from runtime.model.on_device import BROKEN, Asked, DeviceRounds
+from runtime.model.triton.cache import GpuCache
+from runtime.model.triton.decoder import TritonDecoder
+from runtime.model.triton.graphs import Shape
+from runtime.sampling.params import Sampling
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
@@ -87,7 +87,7 @@ def test_drafts_at_once_are_those_of_single_steps(
         alone = made.draft(piece, spans(cache, one, PIECES[row : row + 1]), cache, [count], 171, [WAYS[row]])
         assert len(stepped) == 1 and torch.equal(alone[0], together[row, :count])
 
-    monkeypatch.setattr("runtime.gpu.decoder.WIDEST", 3)
+    monkeypatch.setattr("runtime.model.triton.decoder.WIDEST", 3)
     forks = [cache.fork(handle) for handle in handles[:2]]
     wide = made.draft(tokens[:4], spans(cache, forks, PIECES[:2]), cache, STEPS[:2], 171, WAYS[:1] * 2)
     assert len(stepped) == 2 and torch.equal(wide[0], together[0, : wide.shape[1]])

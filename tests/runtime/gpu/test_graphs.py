@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.gpu.decoder import TritonDecoder
-from runtime.gpu.graphs import Graphs
-from runtime.rows import Rows, integers
-from runtime.sampling import Sampling
+from runtime.contract import Rows, integers
+from runtime.model.triton.decoder import TritonDecoder
+from runtime.model.triton.graphs import Graphs
+from runtime.sampling.params import Sampling
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.gpu.cache import GpuCache
-from runtime.gpu.inputs import ALIGNMENT, NOWHERE, WIDTHS, Staging, bucket_for, depth_of, fill, paths, views
-from runtime.layout import Reserved, reserve
-from runtime.rows import Rows, integers
+from runtime.cache.slots import Reserved, reserve
+from runtime.contract import Rows, integers
+from runtime.model.triton.batch import ALIGNMENT, NOWHERE, WIDTHS, Staging, bucket_for, depth_of, fill, paths, views
+from runtime.model.triton.cache import GpuCache
 
 
 @given(rows=st.integers(1, 700), requests=st.integers(1, 700), keys=st.integers(1, 40_000), depth=st.integers(0, 70))

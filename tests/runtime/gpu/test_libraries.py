@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.checkpoint import open_checkpoint
-from runtime.configuration import configuration
+from runtime.checkpoints.architecture import configuration, describe
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Decoder, Rows
 from runtime.errors import UserError
-from runtime.family import describe
-from runtime.gpu.decoder import TritonDecoder
-from runtime.kernels.choices import Choice
 from runtime.kernels.dispatch import choose
-from runtime.kernels_used import described
-from runtime.loading import build
-from runtime.rows import Decoder, Rows
+from runtime.kernels.library_choice import Choice
+from runtime.model.build import build
+from runtime.model.layers import described
+from runtime.model.triton.decoder import TritonDecoder
 
 TinyPacked = Callable[[str], Path]
 TOKENS = torch.tensor([5, 6, 7, 8, 9])
@@ -27,7 +26,7 @@ TOKENS = torch.tensor([5, 6, 7, 8, 9])
 def unprobed(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     """test_mixed.py has the probe; interpreted, it takes longer here than all the rest."""
     if device == "cpu":
-        monkeypatch.setattr("runtime.kernels.triton.mixed.keeps_bits", lambda *_: True)
+        monkeypatch.setattr("runtime.kernels.triton.with_libraries.keeps_bits", lambda *_: True)
     yield
 
 

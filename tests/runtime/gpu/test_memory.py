@@ -9,7 +9,7 @@ import torch
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.gpu.memory import Need, needed, require_pages, require_room
+from runtime.model.triton.cache import Need, needed, require_pages, require_room
 
 
 def test_a_model_that_does_not_fit(tiny: Callable[..., Path], device: str) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Speculator, load
-from runtime.blocks import Mixture
-from runtime.decoder import LlamaDecoder
-from runtime.drafters.model import ModelDrafter
-from runtime.gpu import layers
-from runtime.gpu.decoder import TritonDecoder
-from runtime.gpu.graphs import Graphs
-from runtime.gpu.memory import WIDEST
-from runtime.rows import Rows
+from runtime.contract import Rows
+from runtime.model.layers import Mixture
+from runtime.model.reference import LlamaDecoder
+from runtime.model.triton import layers
+from runtime.model.triton.cache import WIDEST
+from runtime.model.triton.decoder import TritonDecoder
+from runtime.model.triton.graphs import Graphs
+from runtime.speculative.drafters.model import ModelDrafter
 
 Tiny = Callable[..., Path]
 Packed = Callable[..., Path]

@@ -8,16 +8,17 @@ import pytest
 from torch import Tensor
 
 from runtime import Model, Speculator, load
-from runtime.device_rounds import DeviceRounds, DraftsLater
-from runtime.drafters import Draft, Request
-from runtime.drafters.growth import Growth, TreeShape
-from runtime.drafters.lookup import LookupDrafter
-from runtime.drafters.model import ModelDrafter
-from runtime.drafters.nested import NestedDrafter
-from runtime.drafters.tree import TreeDrafter
-from runtime.gpu.decoder import TritonDecoder
-from runtime.sampling import Sampling
+from runtime.model.on_device import DeviceRounds
+from runtime.model.triton.decoder import TritonDecoder
+from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
+from runtime.speculative.deferred import DraftsLater
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.model import ModelDrafter
+from runtime.speculative.drafters.nested import NestedDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.drafters.tree_growth import Growth, TreeShape
 
 Tiny = Callable[..., Path]
 NEW = 4
@@ -73,7 +74,7 @@ def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, mon
     assert len(read) == 2 and read[0] == 2
     penalised = [Sampling(repetition_penalty=1.2), SAMPLINGS[1]]
     assert all(made.tokens for made in trees(penalised)) and len(read) == 2
-    monkeypatch.setattr("runtime.drafters.tree.chosen_there", lambda sampling, rule: False)
+    monkeypatch.setattr("runtime.speculative.drafters.tree.chosen_there", lambda sampling, rule: False)
     by_host = trees(SAMPLINGS)
     assert len(read) == 2
     assert [(made.tokens, made.parents) for made in here] == [(made.tokens, made.parents) for made in by_host]

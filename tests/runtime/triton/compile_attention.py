@@ -11,13 +11,13 @@ import torch
 from compile_kernels import Absent, report
 from triton.runtime import driver, jit
 
-from runtime.kernels.triton import choose, elementwise
-from runtime.kernels.triton.attention import Heads, Places, attend
-from runtime.kernels.triton.cache import move
-from runtime.kernels.triton.prefill import attend_many
-from runtime.kernels.triton.rotate import rotate_and_store
-from runtime.kv import allocate
-from runtime.kv_kind import FLOATS, CacheKind
+from runtime.contract import FLOATS, CacheKind
+from runtime.kernels.triton import argmax, elementwise
+from runtime.kernels.triton.attention_decode import Heads, Places, attend
+from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kernels.triton.kv_store import move
+from runtime.kernels.triton.rotary import rotate_and_store
+from runtime.kv_store import allocate
 
 # Kind, dimensions, heads, window: one of each way through the kernels.
 FEW: list[tuple[CacheKind, int, int, int | None]] = [("int8", 128, 4, None), ("int4", 64, 8, 100)]
@@ -62,8 +62,8 @@ def main(capability: int, everything: bool) -> None:
     elementwise.silu_mul(x, x)
     elementwise.gelu_mul(x, x)
     elementwise.embed(token, x)
-    choose.largest(x)
-    choose.route(x[:, :60], 6, True)
+    argmax.largest(x)
+    argmax.route(x[:, :60], 6, True)
     for case in FEW + MORE if everything else FEW:
         attention(*case)
 

@@ -17,12 +17,12 @@ from triton.runtime import driver, jit
 
 from runtime.formats import fp8
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.kernels.triton import quantize, tables
-from runtime.kernels.triton.choose import route
-from runtime.kernels.triton.experts import StackedLinear, add_experts
+from runtime.kernels.triton import quantize_inputs, tile_sizes
+from runtime.kernels.triton.argmax import route
+from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonLinear, triton_linear
-from runtime.kernels.triton.picks import Picks
 from runtime.kernels.triton.weights import gpu_weight
+from runtime.model.triton.experts import StackedLinear, add_experts
 
 # Kind, K, group, whether it has zero points and an order: one of each way through the kernels.
 FEW = [
@@ -88,7 +88,7 @@ def _loops(ttgir: str) -> str:
     return "\n".join(re.findall(r"scf\.for(?:(?!scf\.for).)*?scf\.yield", ttgir, re.DOTALL))
 
 
-def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tables.Plan]) -> Iterator[TritonLinear]:
+def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tile_sizes.Plan]) -> Iterator[TritonLinear]:
     """Layers of 256 outputs."""
     generator = torch.Generator().manual_seed(0)
     for kind, k, group, rest in cases:
@@ -131,8 +131,8 @@ def main(capability: int, everything: bool) -> None:
 
     jit.JITFunction.run = compile_only
     # As on a GPU, whatever the tensors' device.
-    tables.rows_at_once = lambda device: 1
-    plans = next(plans for least, plans in tables.PLANS.items() if capability >= 10 * least[0] + least[1])
+    tile_sizes.rows_at_once = lambda device: 1
+    plans = next(plans for least, plans in tile_sizes.PLANS.items() if capability >= 10 * least[0] + least[1])
     for number, layer in enumerate(layers(FEW + MORE if everything else FEW, plans)):
         for rows in (1, 40) if everything else (1,):
             x = torch.zeros(rows, layer.weight.shape[1])
@@ -144,11 +144,11 @@ def main(capability: int, everything: bool) -> None:
             if layer.how is not None and rows == 1 and number < 2:
                 add_experts(torch.zeros(2, 512), torch.zeros(1, 2), picks, torch.zeros(1, 512))
                 route(torch.zeros(1, 60), 4, True, torch.zeros(1, dtype=torch.int32))
-                quantize.silu_mul_quantize(x, x, layer.how)
-                quantize.norm_quantize(x, x[0], 1e-5, layer.how)
+                quantize_inputs.silu_mul_quantize(x, x, layer.how)
+                quantize_inputs.norm_quantize(x, x[0], 1e-5, layer.how)
                 if everything:
-                    quantize.gelu_mul_quantize(x, x, layer.how)
-                    quantize.norm_quantize(x, x[0], 1e-5, layer.how, 1.0, x)
+                    quantize_inputs.gelu_mul_quantize(x, x, layer.how)
+                    quantize_inputs.norm_quantize(x, x[0], 1e-5, layer.how, 1.0, x)
 
 
 if __name__ == "__main__":

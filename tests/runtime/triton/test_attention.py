@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.kernels.reference import KEY_BLOCK
-from runtime.kernels.triton.attention import SPLIT, Heads, Places, attend, splits_for
-from runtime.kernels.triton.prefill import attend_many
-from runtime.kv import Quantizer, Store, allocate
-from runtime.kv_kind import CacheKind
+from runtime.cache.quantizer import Quantizer
+from runtime.contract import CacheKind
+from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, attend, splits_for
+from runtime.kernels.triton.attention_prefill import attend_many
+from runtime.kv_store import KEY_BLOCK, Store, allocate
 
 KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
 LAYERS = 2

@@ -6,11 +6,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from runtime.cache.quantizer import Quantizer
+from runtime.contract import CacheKind
 from runtime.kernels import reference
-from runtime.kernels.triton.cache import move, store_rows
-from runtime.kernels.triton.rotate import rotate_and_store
-from runtime.kv import Quantizer, Store, allocate
-from runtime.kv_kind import CacheKind
+from runtime.kernels.triton.kv_store import move, store_rows
+from runtime.kernels.triton.rotary import rotate_and_store
+from runtime.kv_store import Store, allocate
 
 KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
 LAYERS, BLOCKS, HEADS = 2, 3, 2

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.kernels.exact import exp, tree_sum
-from runtime.kernels.triton.choose import largest, route
+from runtime.kernels.triton.argmax import largest, route
 
 
 def test_largest(device: torch.device) -> None:

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.blocks import Mixture, Mlp
 from runtime.formats import fp8
 from runtime.formats.packed import PackedWeight
+from runtime.model.layers import Mixture, Mlp
 
 pytest.importorskip("triton")
 
-from runtime.kernels.choices import wanted
-from runtime.kernels.torch_library import dense_linear
-from runtime.kernels.triton.choose import route
+from runtime.kernels.libraries import dense_linear
+from runtime.kernels.library_choice import wanted
+from runtime.kernels.triton.argmax import route
 from runtime.kernels.triton.elementwise import silu_mul
-from runtime.kernels.triton.experts import StackedExperts, add_experts, stacked
-from runtime.kernels.triton.int_mm import int_mm_linear
+from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
-from runtime.kernels.triton.mixed import MixedLinear
-from runtime.kernels.triton.picks import Picks
+from runtime.kernels.triton.torch_int_mm import int_mm_linear
 from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight, share_inputs
+from runtime.kernels.triton.with_libraries import MixedLinear
+from runtime.model.triton.experts import StackedExperts, add_experts, stacked
 
 Packed = Callable[..., PackedWeight]
 HIDDEN, INSIDE, EXPERTS = 96, 40, 5

@@ -11,7 +11,7 @@ from runtime.kernels.reference import packed_linear
 pytest.importorskip("triton")
 
 from runtime.formats import fp8
-from runtime.kernels.triton.available import interpreted
+from runtime.kernels.triton import interpreted
 from runtime.kernels.triton.linear import triton_linear
 from runtime.kernels.triton.weights import gpu_weight
 

@@ -12,7 +12,7 @@ from runtime.kernels import reference
 
 pytest.importorskip("triton")
 
-from runtime.kernels.triton.quantize import (
+from runtime.kernels.triton.quantize_inputs import (
     Rounded,
     Rounding,
     gelu_mul_quantize,

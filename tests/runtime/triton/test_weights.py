@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.kernels import dispatch
+from runtime.kernels import dispatch, triton
 from runtime.kernels.reference import packed_linear
-from runtime.kernels.triton import available
-from runtime.kernels.triton.layout import CHUNKS, cut
-from runtime.upper import upper_linear
+from runtime.kernels.triton.weight_layout import CHUNKS, cut
+from runtime.model.layers import upper_linear
 
 pytest.importorskip("triton")
 
@@ -111,15 +110,15 @@ def test_an_upper_view_of_a_layer_with_planes(packed: Packed, device: torch.devi
 
 def test_is_listed_where_it_runs() -> None:
     names = [kernel.name for kernel in dispatch.available("cpu")]
-    assert ("triton" in names) == available.interpreted()
-    assert available.interpreted() or not available.usable("cpu")[0]
+    assert ("triton" in names) == triton.interpreted()
+    assert triton.interpreted() or not triton.usable("cpu")[0]
     # Never by itself on a CPU.
     assert dispatch.choose("auto", "cpu").name != "triton"
     if torch.cuda.is_available():
         assert dispatch.available("cuda")[0].name == "triton"
-        assert not available.usable(f"cuda:{torch.cuda.device_count()}")[0]
+        assert not triton.usable(f"cuda:{torch.cuda.device_count()}")[0]
     else:
-        found, why = available.usable("cuda")
+        found, why = triton.usable("cuda")
         assert not found
         assert "no CUDA device" in why
         with pytest.raises(UserError, match="cannot run here"):

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.kernels.reference import upper_codes
-from runtime.kernels.triton.layout import PER_BYTE
+from runtime.kernels.triton.weight_layout import PER_BYTE
 
 pytest.importorskip("triton")
 
-from runtime.kernels.triton.unpack import LEFT
-from runtime.kernels.triton.words import texts
+from runtime.kernels.triton.unpack import LEFT, texts
 
 _ALL = (1 << 32) - 1
 

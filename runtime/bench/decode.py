@@ -1,0 +1,238 @@
+"""Decoding a shape with random weights at each width: what a step costs, and how near it comes to the memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+
+from runtime.bench.device_models import random_model, read_bytes
+from runtime.bench.measure import Copies, Place, Sample, interleaved, row
+from runtime.bench.output import reason
+from runtime.bench.random_models import SHAPES
+from runtime.contract import CacheKind, GreedyChains, Rows, integers
+from runtime.engine.deferred import sound
+from runtime.errors import UserError
+from runtime.kv_store import KEY_BLOCK, Store, allocate
+from runtime.model.layers import described
+from runtime.model.load import Model
+from runtime.model.on_device import ARGMAX, DeviceRounds
+from runtime.sampling.distribution import finite_choices
+
+# Bits of a key or value, and of the scales of a token and head (one for its key, one for its value).
+_BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64)}
+
+
+def computed_bytes(kind: str, kv_heads: int, head_dim: int, tokens: int) -> int:
+    """Bytes of one layer's keys and values of so many tokens: codes and scales."""
+    bits, scales = _BITS[kind]
+    return tokens * kv_heads * (2 * head_dim * bits + scales) // 8
+
+
+def time_kinds(
+    place: Place, shape: str, kinds: Sequence[CacheKind], context: int, batch: int, widths: Sequence[int], rounds: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
+    """One layer's attention of `width` rows of each of `batch` requests over `context` tokens of random keys.
+
+    bytes_computed is what keys and values take by their bits, bytes_held what the store takes; the times of a whole
+    forward are a row's times the layers. computed_ms is bytes_computed over the copies' median speed.
+    """
+    from runtime.kernels.triton import usable
+    from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for
+
+    can, why = usable(str(place.device))
+    if not can:
+        raise UserError(f"gpu attention measures Triton's kernels, which cannot run here: {why}")
+    a = SHAPES[shape].architecture
+    heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
+    blocks = -(-(context + max(widths)) // KEY_BLOCK)
+    table = torch.arange(batch * blocks, dtype=torch.int32, device=place.device).view(batch, blocks)
+    copies = Copies(place)
+    tasks: dict[tuple[str, int], Callable[[], float]] = {}
+    held: dict[str, int] = {}
+    left_out: list[dict[str, Any]] = []
+    for kind in kinds:
+        store = _filled(allocate(kind, 1, batch * blocks, a.kv_heads, a.head_dim, place.device), place.device)
+        held[kind] = sum(part.nbytes for part in (store.keys, store.values, store.key_scale, store.value_scale))
+        for width in widths:
+            rows = torch.arange(batch * width, dtype=torch.int32, device=place.device)
+            request, step = rows // width, rows % width
+            places = Places(table, request, context + step, torch.full_like(rows, context))
+            q = torch.randn(batch * width, a.heads, a.head_dim, device=place.device)
+            splits = splits_for(context + width)
+
+            def run(
+                q: torch.Tensor = q,
+                store: Store = store,
+                kind: CacheKind = kind,
+                places: Places = places,
+                splits: int = splits,
+                width: int = width,
+            ) -> None:
+                attend(q, store, 0, kind, heads, places, splits, sharing=width)
+
+            try:
+                run()
+                tasks[kind, width] = place.task(place.repeated(run))
+            except Exception as error:  # the compiler's own classes, memory, …: the other kinds go on
+                left_out.append({"cache": kind, "width": width, "why": reason(error)})
+    samples = interleaved(tasks, rounds, copies)
+    speed = sorted(copies.readings)[len(copies.readings) // 2]
+    found = []
+    for (name, width), taken in samples.items():
+        read = computed_bytes(name, a.kv_heads, a.head_dim, batch * (context + width))
+        timed = asdict(row("attention", name, width, taken, read, samples.get((name, 1))))
+        about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
+        memory = {"bytes_computed": read, "bytes_held": held[name], "computed_ms": read / speed * 1e3}
+        found.append(timed | about | memory)
+    return found, left_out, copies.readings
+
+
+def _filled(store: Store, device: torch.device) -> Store:
+    """Random contents: codes of all values, scales about 1."""
+    draws = torch.Generator(device).manual_seed(0)
+    for part in (store.keys, store.values):
+        if part.dtype.is_floating_point:
+            part.normal_(generator=draws)
+        else:
+            low, high = (-127, 128) if part.dtype == torch.int8 else (0, 256)
+            # Only ±7 are codes of int4, which a byte of 0 would be outside of; for time it is all the same.
+            part.random_(low, high, generator=draws)
+    for scale in (store.key_scale, store.value_scale):
+        scale.uniform_(0.005, 0.015, generator=draws)
+    return store
+
+
+BASE = "bf16"
+# Tokens of the chain that a decoder continues by itself in one call.
+_CHAIN = 16
+Found = dict[str, Any]
+
+
+def time_shape(
+    place: Place,
+    shape: str,
+    schemes: Sequence[str],
+    widths: Sequence[int],
+    context: int,
+    rounds: int,
+    kernels: str,
+    say: Callable[[str], None],
+) -> tuple[list[Found], list[Found], list[float]]:
+    """Rows for every scheme, what was left out and why, and the readings of the memory's speed.
+
+    A step is a forward of `width` rows after `context` tokens and the choice of a token after each, on the host. Where
+    there is room the bf16 model stays beside each other one and is timed in the same rounds.
+    """
+    found: list[Found] = []
+    left_out: list[Found] = []
+    copies = Copies(place)
+    base: Model | None = None
+    base_samples: list[Sample] | None = None
+    for scheme in sorted(schemes, key=lambda name: name != BASE):
+        say(f"{shape}, {scheme}")
+        for attempt in range(2):
+            try:
+                rows, samples = _time(place, shape, scheme, base, widths, context, rounds, kernels, copies)
+                break
+            except Exception as error:  # memory, mostly; a kernel that this GPU refuses must not end the others
+                rows = []
+                if base is None or attempt:
+                    left_out.append({"shape": shape, "scheme": scheme, "why": reason(error)})
+                    break
+            # Beside the bf16 model there was no room: without it there may be, at another minute's speed.
+            base = None
+            place.release()
+        together = base is not None or scheme == BASE
+        if scheme == BASE and rows:
+            base_samples = samples
+            base = _model(place, shape, BASE, kernels) if len(schemes) > 1 else None
+        for one in rows:
+            one |= {"shape": shape, "over_bf16": None, "bf16_in_same_rounds": together}
+            compared = samples if base is not None and scheme != BASE else base_samples
+            if compared and one["what"] == "decode" and one["width"] == 1:
+                one["over_bf16"] = median(s.seconds for s in compared) * 1e3 / one["ms_median"]
+        found += rows
+        place.release()
+    return found, left_out, copies.readings
+
+
+def _model(place: Place, shape: str, scheme: str, kernels: str) -> Model:
+    return random_model(shape, scheme, place.device, kernels, "keep" if scheme == BASE else "int8")
+
+
+def _time(
+    place: Place,
+    shape: str,
+    scheme: str,
+    base: Model | None,
+    widths: Sequence[int],
+    context: int,
+    rounds: int,
+    kernels: str,
+    copies: Copies,
+) -> tuple[list[Found], list[Sample]]:
+    """The scheme's rows; and bf16's samples of width 1 in these rounds (its own, where it is the scheme)."""
+    place.forget_peak()
+    model = _model(place, shape, scheme, kernels)
+    made, longest = steps(place, model, widths, context)
+    tasks: dict[tuple[str, int], Callable[[], float]] = {("decode", width): step for width, step in made.items()}
+    if longest is not None:
+        tasks["greedy chain", 1] = longest
+    if base is not None:
+        tasks[BASE, 1] = steps(place, base, (1,), context)[0][1]
+    samples = interleaved(tasks, rounds, copies)
+    cache = model.decoder.new_cache().bytes_per_token() * context
+    read = read_bytes(model) + cache
+    first = samples.get(("decode", 1))
+    rows = [
+        asdict(row(what, scheme, width, taken, read, first if what == "decode" else None))
+        | {
+            "bytes_read": read,
+            "kv_bytes_read": cache,
+            "kernels": described(model.decoder),
+            "exact": model.decoder.exact,
+            "peak_bytes": place.peak_bytes(),
+        }
+        for (what, width), taken in samples.items()
+        if what != BASE
+    ]
+    return rows, samples.get((BASE, 1), first or [])
+
+
+def steps(
+    place: Place, model: Model, widths: Sequence[int], context: int
+) -> tuple[dict[int, Callable[[], float]], Callable[[], float] | None]:
+    """By width, the task of one step after `context` tokens; and that of a greedy chain, over its tokens.
+
+    The chain is one call for many tokens (rows.GreedyChains), where the decoder has it; else None.
+    """
+    decoder = model.decoder
+    cache = decoder.new_cache()
+    request = cache.open(context + max(*widths, _CHAIN))
+    ids = torch.randint(0, decoder.vocab_size, (context + max(widths),), generator=torch.Generator().manual_seed(0))
+    last = integers([context - 1])
+    decoder.forward(ids[:context], Rows.chains([(request, 0, context)]), cache, last)
+
+    def back() -> None:
+        cache.truncate(request, context)
+
+    def step(width: int) -> Callable[[], float]:
+        rows = Rows.chains([(request, context, width)])
+
+        def run() -> None:
+            logits = decoder.forward(ids[:width], rows, cache).logits
+            if isinstance(decoder, DeviceRounds):
+                sound(decoder.choices(logits, [ARGMAX] * width)[0])
+            else:
+                finite_choices(logits, "timed model")
+
+        return place.task(run, back)
+
+    made = {width: step(width) for width in widths}
+    if not isinstance(decoder, GreedyChains):
+        return made, None
+    rows = Rows.chains([(request, context, 1)])
+    chain = place.task(lambda: decoder.continue_greedy(ids[:1], rows, cache, [_CHAIN], decoder.vocab_size), back)
+    return made, lambda: chain() / _CHAIN

@@ -1,0 +1,103 @@
+"""transformers' `generate` beside our decoders: the same shape, prompt and number of tokens, in interleaved rounds."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from runtime.bench.device_models import random_model
+from runtime.bench.measure import Copies, Place, interleaved
+from runtime.bench.output import reason
+from runtime.bench.random_models import SHAPES
+from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.contract import Decoder
+from runtime.model.layers import described
+from runtime.sampling.params import Sampling
+from runtime.speculate import NoDrafter
+
+
+def time_ways(
+    place: Place,
+    shape: str,
+    schemes: Sequence[str],
+    prompt: int,
+    new_tokens: int,
+    rounds: int,
+    kernels: str,
+    say: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
+    """Tokens/s of each way, the prompt's time included; what was left out and why; the memory's speed.
+
+    transformers runs in bfloat16. All decode greedily, exactly so many tokens.
+    """
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SHAPES[shape].architecture.vocab, (prompt,), generator=draws)
+    copies = Copies(place)
+    say(f"making {shape} for transformers")
+    model = _transformers(place, shape)
+    compiled = "transformers, static cache + compile" if place.is_gpu else "transformers, static cache"
+    tasks = {
+        "transformers, eager": place.task(_generate(model, ids, new_tokens, {})),
+        # generate compiles static caches' steps by itself where there is an accelerator.
+        compiled: place.task(_generate(model, ids, new_tokens, {"cache_implementation": "static"})),
+    }
+    for scheme in schemes:
+        say(f"making {shape}, {scheme}")
+        ours = random_model(shape, scheme, place.device, kernels, "keep" if scheme == "bf16" else "int8")
+        tasks[f"specpress ({described(ours.decoder)}), {scheme}"] = place.task(_ours(ours.decoder, ids, new_tokens))
+    say("timing; the first texts compile")
+    left_out = []
+    for way in list(tasks):
+        try:
+            tasks[way]()
+        except Exception as error:  # a compiler's failure, of many classes, is a finding about that way
+            del tasks[way]
+            left_out.append({"way": way, "why": reason(error)})
+    base = None
+    found = []
+    for way, samples in interleaved(tasks, rounds, copies).items():
+        seconds = median(sample.seconds for sample in samples)
+        base = seconds if base is None else base
+        found.append(
+            {
+                "shape": shape, "way": way, "prompt": prompt, "new_tokens": new_tokens,
+                "tokens_per_second": new_tokens / seconds, "ms_per_token": seconds / new_tokens * 1e3,
+                "over_eager": base / seconds,
+            }
+        )  # fmt: skip
+    return found, left_out, copies.readings
+
+
+def _transformers(place: Place, shape: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(SHAPES[shape].config) | {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    with place.device:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.bfloat16)
+    return model.eval()
+
+
+def _generate(model: Any, ids: torch.Tensor, new_tokens: int, options: dict[str, Any]) -> Callable[[], Any]:
+    given = ids.view(1, -1).to(model.device)
+
+    def run() -> Any:
+        return model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+            **options,
+        )
+
+    return run
+
+
+def _ours(decoder: Decoder, ids: torch.Tensor, new_tokens: int) -> Callable[[], Any]:
+    nothing = NoDrafter()
+    job = Job(decoder, nothing, (Item(ids.tolist(), "random tokens"),), new_tokens, 1, Sampling(), "coupled", 0)
+    way = Way(nothing, 0, decoder.new_cache())
+    return lambda: run_once(job, way)

@@ -1,0 +1,267 @@
+"""The commands of `python -m runtime.bench gpu`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from runtime.bench.options import (
+    Choices,
+    Device,
+    Json,
+    Kernels,
+    NewTokens,
+    Rounds,
+    Schemes,
+    ShapeName,
+    ShapeNames,
+    Widths,
+    known,
+    numbers,
+    opened,
+    say,
+)
+from runtime.cli import without_traceback
+from runtime.errors import UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="What a GPU is measured by.")
+
+
+@app.command()
+def decode(
+    shape: ShapeNames = ["tinyllama-1.1b", "llama-3.1-8b", "llama-3.1-70b"],  # noqa: B006 (typer reads it)
+    scheme: Schemes = ["bf16", "int8", "int4", "nf4", "ternary"],  # noqa: B006
+    widths: Widths = "1,2,4,8,16",
+    context: Annotated[int, typer.Option(help="Tokens in the cache before the step.")] = 512,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+) -> None:
+    """Times a step (forward and greedy choice) after a context, at each width, for each scheme."""
+    with without_traceback():
+        from runtime.bench.decode import time_shape
+        from runtime.bench.output import finish, show
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 256)
+        everything: list[dict[str, Any]] = []
+        missing: list[dict[str, Any]] = []
+        readings: list[float] = []
+        for name in known(shape):
+            found, left_out, read = time_shape(place, name, scheme, counts, context, rounds, kernels, say)
+            everything, missing, readings = everything + found, missing + left_out, readings + read
+            columns = [
+                ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
+                ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"),
+                ("bytes_read", "bytes read", ",d"),
+                ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
+                ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
+            ]  # fmt: skip
+            show(f"{name}, random weights, after {context} tokens", columns, found, place)
+        finish("decode", place, readings, rounds, everything, json_file, missing, context=context)
+
+
+@app.command()
+def kernels(
+    shape: ShapeNames = ["llama-3.1-8b"],  # noqa: B006
+    scheme: Schemes = ["int8", "int4", "nf4", "fp8", "bf16"],  # noqa: B006
+    widths: Widths = "1,2,4,8,16,64,512",
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+    choices_file: Choices = None,
+) -> None:
+    """Times layers on our kernels and on every library's that takes them; the winners are a table of choices."""
+    with without_traceback():
+        from runtime.bench.device_models import known_schemes
+        from runtime.bench.kernels import time_layers, winners
+        from runtime.bench.output import finish, show, show_choices
+        from runtime.kernels.dispatch import choose
+
+        place, counts = opened(device, rounds, json_file, choices_file), numbers("--widths", widths, 4096)
+        beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
+        if choices_file is not None and not beside_triton:
+            raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
+        everything: list[dict[str, Any]] = []
+        missing: list[dict[str, Any]] = []
+        readings: list[float] = []
+        for name in known(shape):
+            found, left_out, read = time_layers(place, name, known_schemes(scheme), counts, rounds, kernels)
+            everything += [one | {"shape": name} for one in found]
+            missing, readings = missing + left_out, readings + read
+            columns = [
+                ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
+                ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
+                ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
+                ("relative_error", "error", ".1e"), ("same_bits", "same bits", ""),
+            ]  # fmt: skip
+            show(f"{name}'s layers, random weights", columns, found, place)
+        finish("kernels", place, readings, rounds, everything, json_file, missing)
+        if beside_triton:
+            show_choices(winners(everything, place.capability, place.measured_on()), choices_file)
+
+
+@app.command()
+def speculate(
+    shape: ShapeName = "llama-3.1-8b",
+    draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth",
+    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4 or ternary.")] = "int4",
+    alpha: Annotated[float, typer.Option(help="The oracle's acceptance per token.")] = 0.8,
+    draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8",
+    prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4,
+    new_tokens: NewTokens = 128,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 3,
+    json_file: Json = None,
+) -> None:
+    """Speculation at a known acceptance and a draft's real cost: measured beside predicted speed-up."""
+    with without_traceback():
+        from runtime.bench.output import finish, show
+        from runtime.bench.speculate_gpu import oracle
+
+        place, lengths = opened(device, rounds, json_file), numbers("--draft-lengths", draft_lengths, 64)
+        known([shape, draft])
+        found, _ = oracle(place, shape, draft, scheme, alpha, lengths, prompts, new_tokens, rounds, kernels, say)
+        columns = [
+            ("draft_length", "γ", "d"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
+            ("draft_cost_ratio", "c", ".3f"), ("step_ms", "step ms", ".2f"), ("speedup", "speed-up", ".2f"),
+            ("decode_speedup", "without prompts", ".2f"), ("predicted_speedup", "predicted", ".2f"),
+            ("mismatches", "texts that differ", "d"),
+        ]  # fmt: skip
+        show(f"{shape} and {draft}, {scheme}, oracle right with {alpha:g} a token", columns, found, place)
+        finish("speculate", place, [], rounds, found, json_file, alpha=alpha, new_tokens=new_tokens)
+
+
+@app.command()
+def attention(
+    shape: ShapeName = "llama-3.1-8b",
+    kind: Annotated[list[str], typer.Option(help="float32, float16, int8 or int4; may be repeated.")] = [  # noqa: B006
+        "float16",
+        "int8",
+        "int4",
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of each request.")] = 32_768,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 8,
+    widths: Widths = "1,5",
+    device: Device = "cuda",
+    rounds: Rounds = 20,
+    json_file: Json = None,
+) -> None:
+    """Times one layer's attention over long caches, and compares time and memory with what is computed for them."""
+    with without_traceback():
+        from typing import get_args
+
+        from runtime.bench.decode import time_kinds
+        from runtime.bench.output import finish, show
+        from runtime.contract import CacheKind
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 16)
+        if unknown := set(kind) - set(get_args(CacheKind)):
+            raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
+        for option, value in (("--context", context), ("--batch", batch)):
+            if value < 1:
+                raise UserError(f"{option} must be at least 1, found {value}")
+        [name] = known([shape])
+        kinds: Any = tuple(dict.fromkeys(kind))
+        found, left_out, readings = time_kinds(place, name, kinds, context, batch, counts, rounds)
+        columns = [
+            ("scheme", "cache", "s"), ("width", "width", "d"), ("ms_median", "ms a layer", ".3f"),
+            ("computed_ms", "computed ms", ".3f"), ("bytes_computed", "bytes computed", ",d"),
+            ("bytes_held", "bytes held", ",d"), ("gb_per_second", "GB/s", ".0f"),
+            ("share_of_bandwidth", "of copies' speed", ".0%"),
+        ]  # fmt: skip
+        show(f"{name}, one layer's attention, {batch} requests of {context} tokens", columns, found, place)
+        finish("attention", place, readings, rounds, found, json_file, left_out)
+
+
+@app.command()
+def batch(
+    target: Annotated[str, typer.Option(help="A model directory or run folder.", show_default=False)],
+    draft: Annotated[str | None, typer.Option(help="Its draft's directory.", show_default="the run's own")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text or .jsonl file of prompts.")] = None,
+    sizes: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128,256",
+    draft_length: Annotated[int, typer.Option(help="Tokens drafted a round.")] = 4,
+    new_tokens: NewTokens = 64,
+    device: Device = "cuda",
+    rounds: Rounds = 3,
+    json_file: Json = None,
+) -> None:
+    """Plain and speculative greedy decoding of a real pair in batches: tokens/s, and the texts that differ."""
+    with without_traceback():
+        from runtime.bench.jobs import opened_job
+        from runtime.bench.output import finish, show
+        from runtime.bench.speculate_gpu import batches
+
+        place, counts = opened(device, rounds, json_file), numbers("--sizes", sizes, 1024)
+        with opened_job(
+            target, None, "", "model", draft, 0.0, None, prompts, None, new_tokens, 1, 0.0, 0, "coupled", draft_length,
+            None, device,
+        ) as (job, _):  # fmt: skip
+            found = list(batches(job, counts, rounds, say))
+        columns = [
+            ("batch", "batch", "d"), ("plain_tokens_per_second", "plain tokens/s", ".0f"),
+            ("speculative_tokens_per_second", "speculative", ".0f"), ("speedup", "speed-up", ".2f"),
+            ("acceptance_rate", "α", ".3f"), ("prompts", "texts", "d"), ("mismatches", "of which differ", "d"),
+        ]  # fmt: skip
+        show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, found, place)
+        finish("batch", place, [], rounds, found, json_file, new_tokens=new_tokens)
+
+
+@app.command()
+def tune(
+    shape: ShapeName = "llama-3.1-8b",
+    scheme: Schemes = ["int4"],  # noqa: B006
+    widths: Widths = "1,8",
+    device: Device = "cuda",
+    rounds: Rounds = 8,
+    json_file: Json = None,
+) -> None:
+    """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tables.py."""
+    with without_traceback():
+        from runtime.bench.output import finish, show
+        from runtime.bench.tune import tune as tried
+
+        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 512)
+        [name] = known([shape])
+        found, readings = tried(place, name, scheme, counts, rounds, say)
+        columns = [
+            ("scheme", "scheme", "s"), ("layer", "layer", "s"), ("width", "width", "d"), ("block_n", "outputs", "d"),
+            ("warps", "warps", "d"), ("stages", "stages", "d"), ("programs", "programs", "d"),
+            ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
+        ]  # fmt: skip
+        show(f"{name}, quickest first", columns, [one for one in found if one["why"] is None], place)
+        refused = [one for one in found if one["why"] is not None]
+        finish("tune", place, readings, rounds, found, json_file, refused)
+
+
+@app.command()
+def generate(
+    shape: ShapeName = "llama-3.1-8b",
+    scheme: Schemes = ["bf16", "int4"],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Random tokens before the new ones.")] = 64,
+    new_tokens: NewTokens = 128,
+    device: Device = "cuda",
+    kernels: Kernels = "auto",
+    rounds: Rounds = 5,
+    json_file: Json = None,
+) -> None:
+    """transformers' generate (eager; static cache and compile) beside plain decoding here."""
+    with without_traceback():
+        from runtime.bench.generate import time_ways
+        from runtime.bench.output import finish, show
+
+        place = opened(device, rounds, json_file)
+        [name] = known([shape])
+        found, left_out, readings = time_ways(place, name, scheme, prompt, new_tokens, rounds, kernels, say)
+        columns = [
+            ("way", "way", "s"), ("tokens_per_second", "tokens/s", ".1f"), ("ms_per_token", "ms a token", ".2f"),
+            ("over_eager", "over eager", ".2f"),
+        ]  # fmt: skip
+        show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, found, place)
+        finish("generate", place, readings, rounds, found, json_file, left_out)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,245 @@
+"""Layers of a shape on each implementation that could run them: ours, and the libraries' of runtime/kernels/choices.py.
+
+All are made as a decoder makes them, float32 in and out, on equal weights: what is timed is what would be gained.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.bench.device_models import random_weight
+from runtime.bench.layers import layers
+from runtime.bench.measure import Copies, Place, Row, interleaved
+from runtime.bench.measure import row as make_row
+from runtime.bench.output import reason
+from runtime.errors import UserError
+from runtime.formats import dequantize
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.dispatch import NAMES, Kernel, choose, linear
+from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice, wanted
+
+Product = Callable[[Tensor], Tensor]
+# A pass reads at least so many bytes, beyond every GPU's caches, so that each weight comes from memory.
+_PASS_BYTES = 1 << 28
+# Rounding errors lie far below, layouts that a device's kernel does not take far above.
+_WRONG = 0.1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of a scheme's products, and how to make it of a weight: the layer and the bytes it reads.
+
+    implementation  as choices.py has it; None: our own kernels.
+    """
+
+    engine: str
+    scheme: str
+    make: Callable[[PackedWeight | Tensor], tuple[Product, int]]
+    implementation: str | None = None
+
+
+def contenders(place: Place, kernels: str, schemes: Sequence[str]) -> list[Contender]:
+    """What is compared, by scheme: ours first. Raises UserError for unknown or unusable `kernels`."""
+    # Ours alone: what a table of choices says is what is to be measured.
+    kernel = choose(kernels, str(place.device), table=())
+    found: list[Contender] = []
+    for scheme in schemes:
+        found.append(Contender(f"specpress ({kernel.name})", scheme, partial(_made, lambda: kernel)))
+        for name, about in IMPLEMENTATIONS.items():
+            if scheme in about.schemes:
+                asked = partial(_asked, name, str(place.device))
+                found.append(Contender(name, scheme, partial(_made, asked, name=name), name))
+    return found
+
+
+def _asked(name: str, device: str) -> Kernel:
+    """The kernels of an implementation by name. Raises UserError where they cannot run."""
+    if name in NAMES and name != "bitsandbytes":
+        return choose(name, device)
+    # Beside Triton's kernels, as a table would have it.
+    choose("triton", device)
+    choose(name, device)
+    return Kernel("library", True, "", exact=False, table=wanted(name))
+
+
+def _made(kernel: Callable[[], Kernel], weight: PackedWeight | Tensor, name: str | None = None) -> tuple[Product, int]:
+    made: Any = linear(weight, None, kernel())
+    if name is not None and name not in getattr(made, "libraries", ()):
+        raise UserError(f"{name} does not take this layer: its sizes, or what comes with the weight")
+    held = weight if isinstance(weight, Tensor) else weight.codes
+    return made, getattr(made, "nbytes", held.nbytes)
+
+
+def time_layers(
+    place: Place, shape: str, schemes: Sequence[str], widths: Sequence[int], rounds: int, kernels: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
+    """Rows, what was left out and why, readings of the memory's speed.
+
+    A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
+    in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
+    relative_error is ‖y − ŷ‖ / ‖ŷ‖ against the float64 product of the dequantised weight: a wrong layout would show.
+    same_bits: whether a row's bits were the same at all widths that are tried (mixed.keeps_bits).
+    """
+    found: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    copies = Copies(place)
+    entrants = contenders(place, kernels, list(dict.fromkeys(schemes)))
+    for scheme in dict.fromkeys(one.scheme for one in entrants):
+        for layer in layers(shape, scheme, "keep")[:-1]:
+            tasks: dict[tuple[str, int], Callable[[], float]] = {}
+            notes: dict[tuple[str, int], dict[str, Any]] = {}
+            for one in (entrant for entrant in entrants if entrant.scheme == scheme):
+                try:
+                    _enter(place, one, layer.outputs, layer.inputs, widths, tasks, notes)
+                except Exception as error:  # of many classes: a missing library, a shape it does not take, …
+                    about = {"engine": one.engine, "scheme": scheme, "layer": layer.name}
+                    left_out.append(about | {"why": reason(error)})
+            samples = interleaved(tasks, rounds, copies)
+            for (engine, width), taken in samples.items():
+                note = notes[engine, width]
+                timed: Row = make_row(layer.name, scheme, width, taken, note["bytes_read"], samples.get((engine, 1)))
+                sizes = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs}
+                found.append(asdict(timed) | sizes | note | {"engine": engine})
+            del tasks
+            place.release()
+    return found, left_out, copies.readings
+
+
+def _enter(
+    place: Place,
+    one: Contender,
+    outputs: int,
+    inputs: int,
+    widths: Sequence[int],
+    tasks: dict[tuple[str, int], Callable[[], float]],
+    notes: dict[tuple[str, int], dict[str, Any]],
+) -> None:
+    weight = random_weight(one.scheme, outputs, inputs, torch.Generator(place.device).manual_seed(0))
+    first, size = one.make(weight)
+    same = _same_bits(first, inputs, place)
+    made = [first, *(one.make(weight)[0] for _ in range(copies_of(place, size) - 1))]
+    exact = (dequantize(weight) if isinstance(weight, PackedWeight) else weight).double()
+    for width in widths:
+        draws = torch.Generator(place.device).manual_seed(width)
+        x = torch.randn(width, inputs, device=place.device, generator=draws)
+        ideal = x.double() @ exact.t()
+        error = float((first(x).double() - ideal).norm() / ideal.norm())
+        if not error < _WRONG:
+            raise ValueError(f"its product is wrong by {error:.2g} of itself on this device, so it was not timed")
+        work = partial(_all, made, x)
+        try:
+            run, how = place.repeated(work), "graph" if place.is_gpu else "eager"
+        except RuntimeError:
+            run, how = work, "eager"
+        tasks[one.engine, width] = _per_call(place.task(run), len(made))
+        notes[one.engine, width] = {
+            "implementation": one.implementation,
+            "bytes_read": size,
+            "copies": len(made),
+            "how": how,
+            "relative_error": error,
+            "same_bits": same,
+        }
+
+
+def _same_bits(product: Product, inputs: int, place: Place) -> bool | None:
+    """None where an interpreter would take too long, and says nothing about a GPU."""
+    if not place.is_gpu:
+        return None
+    from runtime.kernels.triton.with_libraries import keeps_bits
+
+    return keeps_bits(product, inputs, place.device)
+
+
+def copies_of(place: Place, size: int) -> int:
+    """Equal weights of `size` bytes that one pass goes through."""
+    return -(-_PASS_BYTES // size) if place.is_gpu else 2
+
+
+def _all(products: Sequence[Product], x: Tensor) -> None:
+    for product in products:
+        product(x)
+
+
+def _per_call(task: Callable[[], float], calls: int) -> Callable[[], float]:
+    return lambda: task() / calls
+
+
+# A library must be so much quicker: less is within the noise of such medians.
+_MARGIN = 1.03
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def winners(rows: _Rows, capability: Capability, measured_on: str) -> list[Choice]:
+    """The entries that `kernels`' rows (`time_layers`, each with its shape) justify; none where Triton is quickest.
+
+    Times are summed over all layers of all shapes, so an implementation must have run each of them. A width that was
+    timed stands for the numbers of rows after the width before it, and the widest for all after it. Where the quickest
+    does not keep its bits, the quickest that does has an entry for the same rows: `auto` takes that one.
+    """
+    found: list[Choice] = []
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        mine = [row for row in rows if row["scheme"] == scheme]
+        same = {
+            name: all(row["same_bits"] is True for row in mine if row["implementation"] == name)
+            for name in IMPLEMENTATIONS
+        }
+        kept = {name for name, about in IMPLEMENTATIONS.items() if about.exact and same[name]}
+        spans = _spans(mine, set(IMPLEMENTATIONS))
+        # A library that has bits of its own keeps them only where it runs all rows.
+        alone = [one for one in spans if one.first == 1 and one.last is None and same[one.name]]
+        free = [one for one in spans if one not in alone and one.name not in kept]
+        exact = alone or _spans(mine, kept)
+        found += [
+            Choice(capability, scheme, one.first, one.last, one.name, bits, round(one.gain, 3), measured_on)
+            for bits, several in ((True, exact), (False, free))
+            for one in several
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Rows, whose they are, and Triton's time over its."""
+
+    first: int
+    last: int | None
+    name: str
+    gain: float
+
+
+def _spans(rows: _Rows, names: Set[str]) -> list[_Span]:
+    """The quickest of some libraries by rows, where it is quicker than Triton."""
+    widths = sorted({row["width"] for row in rows})
+    spans: list[_Span] = []
+    for number, width in enumerate(widths):
+        name, gain = _quickest(rows, width, names)
+        first = widths[number - 1] + 1 if number else 1
+        last = width if number + 1 < len(widths) else None
+        if name is None:
+            continue
+        if spans and spans[-1].last == first - 1 and spans[-1].name == name:
+            before = spans.pop()
+            # Of several widths the least gain.
+            first, gain = before.first, min(gain, before.gain)
+        spans.append(_Span(first, last, name, gain))
+    return spans
+
+
+def _quickest(rows: _Rows, width: int, names: Set[str]) -> tuple[str | None, float]:
+    """The quickest library at a width and Triton's time over its; None where that is too little."""
+    times: dict[str | None, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        if row["width"] == width:
+            times.setdefault(row["implementation"], {})[row["shape"], row["layer"]] = row["ms_median"]
+    ours = times.pop(None, {})
+    totals = {name: sum(taken.values()) for name, taken in times.items() if name in names and set(taken) == set(ours)}
+    if not totals:
+        return None, 1.0
+    name = min(totals, key=lambda one: totals[one])
+    gain = sum(ours.values()) / totals[name]
+    return (name, gain) if gain >= _MARGIN else (None, gain)

@@ -1,0 +1,300 @@
+"""What all benchmarks share: interleaved rounds, rows of results, and what the memory and the processor are."""
+
+import os
+import platform
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+from runtime import native
+from runtime.devices import resolve
+from runtime.kernels.native_linear import NativeLinear
+from runtime.kernels.reference import FloatLinear, GroupLinear, Int8Linear
+
+ENGINE = "specpress"
+# Rounds before those that count: the first touches memory and wakes the threads.
+WARM_UP = 2
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was timed, at one width.
+
+    what               "decode", "prefill", "draft", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head",
+                       "all".
+    ms_median, ms_min  of one forward or product, over the rounds.
+    tokens_per_second  width over the median.
+    gb_per_second      weight bytes that one forward or product reads, over the median; None where they are unknown.
+    share_of_bandwidth those bytes per second over the memory's reading speed around them, the median over the rounds;
+                       None where one of the two is unknown.
+    over_width_1       the median over that of width 1; None where width 1 was not timed.
+    """
+
+    what: str
+    engine: str
+    scheme: str
+    width: int
+    ms_median: float
+    ms_min: float
+    tokens_per_second: float
+    gb_per_second: float | None
+    share_of_bandwidth: float | None
+    over_width_1: float | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one task, and the memory's speed around it in bytes per second; None where nothing measures it."""
+
+    seconds: float
+    bandwidth: float | None
+
+
+def interleaved(
+    tasks: Mapping[Key, Callable[[], float]], rounds: int, read: Callable[[], float | None]
+) -> dict[Key, list[Sample]]:
+    """What each task took in each round. A round runs all tasks once, so that a slow minute hits all alike.
+
+    Memory's speed changes within seconds on shared machines: `read` measures it between any two tasks, and the better
+    of the readings before and after a task is the one that the task is held against.
+    """
+    samples: dict[Key, list[Sample]] = {key: [] for key in tasks}
+    for number in range(WARM_UP + rounds):
+        before = read()
+        for key, task in tasks.items():
+            taken = task()
+            after = read()
+            if number >= WARM_UP:
+                samples[key].append(Sample(taken, fastest(before, after)))
+            before = after
+    return samples
+
+
+def row(
+    what: str,
+    scheme: str,
+    width: int,
+    samples: Sequence[Sample],
+    read: int | None,
+    base: Sequence[Sample] | None,
+) -> Row:
+    """A row from the samples of all rounds.
+
+    read  bytes of weights that are read in a sample's seconds.
+    base  samples of the same at width 1.
+    """
+    seconds = [sample.seconds for sample in samples]
+    middle = median(seconds)
+    speed = None if read is None else read / middle
+    shares = [read / s.seconds / s.bandwidth for s in samples if read is not None and s.bandwidth is not None]
+    return Row(
+        what=what,
+        engine=ENGINE,
+        scheme=scheme,
+        width=width,
+        ms_median=middle * 1e3,
+        ms_min=min(seconds) * 1e3,
+        tokens_per_second=width / middle,
+        gb_per_second=None if speed is None else speed / 1e9,
+        share_of_bandwidth=median(shares) if shares else None,
+        over_width_1=None if base is None else middle / median(sample.seconds for sample in base),
+    )
+
+
+def bytes_read(layer: Any) -> int | None:
+    """Bytes that one product of a layer reads; None for a library's layer, which does not say."""
+    if isinstance(layer, NativeLinear):
+        return layer.nbytes
+    if isinstance(layer, FloatLinear | Int8Linear | GroupLinear):
+        held = [getattr(layer, field.name) for field in fields(layer)]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+    return None
+
+
+def layers_bytes(layers: Iterable[Any]) -> int | None:
+    """Bytes that one product of each layer reads; None where one of them does not say."""
+    total = 0
+    for layer in layers:
+        read = bytes_read(layer)
+        if read is None:
+            return None
+        total += read
+    return total
+
+
+class Memory:
+    """The memory's reading speed, measured as often as it is called: `readings` in bytes per second.
+
+    Without the native library, which measures it, a call gives None.
+    """
+
+    def __init__(self, threads: int):
+        self.readings: list[float] = []
+        size = max(1 << 28, 4 * cache_bytes())
+        self._read = native.bandwidth_reader(threads, size) if native.usable("portable")[0] else None
+
+    def __call__(self) -> float | None:
+        if self._read is None:
+            return None
+        self.readings.append(self._read())
+        return self.readings[-1]
+
+
+def fastest(*speeds: float | None) -> float | None:
+    """The highest of the speeds that were measured."""
+    return max((speed for speed in speeds if speed is not None), default=None)
+
+
+def cache_bytes() -> int:
+    """Size of the largest cache of a processor; 64 MiB where the system does not say."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text[:-1].isdecimal() and text[-1] in "KM":
+            largest = max(largest, int(text[:-1]) << (10 if text[-1] == "K" else 20))
+    return largest or 64 << 20
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and system; no name of the machine."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8", errors="replace").splitlines() if listing.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
+
+
+# Bytes of a copy that tells the memory's speed: beyond every GPU's caches, and little on a CPU, where it means nothing.
+_COPIED = {"cuda": 1 << 30, "cpu": 1 << 24}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device. `interpreted`: a CPU, where Triton's kernels are interpreted, so that no time means a GPU's speed."""
+
+    device: torch.device
+    name: str
+    interpreted: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The GPU's compute capability. Raises as torch where it is none."""
+        return torch.cuda.get_device_capability(self.device)
+
+    def measured_on(self) -> str:
+        """The device and what its kernels come from, in a line."""
+        triton = version("triton") if find_spec("triton") is not None else "none"
+        return f"{self.name}, torch {torch.__version__}, Triton {triton}"
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """What a call takes, from its first work on the host until the device has finished."""
+        if not self.is_gpu:
+            since = perf_counter()
+            call()
+            return perf_counter() - since
+        with torch.cuda.device(self.device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def task(self, call: Callable[[], Any], before: Callable[[], Any] | None = None) -> Callable[[], float]:
+        """A task for `rounds.interleaved`; `before` runs outside of its time."""
+
+        def run() -> float:
+            if before is not None:
+                before()
+            return self.seconds(call)
+
+        return run
+
+    def repeated(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The same work with as little of the host in it as can be: a CUDA graph of it, captured after a warm-up.
+
+        Raises RuntimeError where it cannot be captured; on a CPU the call itself.
+        """
+        if not self.is_gpu:
+            return call
+        with torch.cuda.device(self.device):
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                call()
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+        return graph.replay
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that torch has held since `forget_peak`; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else None
+
+    def forget_peak(self) -> None:
+        """Counts the peak anew."""
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def release(self) -> None:
+        """Gives memory that nothing holds back to the device."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def facts(self) -> dict[str, Any]:
+        """For the JSON: device, versions, and whether its times are speed."""
+        found: dict[str, Any] = machine() | {
+            "device": self.name,
+            "interpreted": self.interpreted,
+            "torch": str(torch.__version__),
+        }
+        if self.is_gpu:
+            about = torch.cuda.get_device_properties(self.device)
+            found |= {
+                "capability": ".".join(map(str, self.capability)),
+                "memory_bytes": about.total_memory,
+                "processors": about.multi_processor_count,
+                "cuda": torch.version.cuda,
+            }
+        return found
+
+
+def find(device: str) -> Place:
+    """The place named by "cuda", "cuda:N", "cpu" or "auto". Raises UserError where there is no such device."""
+    where = resolve(device)
+    if where.type == "cuda":
+        return Place(where, torch.cuda.get_device_name(where), interpreted=False)
+    return Place(where, machine()["cpu"], interpreted=True)
+
+
+@dataclass
+class Copies:
+    """The memory's speed, measured as often as it is called: bytes read and written of a copy over its seconds."""
+
+    place: Place
+    readings: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = _COPIED[self.place.device.type]
+        self._source = torch.ones(size, dtype=torch.uint8, device=self.place.device)
+        self._target = torch.empty_like(self._source)
+
+    def __call__(self) -> float:
+        taken = self.place.seconds(lambda: self._target.copy_(self._source))
+        self.readings.append(2 * self._source.nbytes / taken)
+        return self.readings[-1]

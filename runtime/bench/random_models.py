@@ -1,0 +1,325 @@
+"""Real architectures with seeded random weights: models to time, not to read. Their text means nothing.
+
+Codes and scales are drawn directly in each format, so that a billion weights take seconds, one block at a time.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.checkpoints.architecture import Architecture, describe
+from runtime.checkpoints.safetensors import INDEX
+from runtime.errors import UserError
+from runtime.formats import FORMATS, hf_config, int4, int8, nf4, ternary
+from runtime.formats.nf4 import Nf4Weight, double_quantize
+from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.tensors import round_scale
+
+SCHEMES = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
+HEADS = ("int8", "keep")
+INT4_GROUPS = (32, 64, 128)
+MARK = "specpress_random_weights"
+"""Key of config.json that says a model is one of these."""
+
+Weight = PackedWeight | Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published architecture: `config` is what its config.json says, with no dtype and no quantisation."""
+
+    name: str
+    config: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> Architecture:
+        """The sizes as the decoder reads them."""
+        found = describe(dict(self.config))
+        assert found is not None, f"{self.name} is of no family that the decoder runs"
+        return found
+
+    @property
+    def biased(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return bool(self.config["model_type"] == "qwen2")
+
+
+_COMMON: dict[str, Any] = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
+_LLAMA: dict[str, Any] = _COMMON | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_QWEN2: dict[str, Any] = _COMMON | {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "use_sliding_window": False,
+}
+_LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _sizes(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, positions: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+    }
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "tinyllama-1.1b": _LLAMA
+    | _sizes(32_000, 2048, 5632, 22, 32, 4, 2048, tied=False)
+    | {"bos_token_id": 1, "eos_token_id": 2},
+    # 7 to 8 % of the bytes, which with what a forward costs whatever its size makes a tenth of the time.
+    "tinyllama-tenth": _LLAMA
+    | _sizes(32_000, 768, 2048, 6, 12, 4, 2048, tied=False)
+    | {"bos_token_id": 1, "eos_token_id": 2},
+    "llama-3.2-1b": _LLAMA
+    | _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, tied=True)
+    | {"rope_parameters": _LLAMA3_ROPE, "bos_token_id": 128_000, "eos_token_id": 128_001},
+    "llama-2-7b": _LLAMA
+    | _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, tied=False)
+    | {"head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
+    "llama-3.1-8b": _LLAMA
+    | _sizes(128_256, 4096, 14_336, 32, 32, 8, 131_072, tied=False)
+    | {
+        "head_dim": 128,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    "llama-3.1-8b-tenth": _LLAMA
+    | _sizes(128_256, 2048, 8192, 4, 32, 8, 131_072, tied=False)
+    | {
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    "llama-3.1-70b": _LLAMA
+    | _sizes(128_256, 8192, 28_672, 80, 64, 8, 131_072, tied=False)
+    | {
+        "head_dim": 128,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    "qwen2.5-0.5b": _QWEN2
+    | _sizes(151_936, 896, 4864, 24, 14, 2, 32_768, tied=True)
+    | {"bos_token_id": 151_643, "eos_token_id": 151_643},
+    "pair": _LLAMA
+    | _sizes(4096, 512, 1536, 4, 8, 2, 1024, tied=True)
+    | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+}
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
+)
+"""The shapes by name: published models, drafts of a tenth of TinyLlama's and the 8B's cost, examples/pair's target."""
+
+
+def write_shape(
+    shape: str, scheme: str, out: str | Path, head: str = "int8", group_size: int | None = None, seed: int = 0
+) -> Path:
+    """Writes a model directory (config.json and sharded safetensors, no tokenizer) and returns it: whole or not at all.
+
+    shape, scheme  names of SHAPES and SCHEMES. Embedding and norms are bfloat16 (f32: float32).
+    head           "int8": a packed head of its own, also where the published model ties it to the embedding.
+                   "keep": as published, plain. Beside nf4 or ternary layers no other library knows an int8 head;
+                   `runtime.load` does.
+    group_size     of int4: 32, 64 or 128 (None: 128).
+    seed           the same arguments give the same bytes.
+
+    Raises UserError for a name or size that is not offered, an `out` that exists, or a disk that refuses.
+    """
+    from safetensors import SafetensorError
+
+    config = model_config(shape, scheme, head, group_size)
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"{out} exists already; name a new directory for the model or remove this one")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"{out}: the folder that it is to lie in does not exist; make it first")
+    try:
+        with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as beside:
+            folder = Path(beside) / "model"
+            folder.mkdir()
+            _write_weights(folder, SHAPES[shape], scheme, head, group_size, seed)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written ({error}); make room there, or choose another folder") from error
+    return out
+
+
+def model_config(shape: str, scheme: str, head: str = "int8", group_size: int | None = None) -> dict[str, Any]:
+    """config.json of what `write_shape` writes. Raises UserError for a name or size that is not offered."""
+    _check(shape, scheme, head, group_size)
+    chosen = SHAPES[shape]
+    layers = [f"model.layers.{i}.{name}" for i in range(chosen.architecture.layers) for name in block_layers(chosen)]
+    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, _described(scheme, group_size))
+    plain = [name for name in layers if name not in packed]
+    config = dict(chosen.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
+    if head == "int8":
+        config["tie_word_embeddings"] = False
+    if head == "keep" or scheme in ("nf4", "ternary"):
+        # bitsandbytes and bitnet cannot say that a layer is int8: the head's tensors do.
+        plain.append("lm_head")
+    else:
+        packed["lm_head"] = int8.scheme()
+    if packed:
+        config["quantization_config"] = hf_config(packed, plain)
+    return config
+
+
+def block_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Linear layers of a block: name within it → (outputs, inputs)."""
+    a = shape.architecture
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    return {
+        "self_attn.q_proj": (queries, a.hidden),
+        "self_attn.k_proj": (keys, a.hidden),
+        "self_attn.v_proj": (keys, a.hidden),
+        "self_attn.o_proj": (a.hidden, queries),
+        "mlp.gate_proj": (a.intermediate, a.hidden),
+        "mlp.up_proj": (a.intermediate, a.hidden),
+        "mlp.down_proj": (a.hidden, a.intermediate),
+    }
+
+
+def random_weight(
+    scheme: str, outputs: int, inputs: int, generator: np.random.Generator, group_size: int | None = None
+) -> Weight:
+    """A weight (outputs, inputs) of variance 1 / inputs, so that a layer's outputs vary as much as its inputs.
+
+    Codes are uniform, scales within a quarter of one another. Float weights come as they are stored (f32, bf16).
+    Raises ValueError for a scheme that is not in SCHEMES, or groups that do not divide the inputs.
+    """
+    if scheme in ("f32", "bf16"):
+        return _uniform(outputs, inputs, generator, torch.float32 if scheme == "f32" else torch.bfloat16)
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, found {scheme!r}")
+    described = _described(scheme, group_size)
+    size = described.group_size or inputs
+    if inputs % size:
+        raise ValueError(f"groups of {size} do not divide rows of {inputs} inputs")
+    # Symmetric: a mean other than 0 would add the same vector to every row, layer after layer.
+    first, last = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}[scheme]
+    codes = torch.from_numpy(generator.integers(first, last + 1, (outputs, inputs), dtype=np.int8))
+    values = nf4.LEVELS if scheme == "nf4" else torch.arange(first, last + 1, dtype=torch.float32)
+    scale = 1.0 / float(values.square().mean().sqrt() * inputs**0.5)
+    if scheme == "ternary":
+        one = ternary.storable(torch.tensor(scale), torch.bfloat16)
+        return PackedWeight(described, codes, one.expand(outputs, 1).contiguous())
+    varied = generator.uniform(0.75 * scale, 1.25 * scale, (outputs, inputs // size)).astype(np.float32)
+    scales = torch.from_numpy(varied)
+    if scheme != "nf4":
+        return PackedWeight(described, codes, round_scale(scales, torch.bfloat16))
+    nested = double_quantize(scales.flatten())
+    return Nf4Weight(described, codes, nested.undo().view(outputs, -1), nested=nested)
+
+
+def _uniform(outputs: int, inputs: int, generator: np.random.Generator, dtype: torch.dtype) -> Tensor:
+    """Floats of variance 1 / inputs."""
+    unit = torch.from_numpy(generator.random((outputs, inputs), dtype=np.float32))
+    return unit.sub_(0.5).mul_((12.0 / inputs) ** 0.5).to(dtype)
+
+
+def _check(shape: str, scheme: str, head: str, group_size: int | None) -> None:
+    for name, found, offered in (
+        ("shape", shape, tuple(SHAPES)),
+        ("scheme", scheme, SCHEMES),
+        ("head", head, HEADS),
+    ):
+        if found not in offered:
+            raise UserError(f"{name} {found!r} is unknown; use one of {', '.join(offered)}")
+    if group_size is not None and (scheme != "int4" or group_size not in INT4_GROUPS):
+        sizes = ", ".join(map(str, INT4_GROUPS))
+        raise UserError(f"group_size is for int4 ({sizes}), found {group_size} with {scheme}; leave it out")
+
+
+def _described(scheme: str, group_size: int | None) -> Scheme:
+    """The scheme of a packed name."""
+    if scheme == "int4":
+        return int4.scheme(group_size or 128)
+    if scheme == "nf4":
+        return nf4.scheme()
+    return int8.scheme() if scheme == "int8" else ternary.scheme()
+
+
+def _write_weights(folder: Path, shape: Shape, scheme: str, head: str, group_size: int | None, seed: int) -> None:
+    """One shard per block, and one before them for everything outside the blocks; and their index."""
+    from safetensors.torch import save_file
+
+    count = shape.architecture.layers + 1
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(_parts(shape, scheme, head, group_size, seed), start=1):
+        name = f"model-{number:05d}-of-{count:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _parts(shape: Shape, scheme: str, head: str, group_size: int | None, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors of everything outside the blocks, then of block after block."""
+    a = shape.architecture
+    plain = "f32" if scheme == "f32" else "bf16"
+    dtype = torch.float32 if scheme == "f32" else torch.bfloat16
+
+    def stored(
+        prefix: str, kind: str, outputs: int, inputs: int, rng: np.random.Generator, biased: bool = False
+    ) -> dict[str, Tensor]:
+        weight = random_weight(kind, outputs, inputs, rng, group_size if kind == scheme else None)
+        bias = torch.from_numpy(rng.uniform(-0.1, 0.1, outputs)).to(dtype) if biased else None
+        if isinstance(weight, PackedWeight):
+            weight = weight if bias is None else replace(weight, bias=bias.float())
+            tensors: dict[str, Tensor] = FORMATS[weight.scheme.kind].to_tensors(weight, prefix, dtype)
+            return tensors
+        return {f"{prefix}.weight": weight} | ({} if bias is None else {f"{prefix}.bias": bias})
+
+    rng = np.random.default_rng([seed, 0])
+    outside = stored("model.embed_tokens", plain, a.vocab, a.hidden, rng)
+    outside["model.norm.weight"] = torch.ones(a.hidden, dtype=dtype)
+    if head == "int8" or not a.tied:
+        outside |= stored("lm_head", "int8" if head == "int8" else plain, a.vocab, a.hidden, rng)
+    yield outside
+    for number in range(a.layers):
+        rng = np.random.default_rng([seed, 1 + number])
+        prefix = f"model.layers.{number}"
+        block = {
+            f"{prefix}.{norm}.weight": torch.ones(a.hidden, dtype=dtype)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        for name, (outputs, inputs) in block_layers(shape).items():
+            biased = shape.biased and name[-6:] in ("q_proj", "k_proj", "v_proj")
+            block |= stored(f"{prefix}.{name}", scheme, outputs, inputs, rng, biased)
+        yield block

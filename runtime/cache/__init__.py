@@ -1,0 +1,1 @@
+"""Caches of keys and values: contiguous memory per request, or pages that requests share."""

@@ -1,0 +1,231 @@
+"""Key/value caches of the native and the reference decoder: what all have in common, and the contiguous one.
+
+A request's keys lie in order of their slot, in blocks of 64. Truncation only moves the length: what lies behind it is
+never read, because a row sees keys by position alone. A quantised cache has no full-precision part: every row reads
+rounded keys and values, its own included, so rolling back is exact.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from runtime.cache.quantizer import Quantizer
+from runtime.contract import CacheKind
+from runtime.devices import explained
+from runtime.errors import UserError
+from runtime.kv_store import KEY_BLOCK, Store, allocate
+
+
+class KeyValueCache(ABC):
+    """Keys and values of any number of requests. Subclasses say where their blocks lie."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        kind: CacheKind = "float32",
+        key_factor: Tensor | None = None,
+    ):
+        """`key_factor` (layers, kv_heads, head_dim) float32: keys are divided by it before they are rounded.
+
+        Raises ValueError for a factor of another shape or with entries that are not positive.
+        """
+        if key_factor is not None:
+            shape, least = (layers, kv_heads, head_dim), float(key_factor.min())
+            if tuple(key_factor.shape) != shape or not 0 < least <= float(key_factor.max()) < float("inf"):
+                raise ValueError(
+                    f"key_factor must be {shape} and positive, found {list(key_factor.shape)} from {least}"
+                )
+        self.layers, self.kv_heads, self.head_dim, self.device = layers, kv_heads, head_dim, device
+        self.quantizer = Quantizer(kind, key_factor)
+        self.kind = kind
+        self._store: dict[int, Store] = {}
+        self._length: dict[int, int] = {}
+
+    @abstractmethod
+    def open(self, capacity: int) -> int:
+        """A handle for a request of at most `capacity` tokens. Raises UserError where the cache cannot hold them."""
+
+    def close(self, request: int) -> None:
+        """Frees what the request holds; its handle may be given out again."""
+        del self._store[request], self._length[request]
+
+    @abstractmethod
+    def fork(self, request: int) -> int:
+        """A handle for another request that holds the same tokens and goes its own way from here."""
+
+    @abstractmethod
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Takes over what is known of the beginning of `tokens`, never all of them; returns the tokens stored now.
+
+        Only for a request that was just opened (ValueError for others).
+        """
+
+    @abstractmethod
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Lets other requests adopt what is stored; `tokens` (int) are those of the first slots, a chain."""
+
+    @abstractmethod
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Pages that are lacking to reserve needs[request] more slots for each request; 0: it fits."""
+
+    def store(self, request: int) -> Store:
+        """The request's memory, for kernels."""
+        return self._store[request]
+
+    def length(self, request: int) -> int:
+        """Tokens stored."""
+        return self._length[request]
+
+    def capacity(self, request: int) -> int:
+        """Tokens that fit, whole blocks."""
+        return self._store[request].capacity
+
+    def truncate(self, request: int, length: int) -> None:
+        """Drops all but the first `length` tokens."""
+        if not 0 <= length <= self._length[request]:
+            raise ValueError(f"cannot truncate {self._length[request]} tokens to {length}")
+        self._length[request] = length
+
+    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
+        """Keeps the first `length` tokens and the slots length + path[i], moved together in that order.
+
+        Raises ValueError for slots that are not stored.
+        """
+        held = self._length[request]
+        if not 0 <= length <= held or any(not 0 <= step < held - length for step in path) or len(path) > held - length:
+            raise ValueError(f"slots {list(path)} after {length} are not all among the {held} stored")
+        moves = [(length + step, length + place) for place, step in enumerate(path) if step != place]
+        if moves:
+            source, target = torch.tensor(moves).unbind(1)
+            self._own(request, {slot // KEY_BLOCK for _, slot in moves})
+            store = self._store[request]
+            self._move(store, store.physical(source), store.physical(target))
+        self.truncate(request, length + len(path))
+
+    def reserve(self, request: int, count: int) -> int:
+        """Takes `count` slots behind the last token and returns the first of them.
+
+        Raises ValueError beyond the request's capacity, and OutOfPages; the cache is as it was then.
+        """
+        start = self._length[request]
+        if start + count > self.capacity(request):
+            raise ValueError(f"{start} + {count} tokens do not fit a cache of {self.capacity(request)}")
+        self._own(request, blocks_of(start, count))
+        self._length[request] = start + count
+        return start
+
+    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+        """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
+        self.quantizer.move(store, source, target)
+
+    @abstractmethod
+    def _own(self, request: int, blocks: Iterable[int]) -> None:
+        """Called before slots in these blocks are written: nobody else may read them."""
+
+    def write(self, layer: int, request: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values (n, kv_heads, head_dim) of consecutive reserved slots from `start`."""
+        store = self._store[request]
+        slots = store.physical(torch.arange(start, start + keys.shape[0])).to(self.device)
+        self.quantizer.write(store, layer, slots, keys, values)
+
+    def read(self, layer: int, request: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """The blocks that hold the first `tokens` slots: float32 keys and values (blocks, kv_heads, 64, head_dim)."""
+        blocks = -(-tokens // KEY_BLOCK)
+        store = self._store[request]
+        keys, values = self.quantizer.read(store, layer, store.first(blocks))
+        if store.table is not None:
+            # A page may come from a request that overflowed, and an infinity times a weight of 0 is no number.
+            values[blocks - 1 :, :, tokens - (blocks - 1) * KEY_BLOCK :] = 0
+        return keys.transpose(-1, -2), values[..., : self.head_dim]
+
+    def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the given slots in the given order, as `read` lays them out (the rest of a block zero)."""
+        count = len(slots)
+        blocks = -(-count // KEY_BLOCK)
+        out = []
+        for part in self.read(layer, request, int(slots.max()) + 1):
+            rows = part[slots // KEY_BLOCK, :, slots % KEY_BLOCK]
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, blocks * KEY_BLOCK - count))
+            out.append(padded.view(blocks, KEY_BLOCK, self.kv_heads, self.head_dim).transpose(1, 2))
+        return out[0], out[1]
+
+    def bytes_per_token(self) -> int:
+        """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
+        dim = self.head_dim
+        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
+        return self.layers * 2 * self.kv_heads * per_head[self.kind]
+
+    def _allocate(self, blocks: int) -> Store:
+        """Raises UserError where the machine has no such memory."""
+        try:
+            return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
+        except (RuntimeError, MemoryError) as error:
+            raise self._refused(blocks * KEY_BLOCK, error) from error
+
+    def _refused(self, tokens: int, error: Exception) -> UserError:
+        meant = explained(error)
+        if meant is not None and not isinstance(error, torch.OutOfMemoryError):
+            return meant
+        free = ""
+        if self.device.type == "cuda":
+            free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
+        size = tokens * self.bytes_per_token() / 1e9
+        return UserError(
+            f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused{free}; take a smaller kind of"
+            " cache, fewer pages or requests, or a shorter text"
+        )
+
+    def _add(self, store: Store, length: int) -> int:
+        """A new request's handle."""
+        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
+        self._store[handle], self._length[handle] = store, length
+        return handle
+
+
+class ContiguousCache(KeyValueCache):
+    """Each request has memory of its own, for all the tokens that it may ever hold. Nothing is shared."""
+
+    def open(self, capacity: int) -> int:
+        """See KeyValueCache: the memory is taken here."""
+        return self._add(self._allocate(blocks_for(capacity)), 0)
+
+    def fork(self, request: int) -> int:
+        """See KeyValueCache: a copy."""
+        store = self._store[request]
+        try:
+            parts = {name: getattr(store, name).clone() for name in ("keys", "values", "key_scale", "value_scale")}
+        except (RuntimeError, MemoryError) as error:
+            raise UserError("a copy of a request's cache does not fit this machine's memory") from error
+        return self._add(replace(store, **parts), self._length[request])
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """See KeyValueCache: 0, nothing is known here."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """See KeyValueCache: does nothing, requests share no memory."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """See KeyValueCache: 0, all memory is taken when a request is opened."""
+        return 0
+
+    def _own(self, request: int, blocks: Iterable[int]) -> None:
+        """Every block is the request's own."""
+
+
+def blocks_for(capacity: int) -> int:
+    """Blocks of a request of `capacity` tokens. Raises UserError for less than one."""
+    if capacity < 1:
+        raise UserError(f"a cache needs room for at least 1 token, {capacity} were asked for")
+    return -(-capacity // KEY_BLOCK)
+
+
+def blocks_of(start: int, count: int) -> range:
+    """The blocks in which `count` slots from `start` lie."""
+    return range(start // KEY_BLOCK, -(-(start + count) // KEY_BLOCK)) if count else range(0)

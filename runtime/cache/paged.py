@@ -1,0 +1,203 @@
+"""The paged key/value cache: one pool of pages of 64 tokens, shared prefixes, copies on write.
+
+Pages and tables are those of PagedAttention (Kwon et al., 2309.06180). Which page a block lies in changes no bit of
+what attention computes: rows see keys by position, and a page's tokens are one block.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.cache.block_pool import ROOT, Pages, Prefix
+from runtime.cache.contiguous import ContiguousCache, KeyValueCache, blocks_for, blocks_of
+from runtime.contract import CacheKind
+from runtime.errors import OutOfPages, UserError
+from runtime.kv_store import KEY_BLOCK
+
+
+class PagedCache(KeyValueCache):
+    """Requests take pages as they grow and let them go as they shrink.
+
+    A page may be held by several requests, which only read it; who writes into it takes a copy first. Full pages that
+    were published stay after their requests, for others with the same tokens, until their memory is needed.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        pages: int,
+        kind: CacheKind = "float32",
+        key_factor: Tensor | None = None,
+    ):
+        """Takes the memory of `pages` pages of 64 tokens. Raises UserError where the machine does not have it."""
+        super().__init__(layers, kv_heads, head_dim, device, kind, key_factor)
+        if pages < 1:
+            raise UserError(f"a paged cache needs at least 1 page, {pages} were asked for")
+        self._memory = self._allocate(pages)
+        self._pages = Pages(pages)
+        # Per request, the pages of its blocks so far. A store's table repeats them where the kernels find them.
+        self._held: dict[int, list[int]] = {}
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self._pages.total
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that no request holds."""
+        return self._pages.free
+
+    def holders(self, page: int) -> int:
+        """Requests that hold a page."""
+        return self._pages.holders(page)
+
+    def table(self, request: int) -> tuple[int, ...]:
+        """The pages of the request's blocks."""
+        return tuple(self._held[request])
+
+    def open(self, capacity: int) -> int:
+        """See KeyValueCache: takes no page yet. Raises UserError for more tokens than the whole pool holds."""
+        blocks = blocks_for(capacity)
+        if blocks > self.pages:
+            raise UserError(
+                f"the cache is too small for one request: {capacity} tokens need {blocks} pages of {KEY_BLOCK},"
+                f" and it has {self.pages}; give it more pages or ask for fewer tokens"
+            )
+        return self._add_held(blocks, [], 0)
+
+    def close(self, request: int) -> None:
+        """See KeyValueCache: pages that others hold, or that are known, stay."""
+        self._let_go(request, 0)
+        del self._held[request]
+        super().close(request)
+
+    def fork(self, request: int) -> int:
+        """See KeyValueCache: shares all pages."""
+        held = self._held[request]
+        for page in held:
+            self._pages.share(page)
+        return self._add_held(self.capacity(request) // KEY_BLOCK, held, self._length[request])
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """See KeyValueCache: as many leading full pages as are known and fit the request.
+
+        One token at least is left over: its forward gives the logits to go on with.
+        """
+        if self._length[request]:
+            raise ValueError(f"request {request} holds {self._length[request]} tokens; only an empty one can adopt")
+        most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
+        parent = ROOT
+        for block, content in enumerate(_contents(tokens, max(most, 0))):
+            found = self._pages.find(Prefix(parent, content))
+            if found is None:
+                break
+            page, parent = found
+            self._pages.share(page)
+            self._put(request, block, page)
+        self._length[request] = len(self._held[request]) * KEY_BLOCK
+        return self._length[request]
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """See KeyValueCache: full pages only. Raises ValueError for more tokens than are stored."""
+        if len(tokens) > self._length[request]:
+            raise ValueError(f"{len(tokens)} tokens were published, and {self._length[request]} are stored")
+        parent = ROOT
+        held = self._held[request]
+        for page, content in zip(held, _contents(tokens, len(tokens) // KEY_BLOCK), strict=False):
+            parent = self._pages.know(page, Prefix(parent, content))
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """See KeyValueCache: copies of shared pages count too. Raises KeyError for a handle that is not open."""
+        taken = 0
+        writers: Counter[int] = Counter()
+        for request, count in needs.items():
+            held = self._held[request]
+            for block in blocks_of(self._length[request], count):
+                if block < len(held):
+                    writers[held[block]] += 1
+                else:
+                    taken += 1
+        # If all of a page's holders write, the last of them need not copy it.
+        copies = sum(min(count, self._pages.holders(page) - 1) for page, count in writers.items())
+        return max(0, taken + copies - self._pages.free)
+
+    def truncate(self, request: int, length: int) -> None:
+        """See KeyValueCache: lets go of the pages behind."""
+        super().truncate(request, length)
+        self._let_go(request, -(-length // KEY_BLOCK))
+
+    def _own(self, request: int, blocks: Iterable[int]) -> None:
+        """Takes the pages that are missing and copies the shared ones. Raises OutOfPages before it does anything."""
+        held = self._held[request]
+        wanted = sorted(blocks)
+        lacking = sum(b >= len(held) or self._pages.holders(held[b]) > 1 for b in wanted) - self._pages.free
+        if lacking > 0:
+            raise OutOfPages(lacking, KEY_BLOCK)
+        for block in wanted:
+            if block >= len(held):
+                self._put(request, block, self._pages.take())
+            elif self._pages.holders(held[block]) > 1:
+                page = self._pages.take()
+                self._copy(held[block], page)
+                self._pages.release(held[block])
+                self._put(request, block, page)
+            else:
+                self._pages.forget(held[block])
+
+    def _copy(self, source: int, target: int) -> None:
+        """Copies a page in all layers."""
+        m = self._memory
+        for part in (m.keys, m.values, m.key_scale, m.value_scale):
+            if part.numel():
+                part[:, target] = part[:, source]
+
+    def _add_held(self, blocks: int, held: Sequence[int], length: int) -> int:
+        """A request of at most `blocks` blocks, holding pages that were taken for it."""
+        table = torch.full((blocks,), -1, dtype=torch.long)
+        handle = self._add(replace(self._memory, table=table), length)
+        self._held[handle] = []
+        for block, page in enumerate(held):
+            self._put(handle, block, page)
+        return handle
+
+    def _put(self, request: int, block: int, page: int) -> None:
+        """Writes a page into the request's table, at its end or over another."""
+        self._held[request][block : block + 1] = [page]
+        table = self._store[request].table
+        assert table is not None
+        table[block] = page
+
+    def _let_go(self, request: int, blocks: int) -> None:
+        """Releases all but the first blocks; the last first, so that of known pages a prefix outlives what follows."""
+        held = self._held[request]
+        while len(held) > blocks:
+            self._pages.release(held.pop())
+
+
+def _contents(tokens: Sequence[int], pages: int) -> list[bytes]:
+    """The tokens of the first full pages, as `Prefix` has them."""
+    array = np.asarray(tokens[: pages * KEY_BLOCK], dtype=np.int64).reshape(pages, KEY_BLOCK)
+    return [row.tobytes() for row in array]
+
+
+def new_cache(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    kind: CacheKind,
+    pages: int | None,
+    key_factor: Tensor | None = None,
+) -> KeyValueCache:
+    """A paged cache of so many pages; None: a contiguous one. Raises UserError as they do."""
+    if pages is None:
+        return ContiguousCache(layers, kv_heads, head_dim, device, kind, key_factor)
+    return PagedCache(layers, kv_heads, head_dim, device, pages, kind, key_factor)

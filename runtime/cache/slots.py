@@ -1,0 +1,227 @@
+"""Where each row's keys lie: the tiles of one forward, worked out once and used by every layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import KeyValueCache
+from runtime.checkpoints.architecture import Architecture
+from runtime.contract import Cache, Rows
+from runtime.errors import OutOfPages
+from runtime.kernels.reference import TILE
+from runtime.kv_store import KEY_BLOCK
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def checked_cache(
+    tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None, architecture: Architecture
+) -> KeyValueCache:
+    """The cache, of the type that it must have. Where the rows stand in it is checked by layout.reserve.
+
+    Raises TypeError for another kind of cache; ValueError for another model's, for tokens that are no integers (T,) in
+    the vocabulary or not as many as the rows, and for `logits_at` that are no integers (n,) in 0..T − 1.
+    """
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+    count, a = len(rows), architecture
+    # numel, not len: torch's len is Python.
+    if tokens.numel() != count:
+        raise ValueError(f"{tokens.numel()} tokens for {count} rows")
+    if (cache.layers, cache.kv_heads, cache.head_dim) != (a.layers, a.kv_heads, a.head_dim):
+        raise ValueError(
+            f"this cache is another model's: it has {cache.layers} layers of {cache.kv_heads} heads of"
+            f" {cache.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
+        )
+    _require_range("token ids", "tokens", tokens, a.vocab)
+    if logits_at is not None:
+        _require_range("logits_at", "logits_at", logits_at, count)
+    return cache
+
+
+def _require_range(what: str, argument: str, values: Tensor, end: int) -> None:
+    if values.ndim != 1 or values.dtype not in _INTEGERS:
+        raise ValueError(f"{argument} must be integers (n,), found {values.dtype} {list(values.shape)}")
+    # A list's extremes: for the few numbers of a decoding step several times quicker than numpy's or torch's.
+    found = values.tolist()
+    if found and (min(found) < 0 or max(found) >= end):
+        raise ValueError(f"{what} must lie in 0..{end - 1}, found {min(found)}..{max(found)}")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent rows first..first+count of one request, written to slots from `start`.
+
+    A chain's slots are its logical positions. In a tree each row has its own list of slots, in the order of the
+    positions on its path; `paths` holds those lists, one per row.
+    """
+
+    request: int
+    first: int
+    count: int
+    start: int
+    paths: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Rows first..first+count of one request, which got the slots from `start`, its length before.
+
+    parents  per row its parent's index among them, −1 for none; None where they are a chain.
+    """
+
+    request: int
+    first: int
+    count: int
+    start: int
+    parents: list[int] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Spans, and the tiles that attention runs on.
+
+    gather     (tiles, TILE) row index of each place; empty places repeat a row of their tile and are thrown away.
+    positions  (tiles, TILE) last key that the place sees.
+    scatter    (T,) flat place of each row.
+    owner      (tiles,) index into `spans`; path (tiles,) index into the span's paths, −1 for a chain.
+    blocks     key blocks that the longest tile needs.
+    """
+
+    spans: tuple[Span, ...]
+    gather: Tensor
+    positions: Tensor
+    scatter: Tensor
+    owner: tuple[int, ...]
+    path: tuple[int, ...]
+    blocks: int
+
+
+def plan(rows: Rows, cache: KeyValueCache) -> Layout:
+    """Reserves slots for the rows and lays them out.
+
+    Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
+    request, or a row's position is not its parent's plus one; OutOfPages where a paged cache does not hold them.
+    """
+    spans = _spans(rows, cache)
+    gather: list[list[int]] = []
+    positions: list[list[int]] = []
+    scatter = [0] * len(rows)
+    owner: list[int] = []
+    path: list[int] = []
+    at = rows.position.tolist()
+    blocks = 1
+    for number, span in enumerate(spans):
+        size = 1 if span.paths is not None else TILE
+        for begin in range(span.first, span.first + span.count, size):
+            members = list(range(begin, min(begin + size, span.first + span.count)))
+            for place, row in enumerate(members):
+                scatter[row] = len(gather) * TILE + place
+            filled = members + [members[0]] * (TILE - len(members))
+            gather.append(filled)
+            positions.append([at[row] for row in filled])
+            owner.append(number)
+            path.append(begin - span.first if span.paths is not None else -1)
+            blocks = max(blocks, max(at[row] for row in members) // KEY_BLOCK + 1)
+    return Layout(
+        spans, torch.tensor(gather), torch.tensor(positions), torch.tensor(scatter), tuple(owner), tuple(path), blocks
+    )
+
+
+def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = None) -> list[Reserved]:
+    """Takes slots for the rows of each request, having checked all rows first: a refusal leaves the cache as it was.
+
+    further  slots that each request, in order, takes besides, behind its rows, which then must be chains.
+    Raises ValueError as `plan` says, and OutOfPages.
+    """
+    request, position, parent = rows.request.tolist(), rows.position.tolist(), rows.parent.tolist()
+    out: list[Reserved] = []
+    first = 0
+    seen: set[int] = set()
+    while first < len(request):
+        handle = request[first]
+        if handle in seen:
+            raise ValueError(f"the rows of request {handle} are not adjacent")
+        seen.add(handle)
+        end = first
+        while end < len(request) and request[end] == handle:
+            end += 1
+        length, count = cache.length(handle), end - first
+        parents = None
+        # Nearly all rows are a chain in order, which is seen at once.
+        if position[first:end] != [*range(length, length + count)] or parent[first:end] != [-1, *range(first, end - 1)]:
+            parents = _parents(position, parent, first, end, length)
+        if further is not None:
+            if parents is not None:
+                raise ValueError(f"the rows of request {handle} are no chain")
+            count += further[len(out)] if len(out) < len(further) else 0
+        if length + count > cache.capacity(handle):
+            raise ValueError(f"{length} + {count} tokens do not fit a cache of {cache.capacity(handle)}")
+        out.append(Reserved(handle, first, end - first, length, parents))
+        first = end
+    if further is not None and len(further) != len(out):
+        raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
+    needs = {p.request: p.count + more for p, more in zip(out, further or [0] * len(out), strict=True)}
+    if lacking := cache.shortage(needs):
+        raise OutOfPages(lacking, KEY_BLOCK)
+    for handle, slots in needs.items():
+        cache.reserve(handle, slots)
+    return out
+
+
+def _parents(position: list[int], parent: list[int], first: int, end: int, length: int) -> list[int] | None:
+    """Parents of the rows first..end among themselves; None where they are a chain after all."""
+    chain = True
+    for row in range(first, end):
+        above = parent[row]
+        if above != -1 and not first <= above < row:
+            raise ValueError(f"row {row} has parent {above}, which is not an earlier row of its request")
+        expected = length if above == -1 else position[above] + 1
+        if position[row] != expected:
+            raise ValueError(f"row {row} is at position {position[row]}, its parent's successor is {expected}")
+        chain = chain and above == (row - 1 if row > first else -1)
+    return None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
+
+
+def _spans(rows: Rows, cache: KeyValueCache) -> tuple[Span, ...]:
+    return tuple(
+        Span(r.request, r.first, r.count, r.start, None if r.parents is None else tuple(_paths(r.parents, r.start)))
+        for r in reserve(rows, cache)
+    )
+
+
+def _paths(parents: list[int], start: int) -> list[Tensor]:
+    """Per row: the slots of what came before the forward, then of its ancestors, then its own."""
+    out: list[Tensor] = []
+    for index, parent in enumerate(parents):
+        before = torch.arange(start) if parent == -1 else out[parent]
+        out.append(torch.cat((before, torch.tensor([start + index]))))
+    return out
+
+
+def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
+    """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, equally many blocks."""
+    keys, values = [], []
+    blocks = 1
+    read: dict[int, tuple[Tensor, Tensor]] = {}
+    for tile in tiles:
+        span = layout.spans[layout.owner[tile]]
+        if span.paths is not None:
+            pair = cache.gather(layer, span.request, span.paths[layout.path[tile]])
+        else:
+            if span.request not in read:
+                read[span.request] = cache.read(layer, span.request, span.start + span.count)
+            last = int(layout.positions[tile].max())
+            pair = tuple(part[: last // KEY_BLOCK + 1] for part in read[span.request])  # type: ignore[assignment]
+        keys.append(pair[0])
+        values.append(pair[1])
+        blocks = max(blocks, pair[0].shape[0])
+    return _stack(keys, blocks), _stack(values, blocks)
+
+
+def _stack(parts: list[Tensor], blocks: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].unsqueeze(0)
+    return torch.stack([torch.nn.functional.pad(p, (0, 0, 0, 0, 0, 0, 0, blocks - p.shape[0])) for p in parts])

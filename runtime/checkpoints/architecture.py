@@ -1,0 +1,205 @@
+"""Which models the decoder runs, described as data: one frozen record per checkpoint, from its config.json."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from runtime.checkpoints.directory import Checkpoint
+from runtime.errors import UserError
+
+# A Llama file with these keys leaves nothing to a default that only transformers knows …
+_SPELLED_OUT = ("llama",)
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "num_hidden_layers": int,
+    "hidden_size": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "intermediate_size": int,
+    "vocab_size": int,
+    "max_position_embeddings": int,
+    "head_dim": int,
+    "rms_norm_eps": (int, float),
+    "hidden_act": str,
+    "tie_word_embeddings": bool,
+    "rope_parameters": dict,
+}
+# … given that these are absent or false: they change what the others mean.
+_PLAIN = ("use_sliding_window", "sliding_window", "rope_scaling", "layer_types", "auto_map")
+
+
+def configuration(checkpoint: Checkpoint) -> Any:
+    """The configuration's values as attributes.
+
+    Importing transformers takes longer than reading a billion weights, so it is left out where the file alone says it
+    all. Raises UserError for a type that is no causal language model, and for what cannot be read.
+    """
+    values = checkpoint.config
+    if _complete(values):
+        return SimpleNamespace(**values)
+    return transformers_configuration(checkpoint)
+
+
+def _complete(values: dict[str, Any]) -> bool:
+    if values.get("model_type") not in _SPELLED_OUT or any(values.get(key) for key in _PLAIN):
+        return False
+    for key, kind in _KEYS.items():
+        # A bool is an int to Python, and a mistake here.
+        if not isinstance(values.get(key), kind) or (kind is int and isinstance(values[key], bool)):
+            return False
+    rope = values["rope_parameters"]
+    plain = rope.get("rope_type") == "default" and isinstance(rope.get("rope_theta"), int | float)
+    return plain and set(rope) == {"rope_type", "rope_theta"}
+
+
+def transformers_configuration(checkpoint: Checkpoint) -> Any:
+    """The configuration as transformers reads it. Raises UserError as `configuration` does."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = checkpoint.config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers"
+            " knows; use one of its decoder-only architectures"
+        )
+    try:
+        if checkpoint.path.is_file():
+            plain = ("model_type", "quantization_config")
+            return AutoConfig.for_model(kind, **{k: v for k, v in checkpoint.config.items() if k not in plain})
+        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {why}"
+        ) from error
+
+
+# The Llama family: one block structure, small differences. Everything else goes through adapter.py.
+FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP."""
+
+    count: int
+    per_token: int
+    hidden: int
+    renormalize: bool
+    # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
+    names: tuple[str, ...] = ("mlp", "block_sparse_moe")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the decoder needs to know of a checkpoint."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    activation: Literal["silu", "gelu_tanh"]
+    # Norm weights are stored minus this (Gemma: 1), and embeddings are multiplied by that (Gemma: sqrt(hidden)).
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    query_key_norm: bool = False
+    fused: bool = False
+    # Sliding window in tokens per layer; None: the layer sees everything.
+    windows: tuple[int | None, ...] = ()
+    experts: Experts | None = None
+    # Layers whose MLP is dense although the model has experts.
+    dense_layers: tuple[int, ...] = ()
+
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+def describe(config: dict[str, Any]) -> Architecture | None:
+    """The architecture of a config.json, or None where the decoder does not know the family.
+
+    Raises UserError where the family is known and a key it needs is missing or has a value that cannot be run.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILY:
+        return None
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise UserError(f"config.json: {key} must be a positive integer, found {config.get(key)!r}")
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
+    gemma = kind == "gemma"
+    # Gemma's first configs say "gelu" in hidden_act and mean the tanh form.
+    act = config.get("hidden_activation") or ("gelu_pytorch_tanh" if gemma else config.get("hidden_act", "silu"))
+    if act not in _ACTIVATIONS:
+        return None
+    return Architecture(
+        model_type=kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config.get("intermediate_size") or 4 * hidden,
+        vocab=config["vocab_size"],
+        max_positions=config.get("max_position_embeddings", 2048),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", gemma)),
+        activation=_ACTIVATIONS[act],
+        norm_offset=1.0 if gemma else 0.0,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        query_key_norm=kind in ("qwen3", "qwen3_moe"),
+        fused=kind == "phi3",
+        windows=_windows(config, layers),
+        experts=_experts(config, kind),
+        dense_layers=_dense_layers(config, kind, layers),
+    )
+
+
+def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if config["model_type"] in ("qwen2", "qwen3", "qwen3_moe") and not config.get("use_sliding_window"):
+        window = None
+    if window is None:
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = config.get("max_window_layers", 0) if config["model_type"].startswith("qwen") else 0
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def _experts(config: dict[str, Any], kind: str) -> Experts | None:
+    if kind == "mixtral":
+        return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
+    if kind == "qwen3_moe":
+        return Experts(
+            # Written under the one name by older releases of transformers, under the other by newer ones.
+            config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
+            config["num_experts_per_tok"],
+            config["moe_intermediate_size"],
+            bool(config.get("norm_topk_prob", False)),
+        )
+    return None
+
+
+def _dense_layers(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+    if kind != "qwen3_moe":
+        return ()
+    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return tuple(i for i in range(layers) if i in only or (i + 1) % step)

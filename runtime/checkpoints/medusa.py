@@ -1,0 +1,149 @@
+"""What a `medusa/` directory holds: a description in JSON and the heads' weights in safetensors.
+
+medusa.json          the fields of Description, and `version`
+medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers.L.bias (hidden) of the residual
+                     blocks; then heads.K.mix.weight (hidden, hidden) before the target's own output projection,
+                     or heads.K.projection.weight (vocabulary, hidden) in its place
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.safetensors import Shards, inside, read_json
+from runtime.errors import UserError
+
+VERSION = 1
+DESCRIPTION, WEIGHTS = "medusa.json", "medusa.safetensors"
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """Medusa heads (Cai et al. 2024, 2401.10774) and the tree that they draft.
+
+    heads        head k = 0, 1, … predicts the token k + 2 places after the one whose hidden state it reads: the target
+                 itself predicts the next one.
+    layers       residual blocks x + SiLU(W x + b) of each head.
+    hidden_size, vocab_size   of the target.
+    shared       whether the target's own output projection follows, after a square matrix of each head's own, rather
+                 than an output projection of each head's own.
+    choices      the tree, as paths of ranks: (0, 1) is the second choice of head 1 after the first choice of head 0.
+                 The first n of them are the tree of n nodes.
+    target       SHA-256 of the weights that the heads were trained on (`weights_digest`).
+
+    Raises ValueError for numbers below 1, and where the choices are no tree of these heads: a parent or a sibling of
+    lower rank is missing, or comes later.
+    """
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    shared: bool
+    choices: tuple[Choice, ...]
+    target: str
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.layers, self.hidden_size, self.vocab_size) < 1:
+            raise ValueError(f"heads, layers and sizes must be at least 1, found {self}")
+        if not self.choices:
+            raise ValueError("a tree needs at least one choice, found none")
+        known: set[Choice] = {()}
+        for choice in self.choices:
+            if not 1 <= len(choice) <= self.heads or not 0 <= choice[-1] < self.vocab_size or choice in known:
+                raise ValueError(f"the choice {list(choice)} stands there twice, or is none of {self.heads} heads")
+            parent, rank = choice[:-1], choice[-1]
+            if parent not in known or (rank > 0 and (*parent, rank - 1) not in known):
+                raise ValueError(f"the choice {list(choice)} comes before its parent or a sibling of lower rank")
+            known.add(choice)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the weights' file, and its shape."""
+        found: dict[str, tuple[int, ...]] = {}
+        for head in range(self.heads):
+            for layer in range(self.layers):
+                found[f"heads.{head}.layers.{layer}.weight"] = (self.hidden_size, self.hidden_size)
+                found[f"heads.{head}.layers.{layer}.bias"] = (self.hidden_size,)
+            if self.shared:
+                found[f"heads.{head}.mix.weight"] = (self.hidden_size, self.hidden_size)
+            else:
+                found[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
+        return found
+
+    def to_json(self) -> str:
+        """The text of medusa.json: equal descriptions give equal bytes."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+
+
+def read_description(folder: Path) -> Description:
+    """medusa.json of a directory. Raises UserError naming the file, and the key that is wrong."""
+    data = read_json(inside(folder, DESCRIPTION, DESCRIPTION))
+    shown = f"{folder.name}/{DESCRIPTION}"
+    version = data.pop("version", None)
+    if version != VERSION:
+        raise UserError(
+            f"{shown}: version must be {VERSION}, found {version!r}; train the heads again with this Specpress"
+        )
+    kinds = {field.name: field.type for field in fields(Description)}
+    for key in sorted(kinds.keys() ^ data.keys()):
+        raise UserError(
+            f"{shown}: the key {key} is {'missing' if key in kinds else 'unknown'}; train the heads again, or copy the "
+            "file again"
+        )
+    for key, kind in kinds.items():
+        if kind in (int, bool, str) and type(data[key]) is not kind:
+            raise UserError(f"{shown}: {key} must be of type {kind.__name__}, found {data[key]!r}; copy the file again")
+    try:
+        return Description(**{**data, "choices": _choices(data["choices"])})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{shown}: {error}; train the heads again, or copy the file again") from error
+
+
+def _choices(value: Any) -> tuple[Choice, ...]:
+    if not isinstance(value, list) or not all(isinstance(path, list) for path in value):
+        raise ValueError("choices must be a list of lists of ranks")
+    if any(type(rank) is not int for path in value for rank in path):
+        raise ValueError("choices must hold whole numbers")
+    return tuple(tuple(path) for path in value)
+
+
+def read_weights(folder: Path, description: Description) -> dict[str, Tensor]:
+    """The tensors of medusa.safetensors, as stored. Raises UserError naming one that is missing or misshapen."""
+    shards = Shards(folder, WEIGHTS)
+    for name, shape in description.shapes().items():
+        found = shards.entry(name).shape if name in shards else None
+        if found != shape:
+            raise UserError(
+                f"{folder.name}/{WEIGHTS}: {DESCRIPTION} implies the tensor {name} of shape {shape}, found "
+                f"{'none' if found is None else found}; the two files do not belong together"
+            )
+    return {name: shards[name] for name in description.shapes()}
+
+
+def require_target(description: Description, folder: Path, model: Path) -> None:
+    """Raises UserError unless the heads belong to the weights in the model's directory."""
+    if description.target != weights_digest(model):
+        raise UserError(
+            f"{folder.name}/{DESCRIPTION}: these heads were trained on other weights than those of {model.name}; train "
+            "heads for this model, or name the model that they belong to"
+        )
+
+
+def weights_digest(model: Path) -> str:
+    """SHA-256 of the names and contents of a model directory's weight files."""
+    return _digest(open_checkpoint(model).shards.files)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

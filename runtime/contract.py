@@ -1,0 +1,163 @@
+"""The decoder's contract: rows, not rectangles.
+
+A row is one token of one request at one logical position, after a parent row. Prefill, plain decoding, verifying a
+chain or a tree, and batches of all of these at once are the same call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CacheKind = Literal["float32", "float16", "int8", "int4"]
+# Those that hold numbers as they are, so that neither scales nor key factors have a meaning.
+FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
+
+
+@dataclass(frozen=True)
+class CacheScheme:
+    """What a model's caches are by default.
+
+    kind        how keys and values are held where nobody asks for anything else.
+    key_factor  (layers, kv_heads, head_dim) float32, what keys are divided by before they are rounded; None: 1.
+    note        why a scheme that the artifact names is not followed; empty where it is, or names none.
+    """
+
+    kind: CacheKind = "float32"
+    key_factor: Tensor | None = None
+    note: str = ""
+
+    def factor(self, kind: CacheKind) -> Tensor | None:
+        """The key factors of a cache of this kind; None for floats, which have no codes."""
+        return None if kind in FLOATS else self.key_factor
+
+
+UNCALIBRATED = CacheScheme()
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """(n,) int64 on the CPU. For the few numbers of one forward numpy is several times quicker than `torch.tensor`."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the T tokens of one forward stand. All three are (T,) int64 on the CPU.
+
+    request   the cache's handle of the request; rows of one request are adjacent.
+    position  logical position in its text (the first token of a text has 0).
+    parent    index, in this forward, of the row before it on its path; −1: the last token in the cache.
+    """
+
+    request: Tensor
+    position: Tensor
+    parent: Tensor
+
+    def __len__(self) -> int:
+        return self.request.numel()
+
+    @staticmethod
+    def chains(spans: Sequence[tuple[int, int, int]]) -> "Rows":
+        """Rows of consecutive tokens: one (request, first position, count) per request."""
+        request: list[int] = []
+        position: list[int] = []
+        parent: list[int] = []
+        for handle, start, count in spans:
+            base = len(request)
+            request += [handle] * count
+            position += range(start, start + count)
+            parent += [-1, *range(base, base + count - 1)][:count]
+        return Rows(integers(request), integers(position), integers(parent))
+
+
+@dataclass(frozen=True)
+class Out:
+    """logits (n, vocabulary) float32 and final hidden states (n, hidden) float32 of the n rows that were asked for."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of any number of requests."""
+
+    def open(self, capacity: int) -> int:
+        """A handle for a new request of at most `capacity` tokens."""
+
+    def close(self, request: int) -> None:
+        """Forgets the request; its handle may be given out again."""
+
+    def fork(self, request: int) -> int:
+        """A handle for a new request that holds the same tokens and goes its own way from here."""
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Takes over what the cache knows of the beginning of `tokens` for a request that was just opened.
+
+        Returns the tokens stored now, at most len(tokens) − 1.
+        """
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Lets other requests adopt what is stored; `tokens` are those of the first slots, a chain."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
+
+    def length(self, request: int) -> int:
+        """Tokens stored (slots: a tree's rows count each)."""
+
+    def truncate(self, request: int, length: int) -> None:
+        """Restores exactly the state of never having seen what follows the first `length` tokens."""
+
+    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
+        """After a tree: keeps the first `length` tokens and then the slots length + path[0], length + path[1], …"""
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+
+
+class Decoder(Protocol):
+    """A causal language model over rows."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    kernels: str  # a name of kernels.available(), or "transformers" or "onnxruntime"
+    exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
+    device: torch.device
+    kv: CacheScheme  # what its artifact says of caches (kv_scheme.py)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that a forward uses."""
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> Cache:
+        """An empty cache that `forward` takes: memory for each request, or so many `pages` of 64 tokens for all."""
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """Appends every row to the cache, in order, and returns the rows `logits_at` (T-indices; None: all).
+
+        tokens (T,) int64. Row i attends to what the cache held of its request before the call, its ancestors through
+        `parent`, and itself.
+        """
+
+
+@runtime_checkable
+class GreedyChains(Protocol):
+    """What a decoder may offer besides: a whole greedy draft in one call."""
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """Appends every row, and then continues each request by itself for steps[i] tokens of its own choosing.
+
+        tokens, rows  as for `forward`; chains, of which each request's last row is continued.
+        steps         one number of new tokens, 1 or more, for each request in order.
+        limit         only the logits of tokens below it take part; the largest is chosen, the first of equals.
+
+        Returns (requests, max(steps)) int64, −1 behind a request's last token. The cache then holds the rows and all
+        new tokens but each request's last.
+
+        Raises FloatingPointError where `forward` would give logits with a NaN, an infinity, or nothing above −inf; the
+        cache may then hold any of the tokens.
+        """

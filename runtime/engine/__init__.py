@@ -1,0 +1,1 @@
+"""The engine: schedules requests, drafts, runs the target, verifies, rolls back."""

@@ -1,0 +1,206 @@
+"""torch's own products as layers: tinygemm's int4, fp8 with fp8, dense floats. None promises bits at every width.
+
+On CUDA by the operators for GPUs; on a CPU by those of the same meaning that torch has there, which is what tests run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.formats import fp8
+from runtime.formats.packed import PackedWeight
+
+Product = Callable[[Tensor], Tensor]
+# Block sizes that bitsandbytes' 4-bit products know.
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, eq=False)
+class LibraryLinear:
+    """y (T, N) = x (T, K) Wᵀ (+ b), float32 in and out, by a library's product.
+
+    implementation  whose it is; tensors: all that it holds; product: x as the weight's columns lie, no bias, any float
+                    type out.
+    """
+
+    implementation: str
+    product: Product
+    tensors: tuple[Tensor, ...]
+    perm: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Whose products it runs."""
+        return (self.implementation,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product(x if self.perm is None else x[:, self.perm]).float()
+        return y if self.bias is None else y + self.bias
+
+
+def library_linear(
+    implementation: str, product: Product, held: tuple[Tensor, ...], weight: PackedWeight
+) -> LibraryLinear:
+    """The layer of a packed weight's product; `held` is what the product reads. Order and bias are the weight's."""
+    more = tuple(tensor for tensor in (weight.perm, weight.bias) if tensor is not None)
+    return LibraryLinear(implementation, product, held + more, weight.perm, weight.bias)
+
+
+def has_kernel(weight: PackedWeight) -> bool:
+    """Whether `bitsandbytes_linear` takes it: nf4 in blocks that fill rows, or int8 rows with inputs per token; without
+    zero points or order."""
+    if weight.offset is not None or weight.perm is not None or weight.input_scale is not None:
+        return False
+    kind, group = weight.scheme.kind, weight.scheme.group_size
+    if kind == "nf4":
+        # Its blocks go on over the ends of rows, ours begin anew with each.
+        return weight.nibbles is None and group in _BLOCKS and weight.shape[1] % group == 0
+    return kind == "int8" and group == 0
+
+
+def bitsandbytes_linear(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> LibraryLinear:
+    """A layer of nf4 (4-bit product) or int8 (LLM.int8 without outliers) weights; float32 in and out.
+
+    dtype  in which nf4 is computed: one row by the GEMV, more by a product with the weight unpacked to that type.
+
+    Raises ValueError where `has_kernel` says no.
+    """
+    if not has_kernel(weight):
+        raise ValueError(f"bitsandbytes has no kernel for this {weight.scheme.kind} weight")
+    product, held = _nf4(weight, dtype) if weight.scheme.kind == "nf4" else _int8(weight)
+    return library_linear("bitsandbytes", product, held, weight)
+
+
+def _nf4(weight: PackedWeight, dtype: torch.dtype) -> tuple[Product, tuple[Tensor, ...]]:
+    import bitsandbytes.functional as bnb
+
+    codes = weight.codes.to(torch.uint8)
+    packed = (codes[:, 0::2] << 4 | codes[:, 1::2]).reshape(-1, 1)
+    state = bnb.QuantState(
+        absmax=weight.scale.flatten(),
+        shape=torch.Size(weight.shape),
+        code=bnb.get_4bit_type("nf4", device=weight.codes.device),
+        blocksize=weight.scheme.group_size,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+
+    def product(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        if x.is_cuda and x.shape[0] == 1:
+            return bnb.gemv_4bit(x, packed.t(), state=state)
+        return x @ bnb.dequantize_4bit(packed, state).t()
+
+    return product, (packed, state.absmax)
+
+
+def _int8(weight: PackedWeight) -> tuple[Product, tuple[Tensor, ...]]:
+    import bitsandbytes.functional as bnb
+
+    row_absmax = weight.scale[:, 0] * 127.0
+
+    def product(x: Tensor) -> Tensor:
+        codes, absmax, _ = bnb.int8_vectorwise_quant(x.half())
+        return bnb.int8_mm_dequant(bnb.int8_linear_matmul(codes, weight.codes), absmax, row_absmax)
+
+    return product, (weight.codes, row_absmax)
+
+
+# Of torch's int4 product: groups that it knows, and how many tiles of 16 inputs a thread unpacks.
+_INT4_GROUPS = (32, 64, 128, 256)
+_INNER_TILES = 8
+# Outputs come in so many: of the int4 product on CUDA (a CPU's layout takes 16), and of fp8's, as its inputs.
+_INT4_OUTPUTS = {"cuda": 8, "cpu": 16}
+_FP8_ALIGNED = 16
+
+
+def takes_int4(weight: PackedWeight) -> bool:
+    """Whether `int4_linear` takes it: groups of 32, 64, 128 or 256 inputs that fill rows of 128s, outputs in eights."""
+    (outputs, inputs), group = weight.shape, weight.scheme.group_size
+    return (
+        weight.scheme.kind == "int4"
+        and weight.nibbles is None
+        and weight.input_scale is None
+        and group in _INT4_GROUPS
+        and inputs % group == 0
+        and inputs % (16 * _INNER_TILES) == 0
+        and outputs % _INT4_OUTPUTS[weight.codes.device.type] == 0
+    )
+
+
+def int4_linear(weight: PackedWeight) -> LibraryLinear:
+    """A layer of int4 weights in groups, inputs and scales in bfloat16, sums in float32.
+
+    Raises ValueError where `takes_int4` says no.
+    """
+    if not takes_int4(weight):
+        raise ValueError(f"torch's int4 product does not take this {weight.scheme.kind} weight {list(weight.shape)}")
+    # torch's weight is (q − 8) · scale + zero with q in 0..15; ours q · scale − offset, q from −8 or from 0.
+    signed = int(weight.codes.min()) < 0
+    codes = weight.codes + 8 if signed else weight.codes
+    zero = torch.zeros_like(weight.scale) if signed else 8.0 * weight.scale
+    if weight.offset is not None:
+        zero = zero - weight.offset
+    both = torch.stack((weight.scale.t(), zero.t()), dim=2).to(torch.bfloat16).contiguous()
+    group, product = weight.scheme.group_size, torch._weight_int4pack_mm
+    if codes.is_cuda:
+        codes = codes.to(torch.uint8)
+        packed = torch._convert_weight_to_int4pack(codes[:, 0::2] << 4 | codes[:, 1::2], _INNER_TILES)
+    else:
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), _INNER_TILES)
+        product = torch._weight_int4pack_mm_for_cpu
+
+    def run(x: Tensor) -> Tensor:
+        return product(x.to(torch.bfloat16).contiguous(), packed, group, both)
+
+    return library_linear("torch-int4", run, (packed, both), weight)
+
+
+def takes_fp8(weight: PackedWeight) -> bool:
+    """Whether `scaled_linear` takes it: fp8 whose outputs and inputs are multiples of 16."""
+    plain = weight.scheme.kind == "fp8" and weight.offset is None and weight.perm is None
+    return plain and all(size % _FP8_ALIGNED == 0 for size in weight.shape)
+
+
+def scaled_linear(weight: PackedWeight) -> LibraryLinear:
+    """A layer of fp8 weights whose inputs are rounded to fp8 as well, by their largest in each row; out in bfloat16.
+
+    So the result is another than the reference's, which leaves inputs as they are. Raises ValueError where `takes_fp8`
+    says no.
+    """
+    if not takes_fp8(weight):
+        raise ValueError(f"torch's fp8 product does not take this {weight.scheme.kind} weight {list(weight.shape)}")
+    codes, scale = weight.codes.contiguous(), weight.scale.t().contiguous()
+
+    def run(x: Tensor) -> Tensor:
+        rounded, step = fp8_rows(x)
+        # Scales by row have results in bfloat16 only, in most of torch's versions.
+        return torch._scaled_mm(rounded, codes.t(), scale_a=step, scale_b=scale, out_dtype=torch.bfloat16)
+
+    return library_linear("torch-scaled-mm", run, (codes, scale), weight)
+
+
+def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, K) float32 as E4M3 codes (T, K) and a step a row (T, 1) float32: x ≈ codes · step. A NaN stays one."""
+    step = x.abs().amax(dim=1, keepdim=True) / fp8.LIMIT
+    step = torch.where(step == 0, torch.ones_like(step), step)
+    return (x / step).clamp(-fp8.LIMIT, fp8.LIMIT).to(fp8.DTYPE), step
+
+
+def dense_linear(weight: Tensor, bias: Tensor | None) -> LibraryLinear:
+    """A layer of a float weight (N, K) by torch's matmul in the weight's type; out in that type."""
+    weight = weight.contiguous()
+
+    def run(x: Tensor) -> Tensor:
+        return x.to(weight.dtype) @ weight.t()
+
+    held = (weight,) if bias is None else (weight, bias)
+    return LibraryLinear("torch", run, held, bias=None if bias is None else bias.float())

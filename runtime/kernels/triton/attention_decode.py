@@ -1,0 +1,182 @@
+"""Attention of few rows (plain decoding, verifying chains and trees, batches) over the caches of runtime/kv.py.
+
+Keys are split by absolute logical position, a program for each split, and the splits' results are added first to last
+(flash-decoding: Dao, Haziza, Massa and Sizov, 2023). A row's bits are a function of its query and the keys it sees in
+their logical order: not of how many rows or splits share the launch, which pages hold the keys, or whether the row
+stands in a chain or a tree.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.contract import FLOATS, CacheKind
+from runtime.kernels.triton import interpreted
+from runtime.kernels.triton.attention_splits import combine_kernel, split_kernel
+from runtime.kernels.triton.kv_store import layer_parts
+from runtime.kv_store import VECTOR, Store
+
+# Logical positions of one split. Part of what a row's bits mean: the same in all kernels.
+SPLIT = 128
+# Rows of a tile, one per query head of a row of the forward: the tensor cores' instruction has as many.
+TILE = 16
+# Splits that the second kernel reads at once.
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the T rows of a forward find their keys; all int32 on the device.
+
+    table     (R, B): block of the store that holds a request's slots 64·b .. 64·b + 63.
+    request   (T,): row of `table`; rows of one request are adjacent.
+    position  (T,): logical position, the last one that the row sees; −1: an empty row, whose result is 0.
+    start     (T,): keys at positions below it lie in the slot of that number; the same for all rows of a request.
+    tail      (T, W): slot of the key at position start + i for the row; None, or W = 0: start + i, chains.
+    """
+
+    table: Tensor
+    request: Tensor
+    position: Tensor
+    start: Tensor
+    tail: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How a layer attends: query heads, key and value heads, dimensions of each, the scores' factor, the window.
+
+    factor  (kv_heads, head_dim) float32 that the cache's keys were divided by; None: 1.
+    window  a row sees this many last keys; None: all.
+    """
+
+    queries: int
+    kv: int
+    dim: int
+    scaling: float
+    window: int | None = None
+    factor: Tensor | None = None
+
+
+def splits_for(tokens: int) -> int:
+    """Splits that rows below position `tokens` need: at least 1."""
+    return max(1, -(-tokens // SPLIT))
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile of keys or values of `dim` dimensions."""
+    return triton.next_power_of_2(-(-dim // VECTOR) * VECTOR)
+
+
+def key_block(kind: CacheKind, dim: int) -> int:
+    """Keys of one step: a block of the cache, or half of one where two tiles would not fit a processor's memory."""
+    return 64 if padded(dim) <= (64 if kind == "float32" else 128) else 32
+
+
+def stages(kind: CacheKind, dim: int) -> int:
+    """Blocks of keys that are on their way at once, as far as there is memory for them."""
+    if kind == "float32":
+        return 2 if padded(dim) <= 128 else 1
+    return 3
+
+
+def workspace(rows: int, heads: Heads, splits: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Room for the splits' results, (rows, heads, splits, dim) and (rows, heads, splits, 2); None for one split."""
+    if splits == 1:
+        return None
+    lead = (rows, heads.queries, splits)
+    return torch.empty((*lead, heads.dim), device=device), torch.empty((*lead, 2), device=device)
+
+
+def attend(
+    q: Tensor,
+    store: Store,
+    layer: int,
+    kind: CacheKind,
+    heads: Heads,
+    places: Places,
+    splits: int,
+    sharing: int = 1,
+    out: Tensor | None = None,
+    room: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Softmax attention of T rows: q (T, heads, dim) float32 contiguous → the same, into `out` where it is given.
+
+    splits   launched; a row at position splits · SPLIT or beyond becomes NaN. No other bit depends on it.
+    sharing  how many adjacent rows one request has, most of the time: they read its keys once. For speed alone.
+    room     of `workspace`, made here where it is None.
+
+    dim is a multiple of 8 up to 256. Against the product in float64, where a row's scores are |s| ≤ S in units of
+    e: the error is below (2e-6 + 5e-7·S)·max|v|, the step of the scores' and the weights' rounding to 22 bits.
+    """
+    rows, count, dim = q.shape
+    out = torch.empty_like(q) if out is None else out
+    if rows == 0:
+        return out
+    in_tile = min(count // heads.kv, TILE)
+    chunks = triton.cdiv(count // heads.kv, in_tile)
+    tile_rows = max(1, min(TILE // in_tile, triton.next_power_of_2(sharing)))
+    if splits > 1 and room is None:
+        room = workspace(rows, heads, splits, q.device)
+    mixed, sums = (out, out) if room is None else room
+    tail = places.tail
+    if tail is not None and not tail.shape[1]:
+        tail = None
+    assert heads.factor is None or kind not in FLOATS
+    split_kernel[(triton.cdiv(rows, tile_rows), heads.kv * chunks, splits)](
+        q,
+        out,
+        mixed,
+        sums,
+        *layer_parts(store, layer, kind),
+        heads.factor,
+        places.table,
+        places.request,
+        places.position,
+        places.start,
+        places.start if tail is None else tail,
+        rows,
+        places.table.shape[1],
+        1 if tail is None else tail.shape[1],
+        splits,
+        heads.scaling / math.log(2.0),
+        HEADS=count,
+        KV_HEADS=heads.kv,
+        CHUNKS=chunks,
+        IN_TILE=in_tile,
+        TILE_ROWS=tile_rows,
+        TILE=TILE,
+        DIM=dim,
+        WIDE=-(-dim // VECTOR) * VECTOR,
+        PADDED=padded(dim),
+        BLOCK=key_block(kind, dim),
+        SPLIT=SPLIT,
+        WINDOW=heads.window or 0,
+        KIND=kind,
+        TREE=tail is not None,
+        ALONE=splits == 1,
+        INTERPRETED=interpreted(),
+        num_warps=4,
+        num_stages=stages(kind, dim),
+        enable_fp_fusion=False,
+    )
+    if splits > 1:
+        combine_kernel[(rows, count)](
+            mixed,
+            sums,
+            out,
+            places.position,
+            splits,
+            HEADS=count,
+            DIM=dim,
+            PADDED=padded(dim),
+            SPLIT=SPLIT,
+            WINDOW=heads.window or 0,
+            AT_ONCE=_AT_ONCE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,263 @@
+"""What the attention kernels do with one split of the keys, and how the splits' results are joined, first to last.
+
+attention.py launches `split_kernel` and `combine_kernel`; prefill.py takes the same steps in its own order of programs.
+"""
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton.attention_softmax import columns, row_terms, step
+
+
+@triton.jit
+def load_queries(
+    q,
+    factor,
+    row,
+    head,
+    valid,
+    kv_head,
+    scaling,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Queries of rows and heads (M,), scaled, in two float16 terms (M, PADDED), and the terms' power of two (M,)."""
+    d = tl.arange(0, PADDED)
+    there = valid[:, None] & (d[None, :] < DIM)
+    x = tl.load(q + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :], mask=there, other=0.0) * scaling
+    if factor is not None:
+        x = x * tl.load(factor + kv_head * DIM + d, mask=d < DIM, other=0.0)[None, :]
+    return row_terms(x)
+
+
+@triton.jit
+def join(highest, total, mixed, more_highest, more_total, more_mixed):
+    """A row's result over its first splits and that of the next: (highest, total, mixed), of the shapes of `mixed`."""
+    above = tl.maximum(highest, more_highest)
+    decay = tl.exp2(highest - above)
+    weight = tl.exp2(more_highest - above)
+    return above, tl.fma(more_total, weight, total * decay), tl.fma(more_mixed, weight, mixed * decay)
+
+
+@triton.jit
+def one_split(
+    q_high,
+    q_low,
+    q_scale,
+    tile,
+    member,
+    request_of,
+    first,
+    last,
+    begin,
+    keys,
+    key_scale,
+    values,
+    value_scale,
+    table,
+    request,
+    start,
+    tail,
+    rows,
+    blocks,
+    width,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KIND: tl.constexpr,
+    TREE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """(highest (M,), total (M, 16), mixed (M, PADDED)) of a tile's rows over positions begin .. begin + SPLIT.
+
+    One pass over the keys for each request that the tile's rows belong to; in a tree one for each row over the blocks
+    that hold positions from `start` on.
+    """
+    m: tl.constexpr = q_high.shape[0]
+    highest = tl.full((m,), float("-inf"), tl.float32)
+    total = tl.zeros((m, 16), tl.float32)
+    mixed = tl.zeros((m, PADDED), tl.float32)
+    n = tl.arange(0, BLOCK)
+    for r in range(0, TILE_ROWS):
+        row = tile * TILE_ROWS + r
+        mine = tl.load(request + row, mask=row < rows, other=-1)
+        before = tl.load(request + row - 1, mask=(row < rows) & (r > 0), other=-2)
+        active = (request_of == mine) & (last >= 0) & (mine != before) & (row < rows)
+        bound = tl.max(tl.where(active, last, -1))
+        lowest = tl.min(tl.where(active, first, 2147483647))
+        low = tl.maximum(begin, lowest // BLOCK * BLOCK)
+        high = tl.minimum(begin + SPLIT, bound + 1)
+        shared = high
+        if TREE:
+            own = tl.load(start + row, mask=row < rows, other=0)
+            shared = tl.minimum(high, own // BLOCK * BLOCK)
+        for at in range(low, shared, BLOCK):
+            block = tl.load(table + mine.to(tl.int64) * blocks + at // 64)
+            inside = n
+            if BLOCK < 64:
+                # Said aloud, for wide loads: the compiler does not see it.
+                inside += tl.multiple_of(at % 64, BLOCK)
+            highest, total, mixed = step(
+                q_high, q_low, q_scale, highest, total, mixed, first, last, active, at + n, bound,
+                block, inside, keys, key_scale, values, value_scale, kv_head,
+                KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
+            )  # fmt: skip
+        if TREE:
+            for own_row in range(0, TILE_ROWS):
+                only = active & (member == own_row)
+                reach = tl.max(tl.where(only, last, -1))
+                low_own = tl.maximum(low, shared)
+                for at in range(low_own, tl.minimum(high, reach + 1), BLOCK):
+                    p = at + n
+                    there = (p >= own) & (p <= reach)
+                    place = tail + (tile * TILE_ROWS + own_row).to(tl.int64) * width + (p - own)
+                    slot = tl.where(p < own, p, tl.load(place, mask=there, other=0))
+                    block = tl.load(table + mine.to(tl.int64) * blocks + slot // 64)
+                    highest, total, mixed = step(
+                        q_high, q_low, q_scale, highest, total, mixed, first, last, only, p, reach,
+                        block, slot % 64, keys, key_scale, values, value_scale, kv_head,
+                        KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
+                    )  # fmt: skip
+    return highest, total, mixed
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "width", "splits"])
+def split_kernel(
+    q,
+    out,
+    mixed_out,
+    sums_out,
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    factor,
+    table,
+    request,
+    position,
+    start,
+    tail,
+    rows,
+    blocks,
+    width,
+    splits,
+    scaling,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KIND: tl.constexpr,
+    TREE: tl.constexpr,
+    ALONE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(2)
+    kv_head, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    m = tl.arange(0, TILE)
+    member = m // IN_TILE
+    row = tile * TILE_ROWS + member
+    group: tl.constexpr = HEADS // KV_HEADS
+    in_group = chunk * IN_TILE + m % IN_TILE
+    valid = (member < TILE_ROWS) & (row < rows) & (in_group < group)
+    head = kv_head * group + in_group
+    last = tl.load(position + row, mask=valid, other=-1)
+    begin = split * SPLIT
+    # A program beyond all of its rows has nothing to do, and nobody reads what it would write.
+    if (tl.max(last) >= begin) | ALONE:
+        request_of = tl.load(request + row, mask=valid, other=-1)
+        first = tl.zeros_like(last)
+        if WINDOW:
+            first = tl.maximum(last - WINDOW + 1, 0)
+        q_high, q_low, q_scale = load_queries(
+            q, factor, row, head, valid, kv_head, scaling, HEADS, DIM, PADDED
+        )  # fmt: skip
+        highest, total, mixed = one_split(
+            q_high, q_low, q_scale, tile, member, request_of, first, last, begin,
+            keys, key_scale, values, value_scale, table, request, start, tail, rows, blocks, width, kv_head,
+            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, TREE, INTERPRETED,
+        )  # fmt: skip
+        dimension, _, exists = columns(WIDE, PADDED, KIND)
+        kept = exists & (dimension < DIM)
+        total = tl.max(total, axis=1)
+        to = row.to(tl.int64) * HEADS + head
+        if ALONE:
+            finish(out, mixed, total, to, dimension, valid, kept, last < SPLIT, last >= 0, DIM)
+        else:
+            place = to * splits + split
+            reached = valid & (last >= begin) & (first < begin + SPLIT)
+            tl.store(
+                mixed_out + place[:, None] * DIM + dimension[None, :], mixed, mask=reached[:, None] & kept[None, :]
+            )
+            tl.store(sums_out + place * 2, highest, mask=reached)
+            tl.store(sums_out + place * 2 + 1, total, mask=reached)
+
+
+@triton.jit
+def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.constexpr):
+    """Writes mixed / total; 0 for rows that hold nothing, NaN for those that were not `within` the launched splits."""
+    result = tl.div_rn(mixed, tl.where(held, total, 1.0)[:, None] + tl.zeros_like(mixed))
+    result = tl.where(within[:, None], result, float("nan"))
+    tl.store(out + to[:, None] * DIM + dimension[None, :], result, mask=valid[:, None] & kept[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    mixed_in,
+    sums_in,
+    out,
+    position,
+    splits,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    last = tl.load(position + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(last - WINDOW + 1, 0)
+    d = tl.arange(0, PADDED)
+    kept = d < DIM
+    s = tl.arange(0, AT_ONCE)
+    base = (row.to(tl.int64) * HEADS + head) * splits
+    end = tl.minimum(last // SPLIT + 1, splits)
+    # NaN until a split was seen would spoil the first: exp2(−inf − −inf).
+    highest = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mixed = tl.zeros((PADDED,), tl.float32)
+    if last >= 0:
+        for at in range(first // SPLIT, end, AT_ONCE):
+            there = at + s < end
+            place = base + at + s
+            tiles = tl.load(
+                mixed_in + place[:, None] * DIM + d[None, :], mask=there[:, None] & kept[None, :], other=0.0
+            )
+            maxima = tl.load(sums_in + place * 2, mask=there, other=0.0)
+            totals = tl.load(sums_in + place * 2 + 1, mask=there, other=0.0)
+            for i in tl.static_range(0, AT_ONCE):
+                if at + i < end:
+                    one = s == i
+                    more_highest = tl.sum(tl.where(one, maxima, 0.0)) + tl.zeros_like(mixed)
+                    more_total = tl.sum(tl.where(one, totals, 0.0)) + tl.zeros_like(mixed)
+                    more = tl.sum(tl.where(one[:, None], tiles, 0.0), axis=0)
+                    highest, total, mixed = join(highest, total, mixed, more_highest, more_total, more)
+    result = tl.div_rn(mixed, tl.where(last >= 0, total, 1.0))
+    result = tl.where(last < splits * SPLIT, result, float("nan"))
+    tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, result, mask=kept)

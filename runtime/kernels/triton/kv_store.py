@@ -1,0 +1,273 @@
+"""Keys and values into a kv.Store on the device, with the bits of kv.Quantizer, and slots moved within it.
+
+Slots are physical: block · 64 + place in the block. Nothing here waits for the device or allocates.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.contract import FLOATS, CacheKind
+from runtime.kernels.triton.exact import nearest
+from runtime.kv_store import LIMITS, VECTOR, Store
+
+
+def layer_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales of one layer; scales without elements for floats."""
+    k, v = store.key_scale, store.value_scale
+    return store.keys[layer], store.values[layer], *((k, v) if kind in FLOATS else (k[layer], v[layer]))
+
+
+def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As layer_parts, int4's keys as words of four bytes: the smallest that atomic operations take."""
+    keys, values, key_scale, value_scale = layer_parts(store, layer, kind)
+    return keys.view(torch.int32) if kind == "int4" else keys, values, key_scale, value_scale
+
+
+def constants(kind: CacheKind, kv_heads: int, dim: int) -> dict[str, int | float | str]:
+    """What kernels that write are compiled for."""
+    wide = -(-dim // VECTOR) * VECTOR
+    return {
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "WIDE": wide,
+        "PADDED": triton.next_power_of_2(wide),
+        "KIND": kind,
+        "LIMIT": LIMITS.get(kind, 0.0),
+    }
+
+
+def store_rows(
+    keys: Tensor,
+    values: Tensor,
+    store: Store,
+    layer: int,
+    kind: CacheKind,
+    slots: Tensor,
+    factor: Tensor | None = None,
+) -> None:
+    """Stores keys and values (T, kv_heads, dim) float32 contiguous at slots (T,) int on the device.
+
+    factor  (kv_heads, dim) float32 that keys are divided by; None: 1. Slots that are given twice hold either row, or a
+    mixture of both where codes share bytes.
+    """
+    rows, heads, dim = keys.shape
+    if rows:
+        _store_kernel[(rows, 2 * heads)](
+            keys,
+            values,
+            *writable_parts(store, layer, kind),
+            factor,
+            slots,
+            **constants(kind, heads, dim),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+
+def move(store: Store, kind: CacheKind, source: Tensor, target: Tensor) -> None:
+    """Copies slots (n,) int on the device to others, in all layers; what is read is read before anything is written.
+
+    Pairs with a target below 0 are left out. n is at most 64; targets are distinct.
+    """
+    count = len(source)
+    if count > 64:
+        raise ValueError(f"at most 64 slots can be moved at once, found {count}")
+    layers, blocks, heads, dim = store.keys.shape[:4]
+    if not count:
+        return
+    keys = store.keys.view(torch.int32) if kind == "int4" else store.keys
+    row = store.values.shape[-1]
+    _move_kernel[(layers, heads)](
+        keys,
+        store.values,
+        store.key_scale,
+        store.value_scale,
+        source,
+        target,
+        blocks,
+        count,
+        KV_HEADS=heads,
+        DIM=dim,
+        ROW=row,
+        KEYS_PADDED=triton.next_power_of_2(dim),
+        ROW_PADDED=triton.next_power_of_2(row),
+        KIND=kind,
+        SCALED=kind not in FLOATS,
+        COUNT=triton.next_power_of_2(count),
+    )
+
+
+@triton.jit
+def rounded(x, LIMIT: tl.constexpr):
+    """quantize_rows of one row, zeros where nothing is: codes as float32, and the step."""
+    bad = tl.max((x != x).to(tl.int32), axis=0) > 0
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), LIMIT)
+    scale = tl.where(bad, float("nan"), scale)
+    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+    inverse = tl.where(inverse == float("inf"), 0.0, inverse)
+    code = nearest(x * inverse)
+    code = tl.where(code < -LIMIT, -LIMIT, tl.where(code > LIMIT, LIMIT, code))
+    return tl.where(code == code, code, 0.0), scale
+
+
+@triton.jit
+def write_key(
+    x,
+    memory,
+    scales,
+    slot,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """One key x (PADDED,), divided by its factors and zero beyond DIM, to a slot (int64)."""
+    d = tl.arange(0, PADDED)
+    page = slot // 64 * KV_HEADS + head
+    inside = slot % 64
+    if KIND == "float32" or KIND == "float16":
+        tl.store(memory + (page * DIM + d) * 64 + inside, x.to(memory.dtype.element_ty), mask=d < DIM)
+    else:
+        code, scale = rounded(x, LIMIT)
+        tl.store(scales + page * 64 + inside, scale)
+        if KIND == "int8":
+            tl.store(memory + (page * DIM + d) * 64 + inside, code.to(tl.int8), mask=d < DIM)
+        else:
+            # Keys j and j + 32 share a byte and may be written at once: each flips the bits of its own nibble that
+            # change, in one atomic operation, and nobody else changes those.
+            word = memory + (page * DIM + d) * 8 + inside % 32 // 4
+            shift = (inside % 4 * 8 + inside // 32 * 4).to(tl.int32)
+            held = tl.load(word, mask=d < DIM, other=0)
+            change = ((held >> shift) ^ (code.to(tl.int32) + 8)) & 15
+            tl.atomic_xor(word, change << shift, mask=d < DIM, sem="relaxed")
+
+
+@triton.jit
+def write_value(
+    source,
+    memory,
+    scales,
+    slot,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """One value, DIM float32 at `source`, to a slot (int64)."""
+    at = slot // 64 * KV_HEADS + head
+    at = at * 64 + slot % 64
+    if KIND == "int4":
+        half: tl.constexpr = WIDE // 2
+        # Two rows: dimension i over dimension i + WIDE / 2, whose codes share a byte.
+        i = tl.arange(0, PADDED // 2)[None, :]
+        upper = tl.arange(0, 2)[:, None]
+        d = upper * half + i
+        real = (i < half) & (d < DIM)
+        x = tl.load(source + d, mask=real, other=0.0)
+        flat, scale = rounded(tl.reshape(x, (PADDED,)), LIMIT)
+        code = tl.reshape(flat, (2, PADDED // 2)).to(tl.int32) + 8
+        # What pads a head stays as memory began: zero bits.
+        byte = tl.sum(tl.where(real, code, 0) << (upper * 4), axis=0)
+        i = tl.arange(0, PADDED // 2)
+        tl.store(memory + at * half + i, byte.to(tl.uint8), mask=i < half)
+        tl.store(scales + at, scale)
+    else:
+        d = tl.arange(0, PADDED)
+        x = tl.load(source + d, mask=d < DIM, other=0.0)
+        if KIND == "int8":
+            x, scale = rounded(x, LIMIT)
+            tl.store(scales + at, scale)
+        tl.store(memory + at * WIDE + d, x.to(memory.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _store_kernel(
+    keys,
+    values,
+    key_memory,
+    value_memory,
+    key_scale,
+    value_scale,
+    factor,
+    slots,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    if which < KV_HEADS:
+        d = tl.arange(0, PADDED)
+        x = tl.load(keys + (row * KV_HEADS + which) * DIM + d, mask=d < DIM, other=0.0)
+        if factor is not None:
+            x = tl.div_rn(x, tl.load(factor + which * DIM + d, mask=d < DIM, other=1.0))
+        write_key(x, key_memory, key_scale, slot, which, KV_HEADS, DIM, PADDED, KIND, LIMIT)
+    else:
+        head = which - KV_HEADS
+        source = values + (row * KV_HEADS + head) * DIM
+        write_value(source, value_memory, value_scale, slot, head, KV_HEADS, DIM, WIDE, PADDED, KIND, LIMIT)
+
+
+@triton.jit(do_not_specialize=["blocks", "count"])
+def _move_kernel(
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    source,
+    target,
+    blocks,
+    count,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROW: tl.constexpr,
+    KEYS_PADDED: tl.constexpr,
+    ROW_PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, COUNT)
+    a = tl.load(source + n, mask=n < count, other=0).to(tl.int64)
+    b = tl.load(target + n, mask=n < count, other=-1).to(tl.int64)
+    moved = b >= 0
+    b = tl.maximum(b, 0)
+    a_page, a_in = (layer * blocks + a // 64) * KV_HEADS + head, a % 64
+    b_page, b_in = (layer * blocks + b // 64) * KV_HEADS + head, b % 64
+    d = tl.arange(0, KEYS_PADDED)
+    c = tl.arange(0, ROW_PADDED)
+    there = moved[:, None] & (d < DIM)[None, :]
+    row_there = moved[:, None] & (c < ROW)[None, :]
+    value = tl.load(values + (a_page * 64 + a_in)[:, None] * ROW + c[None, :], mask=row_there)
+    if SCALED:
+        k_scale = tl.load(key_scale + a_page * 64 + a_in, mask=moved)
+        v_scale = tl.load(value_scale + a_page * 64 + a_in, mask=moved)
+    if KIND == "int4":
+        word = keys + (b_page[:, None] * DIM + d[None, :]) * 8 + (b_in % 32 // 4)[:, None]
+        shift = (b_in % 4 * 8 + b_in // 32 * 4).to(tl.int32)[:, None]
+        from_word = keys + (a_page[:, None] * DIM + d[None, :]) * 8 + (a_in % 32 // 4)[:, None]
+        from_shift = (a_in % 4 * 8 + a_in // 32 * 4).to(tl.int32)[:, None]
+        code = tl.load(from_word, mask=there, other=0) >> from_shift
+        change = ((tl.load(word, mask=there, other=0) >> shift) ^ code) & 15
+    else:
+        key = tl.load(keys + (a_page[:, None] * DIM + d[None, :]) * 64 + a_in[:, None], mask=there)
+    tl.debug_barrier()
+    if KIND == "int4":
+        tl.atomic_xor(word, change << shift, mask=there, sem="relaxed")
+    else:
+        tl.store(keys + (b_page[:, None] * DIM + d[None, :]) * 64 + b_in[:, None], key, mask=there)
+    tl.store(values + (b_page * 64 + b_in)[:, None] * ROW + c[None, :], value, mask=row_there)
+    if SCALED:
+        tl.store(key_scale + b_page * 64 + b_in, k_scale, mask=moved)
+        tl.store(value_scale + b_page * 64 + b_in, v_scale, mask=moved)

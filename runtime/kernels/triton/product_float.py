@@ -1,0 +1,138 @@
+"""Products of float32 inputs with float weights as the file has them (bfloat16, float16, float32, fp8).
+
+Tensor cores multiply 8-bit mantissas (bfloat16) or 11-bit ones (tf32) exactly and add in float32. So inputs are cut
+into three terms of 8 or 11 bits, which together are the float32 number, and each is multiplied by the weight: three
+products whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32's.
+fp8 (E4M3) has values that bfloat16 holds exactly; a row's scale is multiplied once, to the sum.
+
+Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times at most (once
+for each tensor-core step; K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what of x
+lies below bfloat16's range (2⁻¹³³).
+"""
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton.expert_rows import rows_of
+
+
+@triton.jit(do_not_specialize=["rows"])
+def float_product(
+    x,
+    weight,
+    scale,
+    bias,
+    residual,
+    out,
+    picked,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    inputs_per_split,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
+
+    KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).
+    scale        (outputs,), or None.
+    picked       None, or the experts of each row (picks.rows_of): the weight is a stack of theirs.
+    WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
+    INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
+    """
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
+    n_in = n < outputs
+    inside = tl.arange(0, BLOCK_K)
+    weight_at = weight + n.to(tl.int64)[:, None] * inputs + inside[None, :]
+    x_at = x + x_row.to(tl.int64)[None, :] * x_stride + inside[:, None]
+    by_output = n
+    if picked is not None:
+        weight_at += expert * outputs * inputs
+        by_output = n + expert * outputs
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for number in range(SPLITS):
+        part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        first = (tl.program_id(2) + number) * inputs_per_split
+        last = tl.minimum(first + inputs_per_split, inputs)
+        if picked is not None:
+            last = tl.where(works, last, first)
+        for k in range(first, last, BLOCK_K):
+            if WHOLE:
+                w = tl.load(weight_at + k, mask=n_in[:, None], other=0.0)
+                v = tl.load(x_at + k, mask=t_in[None, :], other=0.0)
+            else:
+                k_in = inside + k < inputs
+                w = tl.load(weight_at + k, mask=n_in[:, None] & k_in[None, :], other=0.0)
+                v = tl.load(x_at + k, mask=t_in[None, :] & k_in[:, None], other=0.0)
+            if KIND == "float32":
+                part = _times(w, v, part, "ieee", INTERPRETED)
+            elif KIND == "float16":
+                # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
+                wide = w.to(tl.float32)
+                high = _upper_bits(v, 13)
+                rest = v - high
+                middle = _upper_bits(rest, 13)
+                part = _times(wide, rest - middle, part, "tf32", INTERPRETED)
+                part = _times(wide, middle, part, "tf32", INTERPRETED)
+                part = _times(wide, high, part, "tf32", INTERPRETED)
+            else:
+                if KIND == "fp8":
+                    w = _from_e4m3(w)
+                high = _upper_bits(v, 16)
+                rest = v - high
+                middle = _upper_bits(rest, 16)
+                part = _times(w, (rest - middle).to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, middle.to(tl.bfloat16), part, "tf32", INTERPRETED)
+                part = _times(w, high.to(tl.bfloat16), part, "tf32", INTERPRETED)
+        total += part
+    where = t.to(tl.int64)[None, :] * outputs + n[:, None]
+    here = n_in[:, None] & t_in[None, :]
+    if PARTIAL:
+        tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
+    else:
+        if scale is not None:
+            total *= tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
+        if bias is not None:
+            total += tl.load(bias + by_output, mask=n_in, other=0.0)[:, None]
+        if residual is not None:
+            total += tl.load(residual + where, mask=here, other=0.0)
+        tl.store(out + where, total, mask=here)
+
+
+@triton.jit
+def _times(w, v, part, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """part + w · v; PRECISION is of float32 operands, which is what they are then."""
+    if INTERPRETED:
+        terms = w.to(tl.float32)[:, None, :] * tl.trans(v.to(tl.float32))[None, :, :]
+        part += tl.sum(terms, axis=2)
+    else:
+        part = tl.dot(w, v, part, input_precision=PRECISION)
+    return part
+
+
+@triton.jit
+def _from_e4m3(w):
+    """Bytes of E4M3, none of them NaN, as bfloat16, exactly.
+
+    Without instructions that only newer GPUs have: shifted to float16's fields a byte is its value times 2⁻⁸, the
+    exponents' biases being 7 and 15, subnormal or not. The factor is undone in float32, which holds both.
+    """
+    wide = w.to(tl.int16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * 256.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _upper_bits(v, BITS: tl.constexpr):
+    """v (float32) with its lowest BITS bits cleared."""
+    return ((v.to(tl.int32, bitcast=True) >> BITS) << BITS).to(tl.float32, bitcast=True)

@@ -1,0 +1,155 @@
+"""Rounding of inputs for packed weights: `reference.quantize_rows` and `quantize_static`, bit for bit, and fused forms.
+
+What comes before the rounding in its kernel is the reference's too (silu and gelu bit for bit; an RMSNorm adds its
+squares in an order of its own, the same at every width).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.kernels.triton import tile_sizes
+from runtime.kernels.triton.expert_rows import Picks
+from runtime.kernels.triton.quantize_kernels import round_groups, round_rows
+from runtime.kernels.triton.weight_layout import Cut
+from runtime.kernels.triton.weights import GpuWeight
+
+# Elements of a program's block, and inputs of a row that are looked at at once.
+_TILE = 2048
+_BLOCK = 4096
+# One IEEE operation each: a contracted multiply and add would have other bits than the reference.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """How a weight wants its inputs: cut, order (K,) int32 or None, static step (1,) or None, sums by group or not."""
+
+    cut: Cut
+    perm: Tensor | None
+    static: Tensor | None
+    sums: bool
+
+    def serves(self, other: "Rounding") -> bool:
+        """Whether inputs rounded so are what `other` asks for."""
+        mine, theirs = self.cut, other.cut
+        same = (mine.inputs, mine.group, mine.padded, mine.columns) == (
+            theirs.inputs,
+            theirs.group,
+            theirs.padded,
+            theirs.columns,
+        )
+        return same and self.perm is other.perm and self.static is other.static and (self.sums or not other.sums)
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """Rounded inputs of T rows: x ≈ codes · step.
+
+    codes  (T, cut.stored) int8, in the kernels' order.
+    step   (T, cut.columns) float32; NaN where a group holds one.
+    sums   (T, cut.columns) int32 sums of the codes, or None.
+    """
+
+    how: Rounding
+    codes: Tensor
+    step: Tensor
+    sums: Tensor | None
+
+
+def rounding(*weights: GpuWeight) -> Rounding | None:
+    """How these weights want the input that they share; None where one rounding does not serve all of them."""
+    found = [
+        Rounding(w.cut, w.perm, w.input_scale, any(other.offset is not None for other in weights))
+        for w in weights
+        if w.cut is not None
+    ]
+    whole = len(found) == len(weights) and all(found[0].serves(other) for other in found)
+    return found[0] if whole else None
+
+
+def quantize(x: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
+    """x (T, K) float32, rounded; (pairs, K) where there are picks: x's rows or pairs, each as its expert wants it."""
+    return _round(x, how, "plain", picks=picks)
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, how: Rounding, offset: float = 0.0, residual: Tensor | None = None
+) -> tuple[Rounded, Tensor]:
+    """RMSNorm of x (+ residual), (T, K) float32, times offset + weight (K,), rounded; and x + residual (or x)."""
+    if residual is None:
+        return _round(x, how, "norm", weight=weight, eps=eps, shift=offset), x
+    total = torch.empty(x.shape, device=x.device)
+    return _round(x, how, "add_norm", residual, weight, total, eps, offset), total
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
+    """silu(gate) · up, each (T, K) float32 with rows of stride 1 (halves of one product as they are), rounded.
+
+    picks  the T rows are pairs, each rounded as its expert wants it.
+    """
+    return _round(gate, how, "silu", up, picks=picks)
+
+
+def gelu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
+    """gelu(gate) · up in the tanh form, otherwise as `silu_mul_quantize`."""
+    return _round(gate, how, "gelu", up, picks=picks)
+
+
+def _round(
+    x: Tensor,
+    how: Rounding,
+    mode: str,
+    y: Tensor | None = None,
+    weight: Tensor | None = None,
+    total: Tensor | None = None,
+    eps: float = 0.0,
+    shift: float = 0.0,
+    picks: Picks | None = None,
+) -> Rounded:
+    cut, rows = how.cut, x.shape[0] if picks is None else picks.pairs
+    x = _rows(x, cut.inputs)
+    y = None if y is None else _rows(y, cut.inputs)
+    codes = torch.empty((rows, cut.stored), dtype=torch.int8, device=x.device)
+    step = torch.empty((rows, cut.columns), device=x.device)
+    sums = torch.empty((rows, cut.columns), dtype=torch.int32, device=x.device) if how.sums else None
+    if rows == 0:
+        return Rounded(how, codes, step, sums)
+    block = min(triton.next_power_of_2(cut.stored), _BLOCK)
+    at_once = tile_sizes.rows_at_once(x.device)
+    blocks = triton.cdiv(rows, at_once)
+    y_stride = 0 if y is None else y.stride(0)
+    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, None if picks is None else picks.experts)
+    scalars = (rows, cut.inputs, cut.stored, x.stride(0), y_stride, eps, shift)
+    count = rows // x.shape[0]
+    if cut.columns == 1:
+        round_rows[(blocks,)](
+            *common, *scalars, MODE=mode, ROWS=at_once, BLOCK=block, COUNT=count, num_warps=8, **OPTIONS
+        )
+        return Rounded(how, codes, step, sums)
+    inside = triton.next_power_of_2(cut.padded)
+    groups = min(triton.next_power_of_2(cut.columns), max(1, _TILE // inside))
+    round_groups[(blocks, triton.cdiv(cut.columns, groups))](
+        *common,
+        *scalars,
+        cut.group,
+        cut.padded,
+        cut.columns,
+        MODE=mode,
+        ROWS=at_once,
+        BLOCK=block,
+        GROUPS=groups,
+        INSIDE=inside,
+        COUNT=count,
+        num_warps=4,
+        **OPTIONS,
+    )
+    return Rounded(how, codes, step, sums)
+
+
+def _rows(x: Tensor, inputs: int) -> Tensor:
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != torch.float32:
+        raise ValueError(f"this layer takes (T, {inputs}) float32, found {x.dtype} {list(x.shape)}")
+    return x if x.stride(1) == 1 or inputs == 1 else x.contiguous()

@@ -1,0 +1,149 @@
+"""What lies between a block's first product and its attention: norms of heads, rotary positions, the cache.
+
+One kernel: queries are rotated into memory of their own, keys are rotated, rounded and stored, values rounded and
+stored. The bits are those of reference.rms_norm, reference.rotate and kv.Quantizer.write.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.contract import CacheKind
+from runtime.kernels.triton.exact import inverse_root
+from runtime.kernels.triton.kv_store import constants, writable_parts, write_key, write_value
+from runtime.kv_store import Store
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    store: Store,
+    layer: int,
+    kind: CacheKind,
+    dim: int,
+    factor: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Queries (T, heads, dim) float32 for `attend`; keys and values go to the store's layer.
+
+    q, k, v   (T, heads · dim), (T, kv_heads · dim) twice, float32, rows of any stride (parts of one product).
+    cos, sin  (P, r / 2) float32 of all positions below P (RotaryTable.upto); dimensions from r on stay.
+    position  (T,) int on the device, rows of cos and sin; below 0: taken as 0.
+    slots     (T,) int on the device, physical, as cache.store_rows.
+    factor    (kv_heads, dim) float32, that keys are divided by; None: 1.
+    q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation, both or none.
+    """
+    rows, heads, kv_heads = q.shape[0], q.shape[1] // dim, k.shape[1] // dim
+    out = torch.empty((rows, heads, dim), dtype=torch.float32, device=q.device)
+    if rows:
+        _rotate_kernel[(rows, heads + 2 * kv_heads)](
+            q,
+            k,
+            v,
+            out,
+            cos,
+            sin,
+            position,
+            slots,
+            *writable_parts(store, layer, kind),
+            factor,
+            q_norm,
+            k_norm,
+            eps,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            HEADS=heads,
+            HALF=cos.shape[1],
+            **constants(kind, kv_heads, dim),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@triton.jit
+def _rotated(
+    source,
+    weight,
+    eps,
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One head's DIM numbers at `source`, normed by `weight` where there is one, and rotated: (PADDED,)."""
+    d = tl.arange(0, PADDED)
+    turned = d < 2 * HALF
+    # The dimension that each one is rotated with.
+    other = tl.where(d < HALF, d + HALF, d - HALF)
+    there = turned & (other < DIM)
+    x = tl.load(source + d, mask=d < DIM, other=0.0)
+    y = tl.load(source + other, mask=there, other=0.0)
+    if weight is not None:
+        root = inverse_root(x, eps, DIM, PADDED)
+        x = (x * root) * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        y = (y * root) * tl.load(weight + other, mask=there, other=0.0).to(tl.float32)
+    angle = tl.where(d < HALF, d, d - HALF)
+    c = tl.load(cos + angle, mask=turned, other=1.0)
+    s = tl.load(sin + angle, mask=turned, other=0.0)
+    along, across = x * c, y * s
+    return tl.where(turned, tl.where(d < HALF, along - across, along + across), x)
+
+
+@triton.jit
+def _rotate_kernel(
+    q,
+    k,
+    v,
+    out,
+    cos,
+    sin,
+    position,
+    slots,
+    key_memory,
+    value_memory,
+    key_scale,
+    value_scale,
+    factor,
+    q_norm,
+    k_norm,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.maximum(tl.load(position + row).to(tl.int64), 0) * HALF
+    slot = tl.load(slots + row).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    if which < HEADS:
+        x = _rotated(q + row * q_stride + which * DIM, q_norm, eps, cos + at, sin + at, DIM, HALF, PADDED)
+        tl.store(out + (row * HEADS + which) * DIM + d, x, mask=d < DIM)
+    elif which < HEADS + KV_HEADS:
+        head = which - HEADS
+        x = _rotated(k + row * k_stride + head * DIM, k_norm, eps, cos + at, sin + at, DIM, HALF, PADDED)
+        if factor is not None:
+            x = tl.div_rn(x, tl.load(factor + head * DIM + d, mask=d < DIM, other=1.0))
+        write_key(x, key_memory, key_scale, slot, head, KV_HEADS, DIM, PADDED, KIND, LIMIT)
+    else:
+        head = which - HEADS - KV_HEADS
+        source = v + row * v_stride + head * DIM
+        write_value(source, value_memory, value_scale, slot, head, KV_HEADS, DIM, WIDE, PADDED, KIND, LIMIT)

@@ -1,0 +1,183 @@
+"""Layers whose products run on Triton's kernels or on a library's, by the number of rows, as choices.py says."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.formats.packed import PackedWeight
+from runtime.kernels import libraries as library
+from runtime.kernels import libraries as torch_library
+from runtime.kernels.libraries import LibraryLinear
+from runtime.kernels.library_choice import Choice
+from runtime.kernels.triton import torch_int_mm
+from runtime.kernels.triton.linear import TritonLinear
+
+Weight = PackedWeight | Tensor
+_FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
+# Rows of products that a probe compares: those of verifying drafts, and some of batches and prompts.
+_WIDTHS = (*range(1, 17), 17, 33, 300)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedLinear:
+    """y (T, N) = x (T, K) Wᵀ (+ b), float32: the part whose rows hold T computes it, else `rest`.
+
+    rest  None where the parts hold every number of rows.
+    """
+
+    parts: tuple[tuple[Choice, LibraryLinear], ...]
+    rest: TritonLinear | None
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Whose products it runs."""
+        return tuple(
+            dict.fromkeys(
+                name
+                for layer in (*(layer for _, layer in self.parts), self.rest)
+                for name in getattr(layer, "libraries", ())
+            )
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds; what two parts share comes twice."""
+        own = () if self.rest is None else self.rest.weight.tensors
+        return own + tuple(tensor for _, layer in self.parts for tensor in layer.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product of one row reads."""
+        return self._of(1).nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that it holds for products of other numbers of rows than one."""
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in self.tensors}
+        return sum(held.values()) - self.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._of(x.shape[0])(x)
+
+    def _of(self, rows: int) -> LibraryLinear | TritonLinear:
+        """What computes so many rows; a library of other bits before torch-int-mm, which is in `rest`."""
+        found = next((layer for choice, layer in self.parts if choice.holds(max(rows, 1))), self.rest)
+        assert found is not None
+        return found
+
+
+def scheme_of(weight: Weight) -> str:
+    """What the table calls a weight's scheme."""
+    return _FLOATS.get(weight.dtype, str(weight.dtype)) if isinstance(weight, Tensor) else weight.scheme.kind
+
+
+def takes(name: str, weight: Weight) -> bool:
+    """Whether an implementation takes a weight's sizes and what comes with it (torch-int-mm: `int_mm.takes`)."""
+    if isinstance(weight, Tensor):
+        return name == "torch" and weight.dtype in _FLOATS
+    if weight.planes:
+        return False
+    if name == "torch-int4":
+        return torch_library.takes_int4(weight)
+    if name == "torch-scaled-mm":
+        return torch_library.takes_fp8(weight)
+    return name == "bitsandbytes" and library.has_kernel(weight)
+
+
+def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear:
+    """The layer of an implementation that `takes` the weight. Raises ValueError where it does not."""
+    if isinstance(weight, Tensor):
+        return torch_library.dense_linear(weight, bias)
+    if name == "torch-int4":
+        return torch_library.int4_linear(weight)
+    if name == "torch-scaled-mm":
+        return torch_library.scaled_linear(weight)
+    return library.bitsandbytes_linear(weight, torch.bfloat16)
+
+
+def mixed_linear(
+    own: TritonLinear, weight: Weight, bias: Tensor | None, table: Sequence[Choice], exact: bool
+) -> TritonLinear | MixedLinear:
+    """The layer of a weight by the entries of a table that are for its scheme and take it; else `own` as it is.
+
+    own    Triton's layer of the same weight.
+    exact  bits must be the same at every width: a probe on the weight's device decides, and `own` stays, with a
+           warning, where they are not or the library fails.
+
+    Raises UserError where bits are free and the library fails.
+    """
+    found = [one for one in table if one.scheme == scheme_of(weight)]
+    if not found:
+        return own
+    names, (outputs, inputs) = ", ".join(dict.fromkeys(one.implementation for one in found)), own.weight.shape
+    layers = f"{scheme_of(weight)} layers of {outputs} outputs and {inputs} inputs"
+    try:
+        made = _made(own, weight, bias, found)
+        if made is own or _tried(made, own, found, exact):
+            return made
+        why = f"the bits of {layers} change with the width on this device, which the table of measurements denies"
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ImportError) as error:
+        why = f"no product of {layers} on this device ({' '.join(str(error).split())[:120]})"
+        if not exact:
+            raise UserError(f"{names}: {why}; use kernels='auto'") from error
+    warnings.warn(
+        f"{names}: {why}; Triton's kernels run them (`python -m runtime.bench gpu kernels` measures anew)", stacklevel=2
+    )
+    return own
+
+
+def _made(
+    own: TritonLinear, weight: Weight, bias: Tensor | None, found: Sequence[Choice]
+) -> TritonLinear | MixedLinear:
+    integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == torch_int_mm.NAME)
+    rest = torch_int_mm.int_mm_linear(own, integer) if integer and torch_int_mm.takes(own.weight) else own
+    chosen = [one for one in found if takes(one.implementation, weight)]
+    if not chosen:
+        return rest
+    parts = tuple((one, library_layer(one.implementation, weight, bias)) for one in chosen)
+    everything = any(one.first_row == 1 and one.last_row is None for one in chosen)
+    return MixedLinear(parts, None if everything else rest)
+
+
+def _tried(made: TritonLinear | MixedLinear, own: TritonLinear, found: Sequence[Choice], exact: bool) -> bool:
+    """Whether it may run: always where bits are free, once it has run at all."""
+    inputs, device = own.weight.shape[1], own.weight.codes.device
+    if exact:
+        borders = [edge for one in found for edge in (one.first_row, one.last_row) if edge is not None]
+        return keeps_bits(made, inputs, device, borders)
+    with _on(device):
+        for one in found:
+            made(torch.zeros((one.first_row, inputs), device=device))
+    return True
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def keeps_bits(
+    layer: Callable[[Tensor], Tensor], inputs: int, device: torch.device, borders: Sequence[int] = ()
+) -> bool:
+    """Whether each row of random inputs has one result, whatever the rows beside it; tried on the device.
+
+    layer    (T, inputs) float32 to (T, N).
+    borders  rows at which another product may begin or end, tried beside widths 1 to 16 and some more.
+    """
+    widths = sorted({*_WIDTHS, *borders, *(edge + 1 for edge in borders)})
+    x = torch.randn(widths[-1], inputs, device=device, generator=torch.Generator(device).manual_seed(0))
+    with _on(device):
+        return _keeps(layer, x, widths)
+
+
+def _keeps(layer: Callable[[Tensor], Tensor], x: Tensor, widths: Sequence[int]) -> bool:
+    whole = layer(x)
+    spans = [*((0, width) for width in widths[:-1]), (3, 4), (7, 8), (15, 16), (5, 21)]
+    return all(torch.equal(layer(x[first:last]), whole[first:last]) for first, last in spans)

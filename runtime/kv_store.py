@@ -1,0 +1,101 @@
+"""How keys and values are held: float32 or float16, or int8 or int4 with one scale per token and head.
+
+Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
+rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.contract import FLOATS, CacheKind
+
+# Codes of quantised keys and values lie within ± these.
+LIMITS = {"int8": 127.0, "int4": 7.0}
+# Head dimensions are stored in whole vectors of this many floats.
+VECTOR = 16
+# Bytes of a cache line, and of the widest load: stores begin at a multiple.
+LINE = 64
+
+
+@dataclass(frozen=True)
+class Store:
+    """Memory of keys and values, for all layers; `wide` is head_dim rounded up to 16.
+
+    float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
+    float16  the same, float16.
+    int8     the same, int8.
+    int4     uint8 nibbles: keys (…, head_dim, 32) with key j in the low and key j + 32 in the high half of a byte,
+             values (…, 64, wide / 2) with dimension i beside i + wide / 2.
+    scales   (layers, blocks, kv_heads, 64) float32 for the keys and for the values; empty for floats.
+    table    (request's blocks,) int64 on the CPU: where each of a request's blocks lies among `blocks`, which are a
+             pool of pages then; −1: nowhere yet. None: the request's blocks are the memory's.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+    table: Tensor | None = None
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int, int, int]:
+        """Addresses of the four, the number of blocks, and the table's address (0: none)."""
+        return (
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            self.key_scale.data_ptr(),
+            self.value_scale.data_ptr(),
+            self.keys.shape[1],
+            0 if self.table is None else self.table.data_ptr(),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the request may use."""
+        return KEY_BLOCK * (self.keys.shape[1] if self.table is None else len(self.table))
+
+    def first(self, blocks: int) -> slice | Tensor:
+        """Where the request's first `blocks` blocks lie."""
+        return slice(0, blocks) if self.table is None else self.table[:blocks]
+
+    def physical(self, slots: Tensor) -> Tensor:
+        """Where some of the request's slots (n,) lie in the memory; int64 on the CPU."""
+        return slots if self.table is None else self.table[slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
+
+
+def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim: int, device: torch.device) -> Store:
+    """A store of zeros. Raises RuntimeError, ValueError or MemoryError where the machine has no such memory."""
+    lead = (layers, blocks, kv_heads)
+    wide = -(-head_dim // VECTOR) * VECTOR
+    dtype, keys, values = {
+        "float32": (torch.float32, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "float16": (torch.float16, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "int8": (torch.int8, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
+        "int4": (torch.uint8, (head_dim, KEY_BLOCK // 2), (KEY_BLOCK, wide // 2)),
+    }[kind]
+    scales = (0,) if kind in FLOATS else (*lead, KEY_BLOCK)
+    shapes = (((*lead, *keys), dtype), ((*lead, *values), dtype), (scales, torch.float32), (scales, torch.float32))
+    return Store(*(_zeros(shape, kind, device) for shape, kind in shapes))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory when they are first written.
+
+    On a CPU not torch's: they would be filled by all of its threads, which then spin for milliseconds on the cores that
+    the kernels' threads need.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+
+
+# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
+KEY_BLOCK = 64

@@ -1,0 +1,224 @@
+"""`load`: a model directory, ours or anybody's, becomes a decoder and its tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.cache import scheme
+from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.directory import Checkpoint
+from runtime.contract import Decoder
+from runtime.errors import UserError
+from runtime.formats.packed import PackedWeight
+from runtime.kernels.dispatch import Kernel, join, linear
+from runtime.kernels.joined import Joined
+from runtime.kernels.native_linear import NativeLinear
+from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, has_planes, require_used
+from runtime.model.native import NativeDecoder
+from runtime.model.reference import LlamaDecoder
+
+if TYPE_CHECKING:
+    pass
+
+Weight = PackedWeight | Tensor
+
+
+def build(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    config: Any,
+    kernel: Kernel,
+    device: torch.device,
+    planes: bool = False,
+) -> Decoder:
+    """The decoder of a checkpoint; `planes` as `load` has it.
+
+    Raises UserError naming a missing or misshapen tensor, why there can be no planes, and kernels that no layer fits.
+    """
+    a = architecture
+    if planes and not (kernel.native or kernel.name in ("reference", "triton")):
+        raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
+    kv = scheme.read(checkpoint, a, device)
+    reader = _Reader(checkpoint, kernel, device, planes)
+    shape = (a.vocab, a.hidden)
+    embedding: Tensor | None = reader.table("model.embed_tokens.weight", shape)
+    if kernel.native:
+        # A tied model's table lies in the head's blocks. Another is copied now, so that its file's pages can go.
+        embedding = None if a.tied or embedding is None else embedding.clone()
+    blocks = tuple(_block(reader, a, number) for number in range(a.layers))
+    norm = reader.vector("model.norm.weight", a.hidden)
+    head_weight: Weight
+    if a.tied:
+        head_weight = reader.table("model.embed_tokens.weight", shape) if embedding is None else embedding
+    else:
+        head_weight = reader.weight("lm_head", shape)
+    head = linear(head_weight, reader.bias("lm_head"), kernel)
+    if planes and not has_planes(Parts(embedding, blocks, norm, head)):
+        raise UserError(
+            f"{checkpoint.path.name}: planes are the halves of int8 weights, and this model has no int8 layers;"
+            " compress it to int8, or choose another drafter than nested"
+        )
+    if isinstance(head, NativeLinear):
+        return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
+    assert embedding is not None
+    if kernel.on_triton:
+        from runtime.model.triton.decoder import TritonDecoder
+
+        require_used(kernel, Parts(embedding, blocks, norm, head))
+        return TritonDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
+    return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
+
+
+class _Reader:
+    """Takes tensors out of a checkpoint, checked and on the device."""
+
+    def __init__(self, checkpoint: Checkpoint, kernel: Kernel, device: torch.device, planes: bool):
+        self.checkpoint, self.kernel, self.device, self.planes = checkpoint, kernel, device, planes
+        self.names = frozenset(checkpoint.names())
+
+    def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
+        """The (N, K) weight of a linear layer, packed or float."""
+        found = self.checkpoint.weight(prefix, unpack=not self.kernel.native)
+        self._check(f"{prefix}.weight", tuple(found.shape), shape)
+        found = _to(found, self.device)
+        if not (self.planes and isinstance(found, PackedWeight) and found.scheme.kind == "int8"):
+            return found
+        if found.scheme.group_size:
+            raise UserError(
+                f"{self.checkpoint.path.name}: {prefix} has int8 groups of {found.scheme.group_size} inputs, and planes"
+                " need one scale per output row; choose another drafter than nested"
+            )
+        return replace(found, planes=True)
+
+    def bias(self, prefix: str) -> Tensor | None:
+        name = f"{prefix}.bias"
+        return self.checkpoint.tensor(name).float().to(self.device) if name in self.names else None
+
+    def vector(self, name: str, size: int) -> Tensor:
+        found = self.checkpoint.tensor(name)
+        self._check(name, tuple(found.shape), (size,))
+        return found.float().to(self.device)
+
+    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        found = self.checkpoint.tensor(name)
+        self._check(name, tuple(found.shape), shape)
+        return found.to(self.device)
+
+    def stack(self, name: str) -> Tensor:
+        """Plain weights of experts that are fused in one tensor."""
+        found = self.checkpoint.tensor(name)
+        if not found.is_floating_point() or found.dtype.itemsize == 1:
+            raise UserError(
+                f"{self.checkpoint.path.name}: tensor {name} must be float32, float16 or bfloat16, found {found.dtype};"
+                " fused experts are read plain, so use a checkpoint that has them one by one"
+            )
+        return found.to(self.device)
+
+    def linear(self, prefix: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        return linear(self.weight(prefix, shape), self.bias(prefix), self.kernel)
+
+    def join(self, prefixes: list[str], sizes: list[int], inputs: int) -> Joined:
+        """Several layers of one input; one prefix with several sizes is a layer fused on disk."""
+        if len(prefixes) == 1:
+            weights = [self.weight(prefixes[0], (sum(sizes), inputs))]
+        else:
+            weights = [self.weight(p, (size, inputs)) for p, size in zip(prefixes, sizes, strict=True)]
+        return join(weights, [self.bias(p) for p in prefixes], sizes, self.kernel)
+
+    def _check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise UserError(
+                f"{self.checkpoint.path.name}: tensor {name} has shape {found}, config.json implies {expected};"
+                " the two do not belong together"
+            )
+
+
+def _to(weight: Weight, device: torch.device) -> Weight:
+    """Moves a weight, and drops what only its file format needs."""
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    parts: dict[str, Any] = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
+    moved: dict[str, Any] = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()}
+    return PackedWeight(**moved)
+
+
+def _block(reader: _Reader, a: Architecture, number: int) -> Block:
+    prefix = f"model.layers.{number}"
+    attn = f"{prefix}.self_attn"
+    heads, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    names = [f"{attn}.qkv_proj"] if a.fused else [f"{attn}.{part}_proj" for part in "qkv"]
+    attention = Attention(
+        qkv=reader.join(names, [heads, kv, kv], a.hidden),
+        out=reader.linear(f"{attn}.o_proj", (a.hidden, heads)),
+        q_norm=reader.vector(f"{attn}.q_norm.weight", a.head_dim) if a.query_key_norm else None,
+        k_norm=reader.vector(f"{attn}.k_norm.weight", a.head_dim) if a.query_key_norm else None,
+        window=a.windows[number],
+    )
+    dense = a.experts is None or number in a.dense_layers
+    return Block(
+        input_norm=reader.vector(f"{prefix}.input_layernorm.weight", a.hidden),
+        attention=attention,
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", a.hidden),
+        mlp=_mlp(reader, a, f"{prefix}.mlp") if dense else _stacked(_mixture(reader, a, prefix), reader.kernel),
+    )
+
+
+def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
+    """The mixture as the kernels want it; block by block, so that only one is held twice while it is moved."""
+    if kernel.name != "triton":
+        return mixture
+    from runtime.model.triton.experts import stacked
+
+    return stacked(mixture)
+
+
+def _mlp(reader: _Reader, a: Architecture, prefix: str) -> Mlp:
+    names = [f"{prefix}.gate_up_proj"] if a.fused else [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+    return Mlp(
+        gate_up=reader.join(names, [a.intermediate, a.intermediate], a.hidden),
+        down=reader.linear(f"{prefix}.down_proj", (a.hidden, a.intermediate)),
+    )
+
+
+def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
+    """Experts fused as (E, 2I, H) and (E, H, I), or one by one as older files have them."""
+    experts = a.experts
+    assert experts is not None
+    size = experts.hidden
+    for name in experts.names:
+        base = f"{prefix}.{name}"
+        if f"{base}.gate.weight" not in reader.names:
+            continue
+        router = reader.linear(f"{base}.gate", (experts.count, a.hidden))
+        if f"{base}.experts.gate_up_proj" in reader.names:
+            gate_up, down = (reader.stack(f"{base}.experts.{part}") for part in ("gate_up_proj", "down_proj"))
+            return Mixture(
+                router,
+                tuple(
+                    Mlp(join([g], [None], [size, size], reader.kernel), linear(d, None, reader.kernel))
+                    for g, d in zip(gate_up, down, strict=True)
+                ),
+                experts.per_token,
+                experts.renormalize,
+            )
+        old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
+        gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        parts = [f"{base}.experts.{i}" for i in range(experts.count)]
+        return Mixture(
+            router,
+            tuple(
+                Mlp(
+                    reader.join([f"{p}.{gate}", f"{p}.{up}"], [size, size], a.hidden),
+                    reader.linear(f"{p}.{out}", (a.hidden, size)),
+                )
+                for p in parts
+            ),
+            experts.per_token,
+            experts.renormalize,
+        )
+    raise UserError(
+        f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete"
+    )

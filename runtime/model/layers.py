@@ -1,0 +1,198 @@
+"""The nested draft's view of a target: its own weights, of which int8 layers read the upper four bits alone.
+
+Self-speculation without a second model. A view holds the tensors of the decoder that it was made from, and no others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.joined import Joined
+from runtime.kernels.library_choice import IMPLEMENTATIONS
+from runtime.kernels.native_linear import NativeLinear, upper_weight
+from runtime.kernels.reference import Int8Linear, UpperLinear
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """qkv is one layer (fused on disk or joined at load); q_norm and k_norm are Qwen3's per-head norms."""
+
+    qkv: Joined
+    out: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(act(gate(x)) · up(x))."""
+
+    gate_up: Joined
+    down: Linear
+
+
+class Stacked(Protocol):
+    """All experts of a mixture in one, on kernels that know no others than the device sends rows to."""
+
+    def upper(self) -> "Stacked":
+        """The same on the upper planes of int8 weights (upper.py)."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+    per_token: int
+    renormalize: bool
+    stacked: Stacked | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer."""
+
+    input_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp | Mixture
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """All weights of a decoder. `embedding` None: its rows are the head's."""
+
+    embedding: Tensor | None
+    blocks: tuple[Block, ...]
+    norm: Tensor
+    head: Linear
+
+
+@runtime_checkable
+class Planed(Protocol):
+    """A layer that knows its own upper view (Triton's, which nothing here may import)."""
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether `upper` takes it."""
+
+    def upper(self) -> Linear:
+        """The layer on the upper plane of its weight."""
+
+
+def upper_linear(layer: Linear) -> Linear:
+    """The layer on the upper plane of its weight; a layer without planes (float, 4-bit, …) as it is."""
+    if isinstance(layer, NativeLinear) and layer.weight.has_planes:
+        return NativeLinear(upper_weight(layer.weight), layer.path, layer.pool)
+    if isinstance(layer, Int8Linear) and layer.has_planes:
+        return UpperLinear(layer)
+    if isinstance(layer, Planed) and layer.has_planes:
+        return layer.upper()
+    return layer
+
+
+def upper_parts(parts: Parts) -> Parts:
+    """The same decoder on upper planes. Raises UserError where no layer has planes."""
+    if not has_planes(parts):
+        raise UserError(
+            "this model's weights were not loaded as planes, of which `nested` reads the upper ones;"
+            " load it with planes=True"
+        )
+    return replace(parts, blocks=tuple(_upper_block(block) for block in parts.blocks), head=upper_linear(parts.head))
+
+
+def has_planes(parts: Parts) -> bool:
+    """Whether any layer can be read by its upper plane."""
+    return any(upper_linear(layer) is not layer for layer in linears(parts))
+
+
+def linears(parts: Parts) -> Iterator[Linear]:
+    """Every linear layer, in a forward's order; of a mixture all experts."""
+    for block in parts.blocks:
+        yield from block.attention.qkv.parts
+        yield block.attention.out
+        experts = block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)
+        if isinstance(block.mlp, Mixture):
+            yield block.mlp.router
+        for mlp in experts:
+            yield from mlp.gate_up.parts
+            yield mlp.down
+    yield parts.head
+
+
+def weight_bytes(*decoders: Parts) -> int:
+    """Bytes of memory that the weights of these decoders take together: what they share counts once."""
+    held = {tensor.data_ptr(): tensor.nbytes for parts in decoders for tensor in _tensors(parts)}
+    return sum(held.values())
+
+
+def _tensors(parts: Parts) -> Iterator[Tensor]:
+    for layer in linears(parts):
+        yield from _of(layer)
+    vectors = [parts.embedding, parts.norm]
+    for block in parts.blocks:
+        vectors += [block.input_norm, block.mlp_norm, block.attention.q_norm, block.attention.k_norm]
+    yield from (vector for vector in vectors if vector is not None)
+
+
+def _of(layer: Linear) -> Iterator[Tensor]:
+    held = getattr(getattr(layer, "weight", layer), "tensors", None)
+    if held is not None:
+        # The native kernels' layers, Triton's, and libraries'.
+        yield from held
+    elif isinstance(layer, UpperLinear):
+        yield from _of(layer.whole)
+    else:
+        # A reference layer: a dataclass of its tensors.
+        values = [getattr(layer, field.name) for field in fields(layer)]  # type: ignore[arg-type]
+        yield from (value for value in values if isinstance(value, Tensor))
+
+
+def _upper_block(block: Block) -> Block:
+    attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
+    if isinstance(block.mlp, Mlp):
+        return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
+    # The router decides which experts are read at all, and is small: it stays whole.
+    experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
+    stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
+    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked))
+
+
+def _upper_mlp(mlp: Mlp) -> Mlp:
+    return Mlp(_upper_joined(mlp.gate_up), upper_linear(mlp.down))
+
+
+def _upper_joined(joined: Joined) -> Joined:
+    return replace(joined, parts=tuple(upper_linear(part) for part in joined.parts))
+
+
+def described(decoder: Any) -> str:
+    """The decoder's kernels by name, and how many of its layers run on which library's products."""
+    parts = getattr(decoder, "parts", None)
+    if not isinstance(parts, Parts):
+        return str(decoder.kernels)
+    counts, total = _counts(parts), sum(1 for _ in linears(parts))
+    return "; ".join([decoder.kernels, *(f"{name} in {count} of {total} layers" for name, count in counts.items())])
+
+
+def require_used(kernel: Kernel, parts: Parts) -> None:
+    """Raises UserError where a library was asked for by name and takes none of the layers."""
+    if kernel.name in IMPLEMENTATIONS and kernel.table and not _counts(parts)[kernel.name]:
+        schemes = ", ".join(IMPLEMENTATIONS[kernel.name].schemes)
+        raise UserError(
+            f"kernels={kernel.name!r} take none of this model's layers: they are for {schemes}, in sizes that they"
+            " divide; use kernels='auto'"
+        )
+
+
+def _counts(parts: Parts) -> Counter[str]:
+    return Counter(name for layer in linears(parts) for name in getattr(layer, "libraries", ()))

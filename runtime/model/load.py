@@ -1,0 +1,135 @@
+"""TODO-DOC runtime/loading.py"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
+from runtime.checkpoints.open import open_checkpoint
+from runtime.contract import Decoder
+from runtime.devices import explaining, resolve
+from runtime.errors import UserError
+from runtime.kernels.dispatch import choose
+from runtime.model.build import build
+from runtime.model.onnx import graph as onnx_files
+from runtime.model.rotary import STATIC_TYPES, rope_type
+from runtime.model.triton.cache import free_bytes, needed, require_room
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from runtime.model.hf_adapter import Through
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder, the directory or GGUF file it came from, and (read at first use) its tokenizer."""
+
+    decoder: Decoder
+    path: Path
+    config: Any
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The directory's or file's tokenizer. Raises UserError where it has none."""
+        if self.path.is_file():
+            from runtime.checkpoints.gguf.tokenizer import read_tokenizer
+
+            return read_tokenizer(self.path)
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path.name}: no tokenizer could be read; add tokenizer.json beside it") from error
+
+    @property
+    def draft_path(self) -> Path | None:
+        """The run's draft, where the directory is the `model/` of a run folder that has one."""
+        draft = self.path.parent / "draft"
+        return draft if self.path.name == "model" and (draft / "config.json").is_file() else None
+
+    @property
+    def medusa_path(self) -> Path | None:
+        """The run's Medusa heads, where the directory is the `model/` of a run folder that has them."""
+        heads = self.path.parent / "medusa"
+        return heads if self.path.name == "model" and (heads / "medusa.json").is_file() else None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a text, from generation_config.json, else config.json."""
+        from transformers import GenerationConfig
+
+        found = None
+        if (self.path / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(self.path).eos_token_id
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        return frozenset() if found is None else frozenset(found if isinstance(found, list) else [found])
+
+
+def load(
+    path: str | Path,
+    device: str = "cpu",
+    threads: int | None = None,
+    kernels: str = "auto",
+    adapter: "bool | Through" = False,
+    planes: bool = False,
+) -> Model:
+    """Loads a checkpoint or artifact: packed weights stay packed, everything runs in float32 beside them.
+
+    path     a model directory, a run folder, a GGUF file, a directory with a model.onnx (an export), or a hub name.
+    device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
+    threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
+    kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
+    adapter  run through transformers even where the decoder knows the architecture; a `Through` (adapter.py) says in
+             which type it computes, and whether it is spread over devices.
+    planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
+
+    Raises UserError for anything wrong with the directory, the device or the architecture.
+    """
+    where = resolve(device)
+    if threads is not None:
+        if threads < 1:
+            raise UserError(f"threads must be at least 1, found {threads}")
+        torch.set_num_threads(threads)
+    if onnx_files.holds(folder := Path(path).expanduser()):
+        from runtime.model.onnx.decoder import open_decoder
+
+        if planes or adapter or kernels != "auto":
+            raise UserError(
+                f"{folder.name}/{onnx_files.GRAPH} runs on ONNX Runtime: leave out planes, the adapter and the kernels"
+            )
+        decoder, values = open_decoder(folder, where, threads)
+        return Model(decoder, folder, values)
+    checkpoint = open_checkpoint(path)
+    config = configuration(checkpoint)
+    architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
+    if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
+        from runtime.model.hf_adapter import FLOAT32, adapt
+
+        if checkpoint.path.is_file():
+            raise UserError(
+                f"{checkpoint.path.name}: only Specpress' own decoder runs a GGUF file, and it does not run this one as"
+                " asked; give the original model directory"
+            )
+        if planes:
+            raise UserError(
+                f"{checkpoint.path.name}: transformers runs this model, and `nested` needs Specpress' own kernels;"
+                " choose another drafter"
+            )
+        config = transformers_configuration(checkpoint)
+        with explaining():
+            adapted = adapt(checkpoint.path, config, where, FLOAT32 if isinstance(adapter, bool) else adapter)
+        return Model(adapted, checkpoint.path, config)
+    kernel = choose(kernels, str(where), threads)
+    if where.type == "cuda":
+        size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
+        require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
+    with explaining():
+        made = build(checkpoint, architecture, config, kernel, where, planes)
+    return Model(made, checkpoint.path, config)

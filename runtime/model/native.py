@@ -1,0 +1,334 @@
+"""The Llama family in one native call per forward: decoder.py's meaning, with nothing of Python inside the layers."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, byref, pointer
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.paged import new_cache
+from runtime.cache.slots import Reserved, checked_cache, reserve
+from runtime.checkpoints.architecture import Architecture
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.joined import Joined
+from runtime.kernels.native_linear import NativeLinear, WeightPointer, project
+from runtime.model.layers import Block, Mixture, Mlp, Parts, upper_parts, weight_bytes
+from runtime.model.rotary import RotaryTable
+from runtime.native.binding import (
+    CACHES,
+    PATHS,
+    BatchStruct,
+    HeadsStruct,
+    LayerStruct,
+    MixtureStruct,
+    ModelStruct,
+    Pool,
+    ProjectionStruct,
+    StoreStruct,
+    WeightsStruct,
+    pool,
+    require,
+)
+
+
+def int64(values: Tensor) -> Tensor:
+    """(n,) int64, contiguous, on the CPU: the tensor itself where it is that already, as a rule."""
+    if values.dtype is torch.int64 and values.is_cpu and values.is_contiguous():
+        return values
+    return values.to("cpu", torch.int64).contiguous()
+
+
+class Batches:
+    """Makes batches. What chains need is the same in every call, so it is kept, as long as a wide call needed it."""
+
+    def __init__(self) -> None:
+        self._constants = _constants(8)
+
+    def order(self, count: int) -> Tensor:
+        """0..count − 1 and maybe more, int64."""
+        return self._upto(count)[2]
+
+    def _upto(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = self._constants
+        # Not read back after growing: another thread's forward may put a shorter one there.
+        if found[0].numel() < count:
+            found = self._constants = _constants(2 * count)
+        return found
+
+    def of(
+        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: KeyValueCache
+    ) -> tuple[BatchStruct, list[Any]]:
+        """The rows, whose slots are taken, and what must stay alive during the call."""
+        count = tokens.numel()
+        zeros, chain, _ = self._upto(count)
+        request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
+        tokens, positions = int64(tokens), int64(positions)
+        slot = positions
+        stores = (StoreStruct * len(reserved))(*[StoreStruct(*cache.store(r.request).pointers) for r in reserved])
+        if len(reserved) > 1:
+            # Not torch.repeat_interleave: it wakes all of torch's threads, which then spin on the kernels' cores.
+            request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
+        if any(r.parents is not None for r in reserved):
+            slot, tail_from, tail_at, tail = _tails(reserved, positions)
+        kept = [tokens, request, positions, slot, tail_from, tail_at, tail]
+        return BatchStruct(count, *[part.data_ptr() for part in kept], stores), [kept, stores]
+
+
+def _constants(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros, −1 (a row without a list of slots), and 0, 1, 2, …"""
+    return torch.zeros(count, dtype=torch.int64), torch.full((count,), -1), torch.arange(count)
+
+
+def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row its slot, where its own list of slots begins (position, and index in the last array; −1: no list)."""
+    slot, tail_from = positions.tolist(), [0] * len(positions)
+    tail_at = [-1] * len(positions)
+    tail: list[int] = []
+    for r in reserved:
+        if r.parents is None:
+            continue
+        paths: list[list[int]] = []
+        for index, parent in enumerate(r.parents):
+            paths.append([*(paths[parent] if parent >= 0 else []), r.start + index])
+            row = r.first + index
+            slot[row], tail_from[row], tail_at[row] = r.start + index, r.start, len(tail)
+            tail += paths[-1]
+    return torch.tensor(slot), torch.tensor(tail_from), torch.tensor(tail_at), torch.tensor(tail)
+
+
+_EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
+MOST = 1024
+
+
+class NativeDecoder:
+    """A Decoder (rows.py) on native kernels: a row's bits are the same at every width, on any number of threads."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        embedding: Tensor | None,
+        blocks: tuple[Block, ...],
+        norm: Tensor,
+        head: NativeLinear,
+        kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
+    ):
+        """`embedding` None: its rows are the head's (tied, float). Raises UserError for sizes beyond the kernels'."""
+        experts = 0 if architecture.experts is None else architecture.experts.count
+        for key, found in (("head_dim", architecture.head_dim), ("the number of experts", experts)):
+            if found > MOST:
+                raise UserError(
+                    f"config.json: {key} is {found}, and the native kernels hold at most {MOST};"
+                    " use kernels='reference'"
+                )
+        if embedding is not None and embedding.dtype not in _EMBEDDINGS:
+            embedding = embedding.float()
+        self.architecture = architecture
+        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
+        self.max_positions, self.exact, self.device = architecture.max_positions, True, torch.device("cpu")
+        self.kernels, self.threads = kernel.name, kernel.threads
+        self._rotary = RotaryTable(config, self.device)
+        self._pool: Pool = pool(kernel.threads)
+        self.parts = Parts(embedding, blocks, norm, head)
+        self._config, self._kernel, self.kv = config, kernel, kv
+        rotated = 2 * self._rotary.upto(0)[0].shape[1]
+        self._native: dict[CacheKind, _Native] = {}
+        self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
+        self._batches = Batches()
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        Raises UserError for float16, which only GPUs take.
+        """
+        if kind not in CACHES:
+            raise UserError(
+                f"the kernels for CPUs hold keys and values in {', '.join(CACHES)}, not in {kind}, which needs a GPU; "
+                "choose one of them."
+            )
+        a = self.architecture
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> "NativeDecoder":
+        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        head = _linear(p.head)
+        return NativeDecoder(
+            self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel, self.kv
+        )
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.reserve."""
+        held, count = checked_cache(tokens, rows, cache, logits_at, self.architecture), len(rows)
+        if count == 0:
+            return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
+        reserved = reserve(rows, held)
+        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        cos, sin = self._rotary.upto(max(r.start + r.count for r in reserved) - 1)
+        at, asked = (self._batches.order(count), count) if logits_at is None else (int64(logits_at), logits_at.numel())
+        # Uninitialised: the kernels write every element.
+        logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
+        require().specpress_forward(
+            self._runner(held).handle,
+            byref(batch),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            at.data_ptr(),
+            asked,
+            hidden.data_ptr(),
+            logits.data_ptr(),
+        )
+        del kept
+        return Out(logits, hidden)
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """See rows.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits.
+
+        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
+        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
+        """
+        held = checked_cache(tokens, rows, cache, None, self.architecture)
+        if not 1 <= limit <= self.vocab_size:
+            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
+        if min(steps, default=1) < 1:
+            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        # A request's last token is not fed, so it takes no slot.
+        reserved = reserve(rows, held, [count - 1 for count in steps])
+        if not reserved:
+            return torch.empty((0, 0), dtype=torch.int64)
+        batch, kept = self._batches.of(reserved, tokens, rows.position, held)
+        cos, sin = self._rotary.upto(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
+        wanted, longest = integers(steps), max(steps)
+        drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
+        finite = require().specpress_draft(
+            self._runner(held).handle,
+            byref(batch),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(steps),
+            wanted.data_ptr(),
+            limit,
+            drafted.data_ptr(),
+            longest,
+        )
+        del kept
+        if not finite:
+            raise FloatingPointError("a row of logits holds NaN or Inf")
+        return drafted
+
+    def _runner(self, cache: KeyValueCache) -> "_Native":
+        if cache.kind not in self._native or self._native[cache.kind].factor is not cache.quantizer.key_factor:
+            self._native[cache.kind] = self._make(cache.kind, cache.quantizer.key_factor)
+        return self._native[cache.kind]
+
+
+class _Native:
+    """The native decoder for one kind of cache, and the structs it was made from."""
+
+    def __init__(
+        self,
+        a: Architecture,
+        parts: Parts,
+        rotated: int,
+        kind: CacheKind,
+        factor: Tensor | None,
+        kernel: Kernel,
+        threads: Pool,
+    ):
+        self.factor, self._parts, self._pool = factor, parts, threads
+        factors = None if factor is None else factor.float().contiguous()
+        layers = (LayerStruct * len(parts.blocks))()
+        self._kept: list[Any] = [layers, factors]
+        for layer, block, window in zip(layers, parts.blocks, a.windows, strict=True):
+            self._fill(layer, block, window)
+        heads = HeadsStruct(
+            a.heads,
+            a.kv_heads,
+            a.head_dim,
+            rotated,
+            CACHES[kind],
+            None if factors is None else factors.data_ptr(),
+        )
+        model = ModelStruct(
+            heads=heads,
+            layers=len(layers),
+            hidden=a.hidden,
+            intermediate=max(_linear(mlp.down).weight.shape[1] for block in parts.blocks for mlp in _mlps(block)),
+            vocabulary=a.vocab,
+            gelu=a.activation == "gelu_tanh",
+            norm_eps=a.norm_eps,
+            norm_offset=a.norm_offset,
+            embedding_scale=a.embedding_scale,
+            attention_scaling=a.head_dim**-0.5,
+            layer=layers,
+            norm=parts.norm.data_ptr(),
+            head=pointer(_linear(parts.head).weight.struct),
+            embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
+            embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
+        )
+        self.handle = require().specpress_decoder_new(byref(model), PATHS.index(kernel.name), threads.handle)
+        weakref.finalize(self, require().specpress_decoder_free, self.handle)
+
+    def _fill(self, layer: LayerStruct, block: Block, window: int | None) -> None:
+        layer.input_norm, layer.mlp_norm = block.input_norm.data_ptr(), block.mlp_norm.data_ptr()
+        attention = block.attention
+        if attention.q_norm is not None and attention.k_norm is not None:
+            layer.query_norm, layer.key_norm = attention.q_norm.data_ptr(), attention.k_norm.data_ptr()
+        layer.qkv = self._projection(attention.qkv)
+        layer.out = pointer(_linear(attention.out).weight.struct)
+        layer.window = window or 0
+        if isinstance(block.mlp, Mixture):
+            layer.mixture = pointer(self._mixture(block.mlp))
+        else:
+            layer.gate_up = self._projection(block.mlp.gate_up)
+            layer.down = pointer(_linear(block.mlp.down).weight.struct)
+
+    def _projection(self, joined: Joined) -> ProjectionStruct:
+        projection = project([_linear(part).weight for part in joined.parts])
+        self._kept.append(projection)
+        return projection
+
+    def _mixture(self, mixture: Mixture) -> MixtureStruct:
+        count = len(mixture.experts)
+        gate_up = (ProjectionStruct * count)(*[self._projection(e.gate_up) for e in mixture.experts])
+        down = (WeightPointer * count)(*[pointer(_linear(e.down).weight.struct) for e in mixture.experts])
+        struct = MixtureStruct(
+            count,
+            mixture.per_token,
+            mixture.renormalize,
+            pointer(_linear(mixture.router).weight.struct),
+            ctypes.cast(gate_up, POINTER(ProjectionStruct)),
+            ctypes.cast(down, POINTER(POINTER(WeightsStruct))),
+        )
+        self._kept += [gate_up, down, struct]
+        return struct
+
+
+def _linear(layer: Any) -> NativeLinear:
+    if not isinstance(layer, NativeLinear):
+        raise TypeError(f"a native decoder takes native layers, found {type(layer).__name__}")
+    return layer
+
+
+def _mlps(block: Block) -> Sequence[Mlp]:
+    return block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)
+
+
+__all__ = ["NativeDecoder"]

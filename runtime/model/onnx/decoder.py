@@ -1,0 +1,244 @@
+"""The Decoder contract over an ONNX Runtime session: exports of ours, and other decoders with the same names.
+
+ONNX Runtime promises no order of operations, so the lossless class is `measured`, not `exact`. Measured on a CPU (1.31,
+AVX512, 1 and 2 threads; float32, int8, MatMulNBits, MatMulBnb4): a row that is alone takes a path of its own and comes
+out with other bits, and with the same bits at every other width. So a forward has at least two rows here,
+and a plain step, too, takes the path that verifies drafts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.checkpoints.safetensors import inside, read_json
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows
+from runtime.errors import UserError
+from runtime.model.hf_adapter import chains
+from runtime.model.onnx import graph as onnx_files
+from runtime.model.onnx.graph import Signature, signature
+
+
+@dataclass
+class _Held:
+    """One request's keys and values (1, heads, slots, head dim) each; the first `length` slots count."""
+
+    length: int
+    states: list[np.ndarray]
+
+
+class OnnxCache:
+    """Keys and values per request, as the session gave them."""
+
+    def __init__(self, taken: Signature):
+        self._signature = taken
+        self._held: dict[int, _Held] = {}
+
+    def open(self, capacity: int) -> int:
+        """A handle; nothing is reserved, because the session makes new keys and values every time."""
+        heads, dim = self._signature.shape
+        empty = np.zeros((1, heads, 0, dim), dtype=self._signature.dtype)
+        return self._add(_Held(0, [empty] * len(self._signature.past)))
+
+    def close(self, request: int) -> None:
+        """Frees the request's keys and values."""
+        del self._held[request]
+
+    def fork(self, request: int) -> int:
+        """A handle for a request that holds the same; nothing is copied, because nothing is ever written to."""
+        held = self._held[request]
+        return self._add(_Held(held.length, list(held.states)))
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """0: requests share nothing."""
+        return 0
+
+    def publish(self, request: int, tokens: Sequence[int]) -> None:
+        """Does nothing, as `adopt`."""
+
+    def shortage(self, needs: Mapping[int, int]) -> int:
+        """0: there are no pages."""
+        return 0
+
+    def length(self, request: int) -> int:
+        """Tokens stored."""
+        return self._held[request].length
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        held = self._held[request]
+        if not 0 <= length <= held.length:
+            raise ValueError(f"cannot truncate {held.length} tokens to {length}")
+        held.length = length
+
+    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
+        """Keeps a prefix of a chain; other paths need a tree, which `forward` refuses here."""
+        if list(path) != list(range(len(path))):
+            raise ValueError("ONNX graphs keep chains only")
+        self.truncate(request, length + len(path))
+
+    def bytes_per_token(self) -> int:
+        """Keys and values over all layers, in the graph's dtype."""
+        heads, dim = self._signature.shape
+        return len(self._signature.past) * heads * dim * self._signature.dtype.itemsize
+
+    def states(self, request: int) -> list[np.ndarray]:
+        """Keys and values of exactly the tokens stored, (1, heads, length, head dim)."""
+        held = self._held[request]
+        return [np.ascontiguousarray(state[:, :, : held.length]) for state in held.states]
+
+    def store(self, request: int, states: Sequence[np.ndarray], length: int) -> None:
+        """Takes what a forward gave; slots from `length` on are not the request's."""
+        self._held[request] = _Held(length, list(states))
+
+    def _add(self, held: _Held) -> int:
+        handle = next(i for i in range(len(self._held) + 1) if i not in self._held)
+        self._held[handle] = held
+        return handle
+
+
+# The least rows of a forward, by what the module's text says; the added one is dropped.
+LEAST_ROWS = 2
+# The most: the graph makes logits of every row, which is 64 MB for 128 rows of 128 k tokens.
+MOST_ROWS = 128
+
+
+class OnnxDecoder:
+    """A Decoder over a session; requests run one after the other."""
+
+    exact = False
+    kernels = "onnxruntime"
+    kv = UNCALIBRATED
+
+    def __init__(self, session: Any, taken: Signature, max_positions: int, threads: int, device: torch.device):
+        self.session, self.signature, self.max_positions = session, taken, max_positions
+        self.vocab_size, self.hidden_size = taken.vocabulary, taken.hidden
+        self.device = device
+        self._threads = threads
+        self._outputs = ["logits", *(["hidden_states"] if taken.hidden else []), *taken.present]
+
+    @property
+    def threads(self) -> int:
+        """The session's, inside an operator."""
+        return self._threads
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> OnnxCache:
+        """An empty cache. Raises UserError for quantised and paged ones."""
+        if kind != "float32" or pages is not None:
+            raise UserError(
+                "an ONNX graph holds its keys and values as it was exported, neither quantised nor paged; leave out the"
+                " kind of cache and the pages."
+            )
+        return OnnxCache(self.signature)
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises UserError for trees: the graph takes chains."""
+        if not isinstance(cache, OnnxCache):
+            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+        wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
+        ids = tokens.detach().cpu().numpy().astype(np.int64)
+        logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
+        hidden = np.empty((len(wanted) if self.hidden_size else 0, self.hidden_size), dtype=np.float32)
+        refusal = "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
+        for chain in chains(rows, cache, refusal):
+            for begin in range(chain.first, chain.end, MOST_ROWS):
+                stop = min(begin + MOST_ROWS, chain.end)
+                given = self._run(ids[begin:stop], chain.request, cache)
+                for place, row in enumerate(wanted):
+                    if begin <= row < stop:
+                        logits[place] = given[0][0, row - begin]
+                        if self.hidden_size:
+                            hidden[place] = given[1][0, row - begin]
+        return Out(torch.from_numpy(logits), torch.from_numpy(hidden))
+
+    def _run(self, ids: np.ndarray, request: int, cache: OnnxCache) -> list[np.ndarray]:
+        """Appends a chain to the request's cache. Returns logits and, where there are any, hidden states."""
+        before, count = cache.length(request), len(ids)
+        rows = max(count, LEAST_ROWS)
+        # Rows behind the last are seen by none before them. They repeat its position: the next one may not exist.
+        spare = rows - count
+        feeds = {
+            "input_ids": np.pad(ids, (0, spare), mode="edge")[None],
+            "attention_mask": np.ones((1, before + rows), dtype=np.int64),
+            **dict(zip(self.signature.past, cache.states(request), strict=True)),
+        }
+        if self.signature.positions:
+            feeds["position_ids"] = np.pad(np.arange(before, before + count), (0, spare), mode="edge")[None]
+        given = self._given(feeds, rows, before)
+        shown = len(given) - len(self.signature.present)
+        cache.store(request, given[shown:], before + count)
+        return given[:shown]
+
+    def _given(self, feeds: dict[str, np.ndarray], rows: int, before: int) -> list[np.ndarray]:
+        """The session's outputs. Raises UserError where it fails, or gives other shapes than it said."""
+        try:
+            given: list[np.ndarray] = self.session.run(self._outputs, feeds)
+        except Exception as error:  # as in _session
+            raise UserError(
+                f"{onnx_files.GRAPH}: ONNX Runtime cannot run it ({onnx_files.first_line(error)}); export it again"
+            ) from error
+        heads, dim = self.signature.shape
+        expected = {"logits": (1, rows, self.vocab_size), "hidden_states": (1, rows, self.hidden_size)}
+        for name, value in zip(self._outputs, given, strict=True):
+            wanted = expected.get(name, (1, heads, before + rows, dim))
+            if value.shape != wanted:
+                raise UserError(
+                    f"{onnx_files.GRAPH}: {name} should have come out as {wanted}, and is {value.shape};"
+                    " export it again"
+                )
+        return given
+
+
+def open_decoder(folder: Path, device: torch.device, threads: int | None) -> tuple[OnnxDecoder, Any]:
+    """The decoder of a directory with a model.onnx, and config.json's values as attributes.
+
+    threads  of the session (None: as many as torch has). Raises UserError for damaged or missing files, for a graph
+    that is no decoder, and where ONNX Runtime, or its CUDA provider for a CUDA device, is not installed.
+    """
+    config = read_json(inside(folder, "config.json", "config.json"))
+    onnx_files.check(folder)
+    shown = f"{folder.name}/{onnx_files.GRAPH}"
+    number = threads or torch.get_num_threads()
+    session = _session(folder / onnx_files.GRAPH, shown, device, number)
+    taken = signature(session, shown)
+    limits = [config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)]
+    if not limits or not isinstance(limits[0], int) or limits[0] < 1:
+        raise UserError(f"{folder.name}/config.json: max_position_embeddings must say how long a text may be")
+    return OnnxDecoder(session, taken, limits[0], number, device), SimpleNamespace(**config)
+
+
+def _session(path: Path, shown: str, device: torch.device, threads: int) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(
+            f'{shown}: running it needs ONNX Runtime, which is missing: pip install "specpress[onnx]", or'
+            ' "specpress[onnx-gpu]" where there is CUDA'
+        ) from error
+    provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+    if provider not in onnxruntime.get_available_providers():
+        raise UserError(
+            f"{shown}: device {str(device)!r} needs onnxruntime-gpu in place of onnxruntime: pip install"
+            ' "specpress[onnx-gpu]"'
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4  # its errors come out as exceptions, too, and those are told
+    chosen = (provider, {"device_id": device.index or 0}) if device.type == "cuda" else provider
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=[chosen])
+    except Exception as error:  # its errors have no class in common but this
+        reason = onnx_files.first_line(error)
+        raise UserError(f"{shown}: ONNX Runtime cannot load it ({reason}); export it again") from error
+    if provider not in session.get_providers():
+        # Where its CUDA libraries do not load, ONNX Runtime says so in a log and takes the CPU.
+        raise UserError(
+            f"{shown}: device {str(device)!r} was asked for, but ONNX Runtime {onnxruntime.__version__} cannot load its"
+            " CUDA provider; install the CUDA and cuDNN libraries that this version of onnxruntime-gpu asks for"
+        )
+    return session

@@ -1,0 +1,182 @@
+"""The Llama family over packed weights: one forward for prefill, decoding, verification and batches of them.
+
+Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
+so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.paged import new_cache
+from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
+from runtime.checkpoints.architecture import Architecture
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
+from runtime.kernels import reference
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.exact import exp, tree_sum
+from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Parts, upper_parts, weight_bytes
+from runtime.model.rotary import RotaryTable
+
+
+class Assembled:
+    """A decoder's weights, and the facts that rows.Decoder asks for."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        embedding: Tensor,
+        blocks: tuple[Block, ...],
+        norm: Tensor,
+        head: Linear,
+        kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
+    ):
+        self.architecture = architecture
+        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
+        self.kernels, self.kv = kernel.name, kv
+        self.embedding, self.parts = embedding, Parts(embedding, blocks, norm, head)
+        self._config, self._kernel = config, kernel
+        self._rotary = RotaryTable(config, self.device)
+
+    @property
+    def threads(self) -> int:
+        """torch's: what uses threads of these kernels uses those."""
+        return torch.get_num_threads()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> Self:
+        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        p = upper_parts(self.parts)
+        a = self.architecture
+        return type(self)(a, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel, self.kv)
+
+
+def sum_of_experts(
+    x: Tensor, shares: Tensor, chosen: Tensor, experts: Sequence[Mlp], run: Callable[[Tensor, Mlp], Tensor]
+) -> Tensor:
+    """Each row's experts of x (T, hidden) times their shares (T, k), added in order of their number; float32.
+
+    chosen (T, k) int64: experts' numbers, below 0: none. run: an expert's output of some rows. Waits for the device.
+    """
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        at, place = (chosen == number).nonzero(as_tuple=True)
+        if len(at):
+            out[at] = out[at] + run(x[at], expert) * shares[at, place].unsqueeze(-1)
+    return out
+
+
+# Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
+_TILES_AT_ONCE = 32
+
+
+class LlamaDecoder(Assembled):
+    """A Decoder (rows.py) whose rows have the same bits at every width."""
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
+        a = self.architecture
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.plan."""
+        held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
+        if len(tokens) == 0:
+            empty = self.embedding.new_empty
+            return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
+        layout = plan(rows, held)
+        cos, sin = self._rotary.at(rows.position)
+        a = self.architecture
+        x = self.embed(tokens)
+        for number, block in enumerate(self.parts.blocks):
+            normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
+            x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
+            x = x + self.feed_forward(x, block)
+        if logits_at is not None:
+            x = x[logits_at.to(self.device)]
+        hidden = reference.rms_norm(x, self.parts.norm, a.norm_eps, a.norm_offset)
+        return Out(self.parts.head(hidden), hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream (T, hidden) float32 before the first block, of tokens (T,) int64."""
+        x = self.embedding[tokens.to(self.device)].float()
+        scale = self.architecture.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def project(self, x: Tensor, weights: Attention, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim) of normed x, as the cache takes them.
+
+        cos, sin  the rotary table at the rows' positions (RotaryTable.at).
+        """
+        a, count = self.architecture, x.shape[0]
+        q, k, v = weights.qkv.split(x)
+        q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = reference.rms_norm(q, weights.q_norm, a.norm_eps)
+            k = reference.rms_norm(k, weights.k_norm, a.norm_eps)
+        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v
+
+    def feed_forward(self, x: Tensor, block: Block) -> Tensor:
+        """What a block's MLP or mixture adds to the residual stream x (T, hidden)."""
+        a, mlp = self.architecture, block.mlp
+        normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
+        return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
+
+    def _attend(
+        self,
+        x: Tensor,
+        weights: Attention,
+        layer: int,
+        layout: Layout,
+        cache: KeyValueCache,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        a = self.architecture
+        count = x.shape[0]
+        q, k, v = self.project(x, weights, cos, sin)
+        for span in layout.spans:
+            part = slice(span.first, span.first + span.count)
+            cache.write(layer, span.request, span.start, k[part], v[part])
+        scaling = a.head_dim**-0.5
+        out = []
+        for begin in range(0, len(layout.owner), _TILES_AT_ONCE):
+            tiles = range(begin, min(begin + _TILES_AT_ONCE, len(layout.owner)))
+            keys, values = keys_and_values(layout, cache, layer, tiles)
+            places = layout.gather[tiles.start : tiles.stop].to(self.device)
+            positions = layout.positions[tiles.start : tiles.stop].to(self.device)
+            out.append(reference.attention(q[places], keys, values, positions, scaling, weights.window))
+        mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
+        return weights.out(mixed.reshape(count, -1))
+
+    def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
+        gate, up = weights.gate_up.split(x)
+        act = reference.silu if self.architecture.activation == "silu" else reference.gelu_tanh
+        return weights.down(act(gate) * up)
+
+    def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
+        """Softmax over the router, top k, each row's experts added in order of their number."""
+        scores = weights.router(x)
+        odds = exp(scores - scores.amax(dim=-1, keepdim=True))
+        odds = odds / tree_sum(odds).unsqueeze(-1)
+        share, chosen = odds.topk(weights.per_token, dim=-1)
+        if weights.renormalize:
+            share = share / tree_sum(share).unsqueeze(-1)
+        return sum_of_experts(x, share, chosen, weights.experts, self._mlp)

@@ -1,0 +1,317 @@
+"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward or draft.
+
+Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
+the same whatever shares the call. Nothing here waits for the device but what says so.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.cache.slots import Reserved, checked_cache, reserve
+from runtime.checkpoints.architecture import Architecture
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
+from runtime.kernels.dispatch import Kernel
+from runtime.kernels.triton.linear import TritonLinear
+from runtime.kv_store import KEY_BLOCK
+from runtime.model.layers import Block, Linear
+from runtime.model.on_device import ARGMAX, BROKEN, Asked
+from runtime.model.reference import Assembled
+from runtime.model.triton.batch import Inputs, Staging, bucket_for, depth_of, fill, views
+from runtime.model.triton.cache import WIDEST, GpuCache
+from runtime.model.triton.draft_steps import drafted as draft_round
+from runtime.model.triton.draft_steps import fill_round, round_for, steps_of
+from runtime.model.triton.graphs import Computed, Graphs
+from runtime.model.triton.layers import Memory, hidden_states, waits
+from runtime.model.triton.sampling import candidates, choices, way_of
+from runtime.sampling.candidates import Candidates
+from runtime.sampling.params import Sampling
+
+
+class Clock:
+    """What device_rounds.DeviceRounds says of time, for something on a device; without CUDA the host's time."""
+
+    device: torch.device
+
+    def mark(self) -> object:
+        """See device_rounds.DeviceRounds."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: object, second: object) -> float:
+        """See device_rounds.DeviceRounds."""
+        if isinstance(first, float) and isinstance(second, float):
+            return second - first
+        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
+
+
+# Blocks of positions for which a rotary table is made at once: its address must not change under a graph.
+_LEAST_TABLE = 32
+
+
+class TritonDecoder(Assembled, Clock):
+    """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        embedding: Tensor,
+        blocks: tuple[Block, ...],
+        norm: Tensor,
+        head: Linear,
+        kernel: Kernel,
+        kv: CacheScheme = UNCALIBRATED,
+    ):
+        super().__init__(architecture, config, embedding, blocks, norm, head, kernel, kv)
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._logits: Tensor | None = None
+        self._graphs, self._staging = Graphs(self.device), Staging(self.device)
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests; None: as many as the requests may come to need.
+        """
+        a, factor = self.architecture, self.kv.factor(kind)
+        return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, factor)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See rows.Decoder; what it returns lies on the device. Raises TypeError and ValueError as inputs.checked_cache
+        and layout.reserve."""
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, None, ())
+
+    @torch.inference_mode()
+    def forward_drafted(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        logits_at: Tensor | None,
+        drafted: Tensor,
+        places: Sequence[int],
+    ) -> Out:
+        """See device_rounds.DeviceRounds. Raises as `forward`."""
+        with self._here():
+            return self._forward(tokens, rows, cache, logits_at, drafted, places)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        steps: Sequence[int],
+        limit: int,
+        samplings: Sequence[Sampling] | None = None,
+    ) -> Tensor:
+        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
+        ValueError for samplings that are not `plain`, or not one for each request."""
+        held = self._checked(tokens, rows, cache, None)
+        if not 1 <= limit <= self.vocab_size:
+            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
+        if min(steps, default=1) < 1:
+            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+        if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
+            raise ValueError(f"{len(steps)} requests need as many samplings, all of which must be plain")
+        # A request's last token is not fed, so it takes no slot.
+        reserved = reserve(rows, held, [count - 1 for count in steps])
+        if not reserved:
+            return torch.empty((0, 0), dtype=torch.int64, device=self.device)
+        with self._here():
+            ways = [Sampling()] * len(reserved) if samplings is None else samplings
+            if len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST:
+                return self._drafted_at_once(tokens, reserved, held, steps, limit, ways)
+            return self._drafted(tokens, reserved, held, steps, limit, ways)
+
+    def _drafted_at_once(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        ways: Sequence[Sampling],
+    ) -> Tensor:
+        """All steps as one run, for requests that choose in one way and do not feed too much to be captured."""
+        shape = round_for(reserved, steps, limit, way_of(ways[0]))
+        words = tokens.numpy().astype("int32")
+        fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
+        block = self._graphs.block(shape)
+        self._staging.send(block)
+        inputs = steps_of(shape, block)
+        forward = partial(self._hidden, held, shape.first.blocks)
+
+        def body() -> Tensor:
+            return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
+
+        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.pool, shape, body)
+        # A graph's memory is good until the next run.
+        return out[:, : len(reserved)].t().clone()
+
+    def _drafted(
+        self,
+        tokens: Tensor,
+        reserved: Sequence[Reserved],
+        held: GpuCache,
+        steps: Sequence[int],
+        limit: int,
+        ways: Sequence[Sampling],
+    ) -> Tensor:
+        """Step by step."""
+        lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
+        texts = [r.start + r.count for r in reserved]  # tokens before the next one
+        words = tokens.numpy().astype("int32")
+        out = torch.empty((max(steps), len(reserved)), dtype=torch.int64, device=self.device)
+        chosen = out[0]
+        for step in range(max(steps)):
+            if step:
+                going = [
+                    Reserved(r.request, i, 1, text + step - 1, None)
+                    for i, (r, text) in enumerate(zip(reserved, texts, strict=True))
+                    if step < steps[i]
+                ]
+                found = self._compute(going, len(reserved), held, words[:0], chosen, range(len(reserved)), None)
+            else:
+                found = self._compute(reserved, len(words), held, words, None, (), lasts)
+            asked = [Asked(way, text + step) for way, text in zip(ways, texts, strict=True)]
+            chosen = out[step]
+            chosen.copy_(self._choose(found, asked, limit))
+        return out.t()
+
+    def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
+        """See rows.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to.
+
+        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
+        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
+        """
+        drafted = self.draft(tokens, rows, cache, steps, limit).cpu()
+        counts = torch.tensor(steps, dtype=torch.int64).unsqueeze(1)
+        real = torch.arange(drafted.shape[1]) < counts
+        if bool((real & (drafted == BROKEN)).any()):
+            raise FloatingPointError("a row of logits holds NaN or Inf")
+        return torch.where(real, drafted, -1)
+
+    @torch.inference_mode()
+    def choices(
+        self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
+    ) -> tuple[list[int], list[list[int]]]:
+        """See device_rounds.DeviceRounds. Raises ValueError as choices.choices."""
+        with self._here():
+            found = choices(logits, asked)
+        if drafted is None:
+            return found.tolist(), []
+        both = torch.cat((found, drafted.flatten())).tolist()
+        rest, wide = both[len(asked) :], drafted.shape[1]
+        return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
+
+    @torch.inference_mode()
+    def candidates(self, logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> list[Candidates | None]:
+        """See device_rounds.RanksRows."""
+        with self._here():
+            return candidates(logits, asked, count, limit)
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _checked(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None) -> GpuCache:
+        held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
+        if not isinstance(held, GpuCache):
+            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
+        return held
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cache: Cache,
+        logits_at: Tensor | None,
+        drafted: Tensor | None,
+        places: Sequence[int],
+    ) -> Out:
+        held = self._checked(tokens, rows, cache, logits_at)
+        if len(rows) == 0:
+            empty = torch.empty((0, self.vocab_size), device=self.device)
+            return Out(empty, empty.new_empty((0, self.hidden_size)))
+        reserved = reserve(rows, held)
+        found = self._compute(reserved, len(rows), held, tokens.numpy().astype("int32"), drafted, places, logits_at)
+        return Out(found.logits, found.hidden)
+
+    def _compute(
+        self,
+        reserved: Sequence[Reserved],
+        count: int,
+        cache: GpuCache,
+        tokens: Any,
+        drafted: Tensor | None,
+        places: Sequence[int],
+        at: Tensor | None,
+    ) -> Computed:
+        """One forward of `count` rows, of which `places` have the tokens `drafted` on the device; rows `at` of it."""
+        bucket = bucket_for(count, len(reserved), max(r.start + r.count for r in reserved), depth_of(reserved))
+        fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
+        block = self._graphs.block(bucket)
+        self._staging.send(block)
+        inputs = views(bucket, block)
+        if drafted is not None:
+            # What is no token is found when the drafts are looked at; until then it must not be looked up.
+            self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
+        # All rows' logits cost no more than some where few rows are: the head is read once.
+        early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
+
+        def body() -> Computed:
+            hidden = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early)
+            logits = self._logits_of(hidden, bucket.captured)
+            return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
+
+        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.pool, bucket, body)
+        if early is not None:
+            return found
+        if at is None:
+            return Computed(*(part[:count].clone() for part in found))
+        rows = at.to(self.device, non_blocking=True)
+        return Computed(*(part[rows] for part in found))
+
+    def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
+        memory = Memory(cache.pool.store, cache.kind, cache.quantizer.key_factor, blocks * KEY_BLOCK, sharing)
+        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
+
+    def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
+        """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
+        head = self.parts.head
+        if not (captured and isinstance(head, TritonLinear)):
+            return head(hidden)
+        if self._logits is None:
+            self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
+        return head.product(head.round(hidden), out=self._logits[: len(hidden)])
+
+    def _angles_for(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions in so many blocks, always the same tensors: graphs hold their addresses."""
+        blocks = max(blocks, _LEAST_TABLE)
+        if blocks not in self._angles:
+            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
+            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
+        return self._angles[blocks]
+
+    def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
+        if list(places) == [*range(len(places))]:
+            target[: len(places)].copy_(values)
+        else:
+            target.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
+
+    def _choose(self, found: Computed, asked: Sequence[Asked], limit: int) -> Tensor:
+        """The next token of each row, from the graph's argmax where that is all that is asked for."""
+        if limit == self.vocab_size and all(one.sampling.greedy for one in asked):
+            return found.largest
+        return choices(found.logits, asked, limit)

@@ -1,0 +1,160 @@
+"""The drafts of a round as one run: what each step reads, staged in one copy, and the steps one after the other.
+
+All but the tokens is known beforehand: where each request's next token stands, where its key goes, and the noise that
+chooses it. So each step takes the tokens of the step before from the device, and the whole is captured as one graph.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.cache.slots import Reserved
+from runtime.kv_store import KEY_BLOCK
+from runtime.model.triton.batch import ALIGNMENT, NOWHERE, Bucket, Inputs, Words, bucket_for, fill, views
+from runtime.model.triton.cache import GpuCache
+from runtime.model.triton.sampling import Way, chosen_alike, key_of
+from runtime.sampling.params import Sampling
+
+# Hidden states of a forward's rows, or of some: (inputs, adjacent rows of one request, rows on the device).
+Forward = Callable[[Inputs, int, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The shape of a round: whatever a graph of it holds but addresses.
+
+    first    the bucket of the first step, which feeds each request's missing tokens. All steps see its table.
+    rows     of the later steps, one for each request and those that fill up.
+    steps    of the request that drafts most. The others' rows see nothing when theirs are over.
+    limit    only tokens below it are drafted.
+    way      how all tokens are sampled; None: greedy.
+    """
+
+    first: Bucket
+    rows: int
+    steps: int
+    limit: int
+    way: Way | None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the shape comes again and again, so that a graph pays."""
+        return self.first.captured
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Where each part behind the first step's block begins, and its shape; each row of a part is aligned."""
+        lane = -(-self.rows // ALIGNMENT) * ALIGNMENT
+        shapes = {
+            **dict.fromkeys(("last", "request"), (lane,)),
+            **dict.fromkeys(("position", "slot", "start"), (self.steps - 1, lane)),
+            # Two of 64 bits: a row's seed and its token's position.
+            "keys": (0 if self.way is None else self.steps, lane, 4),
+        }
+        out, begin = {}, self.first.words
+        for name, shape in shapes.items():
+            out[name] = (begin, shape)
+            begin += prod(shape)
+        out["end"] = (begin, ())
+        return out
+
+    @property
+    def words(self) -> int:
+        """int32 numbers of the whole block."""
+        return self.parts["end"][0]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The block of a round on the device.
+
+    first    the first step's inputs; last  (rows,) int32: each request's last row of it.
+    request  (rows,) int32; position, slot, start  (steps − 1, lane) int32 of the later steps: as Inputs has them.
+    keys     (steps, lane, 2) int64, which choices.chosen_alike takes; none where the round is greedy.
+    """
+
+    first: Inputs
+    last: Tensor
+    request: Tensor
+    position: Tensor
+    slot: Tensor
+    start: Tensor
+    keys: Tensor
+
+    def later(self, step: int, token: Tensor) -> Inputs:
+        """The inputs of step 1 or a later one, whose tokens are (rows,) int32."""
+        rows, at = len(self.request), step - 1
+        position, slot, start = (part[at, :rows] for part in (self.position, self.slot, self.start))
+        return Inputs(token, position, slot, self.request, start, self.request.new_empty((rows, 0)), self.first.table)
+
+
+def round_for(reserved: Sequence[Reserved], steps: Sequence[int], limit: int, way: Way | None) -> Round:
+    """The round of chains that draft so many steps each, 1 or more."""
+    rows, requests = sum(r.count for r in reserved), len(reserved)
+    keys = max(r.start + r.count + count - 1 for r, count in zip(reserved, steps, strict=True))
+    first = bucket_for(rows, requests, keys, 0)
+    return Round(first, bucket_for(requests, requests, keys, 0).rows, max(steps), limit, way)
+
+
+def fill_round(
+    shape: Round,
+    out: Words,
+    tokens: Words,
+    reserved: Sequence[Reserved],
+    steps: Sequence[int],
+    samplings: Sequence[Sampling],
+    cache: GpuCache,
+) -> None:
+    """Writes a round's inputs into `out` (shape.words,): the first step's tokens, and the slots that all steps got."""
+    fill(shape.first, out[: shape.first.words], tokens, reserved, cache)
+    part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in shape.parts.items() if k != "end"}
+    for name, value in (
+        ("last", 0),
+        ("request", shape.first.requests - 1),
+        ("position", NOWHERE),
+        ("slot", cache.pool.scratch * KEY_BLOCK),
+        ("start", 0),
+        ("keys", 0),
+    ):
+        part[name].fill(value)
+    keys = part["keys"].view(np.int64)
+    for i, (r, count, sampling) in enumerate(zip(reserved, steps, samplings, strict=True)):
+        text = r.start + r.count  # tokens before the first that is drafted
+        part["last"][i], part["request"][i] = r.first + r.count - 1, i
+        part["position"][: count - 1, i] = np.arange(text, text + count - 1, dtype=np.int32)
+        part["slot"][: count - 1, i] = cache.slots(r.request, text, count - 1)
+        part["start"][: count - 1, i] = np.arange(text + 1, text + count, dtype=np.int32)
+        if len(keys):
+            keys[:, i] = key_of(sampling, text)
+            keys[:, i, 1] += np.arange(shape.steps)
+
+
+def steps_of(shape: Round, words: Tensor) -> Steps:
+    """The parts of a block (shape.words,) int32."""
+    part = {k: words[at : at + prod(s)].view(s) for k, (at, s) in shape.parts.items() if k != "end"}
+    keys = part.pop("keys")
+    last, request = (part.pop(name)[: shape.rows] for name in ("last", "request"))
+    first = views(shape.first, words[: shape.first.words])
+    return Steps(first, last, request, **part, keys=keys.view(torch.int64))
+
+
+def drafted(shape: Round, inputs: Steps, forward: Forward, head: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tokens (steps, rows) int64 of a round: device_rounds.DeviceRounds.draft's, and anything in rows beyond.
+
+    Launches only, unless `forward` waits. head: the logits (rows, V) float32 of hidden states.
+    """
+    out = torch.empty((shape.steps, shape.rows), dtype=torch.int64, device=inputs.request.device)
+    for step in range(shape.steps):
+        if step:
+            # What is no token is found when the drafts are looked at; until then it must not be looked up.
+            hidden = forward(inputs.later(step, out[step - 1].clamp(min=0).to(torch.int32)), 1, None)
+        else:
+            hidden = forward(inputs.first, shape.first.sharing, inputs.last.long())
+        keys = None if shape.way is None else inputs.keys[step, : shape.rows]
+        out[step].copy_(chosen_alike(head(hidden), shape.way, keys, shape.limit))
+    return out

@@ -1,0 +1,260 @@
+"""The compiled library and its structs (kernels.h, decoder.h), by ctypes. Pointers leave Python only in this folder."""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+from runtime.native.arena import Arena
+
+NAME = "_specpress"
+# Fastest first; the numbers are those of api.cpp.
+PATHS = ("avx512-vnni", "avx-vnni", "avx2", "portable")
+KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
+# Inputs that one 64-byte vector holds of each of its 16 outputs.
+STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
+BLOCK = 32
+CACHES = {"float32": 0, "int8": 1, "int4": 2}
+
+
+class WeightsStruct(Structure):
+    """kernels.h, Weights."""
+
+    _fields_ = [
+        ("kind", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("group", c_int64),
+        ("group_inputs", c_int64),
+        ("groups", c_int64),
+        ("zero", c_int64),
+        ("scale_type", c_int64),
+        ("codes", c_void_p),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+        ("perm", c_void_p),
+        ("input_scale", c_void_p),
+    ]
+
+
+class ProjectionStruct(Structure):
+    """decoder.h, Projection."""
+
+    _fields_ = [("parts", c_int64), ("weights", POINTER(POINTER(WeightsStruct)))]
+
+
+class MixtureStruct(Structure):
+    """decoder.h, Mixture."""
+
+    _fields_ = [
+        ("experts", c_int64),
+        ("chosen", c_int64),
+        ("renormalize", c_int64),
+        ("router", POINTER(WeightsStruct)),
+        ("gate_up", POINTER(ProjectionStruct)),
+        ("down", POINTER(POINTER(WeightsStruct))),
+    ]
+
+
+class LayerStruct(Structure):
+    """decoder.h, Layer."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", ProjectionStruct),
+        ("out", POINTER(WeightsStruct)),
+        ("window", c_int64),
+        ("gate_up", ProjectionStruct),
+        ("down", POINTER(WeightsStruct)),
+        ("mixture", POINTER(MixtureStruct)),
+    ]
+
+
+class HeadsStruct(Structure):
+    """kernels.h, Heads."""
+
+    _fields_ = [
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("rotated", c_int64),
+        ("cache_kind", c_int64),
+        ("key_factor", c_void_p),
+    ]
+
+
+class ModelStruct(Structure):
+    """decoder.h, Model."""
+
+    _fields_ = [
+        ("heads", HeadsStruct),
+        ("layers", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("vocabulary", c_int64),
+        ("gelu", c_int64),
+        ("norm_eps", c_float),
+        ("norm_offset", c_float),
+        ("embedding_scale", c_float),
+        ("attention_scaling", c_float),
+        ("layer", POINTER(LayerStruct)),
+        ("norm", c_void_p),
+        ("head", POINTER(WeightsStruct)),
+        ("embedding", c_void_p),
+        ("embedding_type", c_int64),
+    ]
+
+
+class StoreStruct(Structure):
+    """kernels.h, Store."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scale", c_void_p),
+        ("value_scale", c_void_p),
+        ("blocks", c_int64),
+        ("table", c_void_p),
+    ]
+
+
+class BatchStruct(Structure):
+    """kernels.h, Batch."""
+
+    _fields_ = [
+        ("rows", c_int64),
+        ("tokens", c_void_p),
+        ("request", c_void_p),
+        ("position", c_void_p),
+        ("slot", c_void_p),
+        ("tail_from", c_void_p),
+        ("tail_at", c_void_p),
+        ("tail", c_void_p),
+        ("stores", POINTER(StoreStruct)),
+    ]
+
+
+_SIZES = (WeightsStruct, LayerStruct, ModelStruct, MixtureStruct, BatchStruct, StoreStruct, HeadsStruct)
+_I, _P = c_int64, c_void_p
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "path": (_I, [_I]),
+    "sizes": (None, [_P]),
+    "pool_new": (_P, [_I]),
+    "pool_free": (None, [_P]),
+    "packed_bytes": (_I, [_P]),
+    "pack": (_I, [_P, _P, _P, _I, _P, _P]),
+    "unpack_nibbles": (None, [_P, _P, _I, _I, _I, _P]),
+    "decoder_new": (_P, [_P, _I, _P]),
+    "decoder_free": (None, [_P]),
+    "forward": (None, [_P, _P, _P, _P, _P, _I, _P, _P]),
+    "draft": (_I, [_P, _P, _P, _P, _I, _P, _I, _P, _I]),
+    "project": (None, [_P, _P, _P, _I, _P]),
+    "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),
+    "gated": (None, [_I, _P, _P, _I, _I, _P]),
+    "largest": (_I, [_I, _P, _I, _I]),
+    "rotate": (None, [_I, _P, _I, _I, _I, _I, _P, _P]),
+    "remember": (None, [_I, _P, _I, _P, _I, _P, _P, _P]),
+    "attend": (None, [_I, _P, _P, _I, _I, c_float, _P, _P, _P]),
+    "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
+    "read": (c_double, [_P, _P, _I, _P]),
+}
+
+
+@cache
+def library() -> tuple[Any | None, str]:
+    """The library, or None and why there is none."""
+    here = Path(__file__).parent
+    found = next((path for suffix in EXTENSION_SUFFIXES if (path := here / f"{NAME}{suffix}").is_file()), None)
+    if found is None:
+        return None, "the native kernels were not compiled when specpress was installed (no C++ compiler?)"
+    try:
+        loaded = ctypes.CDLL(str(found))
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(loaded, f"specpress_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return None, f"the native kernels cannot be loaded ({error}); install specpress again"
+    sizes = (c_int64 * (len(_SIZES) + 1))()
+    loaded.specpress_sizes(sizes)
+    # A library that knows fewer kinds would jump into nothing where a new one is asked of it.
+    if list(sizes) != [*(ctypes.sizeof(struct) for struct in _SIZES), len(KINDS)]:
+        return None, "the native kernels are of another version than this code; install specpress again"
+    return loaded, ""
+
+
+def usable(path: str) -> tuple[bool, str]:
+    """Whether a path can run here, and why or why not."""
+    loaded, why = library()
+    if loaded is None:
+        return False, why
+    state = int(loaded.specpress_path(PATHS.index(path)))
+    if not state & 1:
+        return False, "the compiler that built specpress does not know these instructions"
+    if not state & 2:
+        return False, "this processor lacks the instructions"
+    return True, "compiled, and this processor has the instructions"
+
+
+def require() -> Any:
+    """The library. Raises RuntimeError saying why there is none: callers have asked `usable` before."""
+    loaded, why = library()
+    if loaded is None:
+        raise RuntimeError(why)
+    return loaded
+
+
+class Pool:
+    """Kernel threads: the caller and `threads` − 1 others, which sleep while there is nothing to do.
+
+    `arena` is the memory that the weights of its models lie in.
+    """
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.arena = Arena()
+        self.handle = require().specpress_pool_new(threads)
+        weakref.finalize(self, require().specpress_pool_free, self.handle)
+
+
+@cache
+def pool(threads: int) -> Pool:
+    """The one pool of this many threads. Every model that asks for as many shares it."""
+    return Pool(threads)
+
+
+@cache
+def default_threads() -> int:
+    """Physical cores that this process may run on: threads of one core share the units that the kernels fill."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def bandwidth_reader(threads: int, size: int = 1 << 28) -> Callable[[], float]:
+    """Each call reads `size` bytes once, on `threads` threads, and gives the bytes per second.
+
+    `size` is to be well above what the caches hold. Raises RuntimeError where the native library is missing.
+    """
+    data = Arena().allocate(size).fill_(1)
+    kept = c_int64()
+    own, read = pool(threads), require().specpress_read
+    return lambda: float(read(own.handle, data.data_ptr(), size, byref(kept)))

@@ -1,1 +1,0 @@
-"""Exports to ONNX as decoders: sessions of ONNX Runtime, their keys and values, and what their graphs ask for."""

@@ -1,0 +1,1 @@
+"""What becomes of a row of logits: sampling parameters, distributions, noise, stopping, text."""

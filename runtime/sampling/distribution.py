@@ -1,0 +1,164 @@
+"""TODO-DOC runtime/sampling.py"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.errors import UserError
+from runtime.sampling import processors
+from runtime.sampling.params import Sampling
+
+# What `host` gives: numpy, or the tensor of another device.
+Logits = Tensor | NDArray[Any]
+
+
+def host(logits: Logits) -> Logits:
+    """The same logits as numpy where they lie on the CPU. Those of another device stay there until they are read."""
+    if not isinstance(logits, Tensor) or logits.device.type != "cpu":
+        return logits
+    # numpy has no bfloat16, and float32 holds all of its values.
+    plain = logits.float() if logits.dtype == torch.bfloat16 else logits
+    array: NDArray[Any] = plain.detach().numpy()
+    return array
+
+
+class Distributions:
+    """The target's (or draft's) distribution at each row, computed when it is asked for.
+
+    logits         (n, V) or (V,) float, a tensor or numpy: row i follows `tokens` and then paths[i].
+    tokens         the text before every row, prompt included; only read where the sampling is not `plain`.
+    paths          n token lists, the draft tokens between the text and each row (None: none for any row).
+    prompt_length  how many of `tokens` are the prompt.
+    stop_tokens    what `min_tokens` keeps from coming too early.
+
+    Verification often stops at the first row, so rows that the walk does not reach cost nothing.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        sampling: Sampling,
+        tokens: Sequence[int] = (),
+        paths: Sequence[Sequence[int]] | None = None,
+        prompt_length: int = 0,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        rows = host(logits)
+        self._logits = rows[None] if rows.ndim == 1 else rows
+        self._sampling = sampling
+        self._paths = paths
+        self._prompt_length = prompt_length
+        self._generated = len(tokens) - prompt_length
+        self._stop_tokens = stop_tokens
+        self._bias = dict(sampling.logit_bias)
+        self._text = np.asarray(tokens if sampling.penalised else (), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def __getitem__(self, row: int) -> Tensor:
+        """(V,) float64 probabilities; one-hot when the sampling is greedy."""
+        return torch.from_numpy(self.array(row))
+
+    def array(self, row: int) -> NDArray[np.float64]:
+        """The same row as numpy."""
+        scores = self.scores(row)
+        if self._sampling.greedy:
+            one_hot = np.zeros_like(scores)
+            one_hot[scores.argmax()] = 1.0
+            return one_hot
+        warped = processors.softmax(scores, self._sampling.temperature, self._sampling.top_k)
+        if self._sampling.top_p < 1:
+            processors.keep_nucleus(warped, self._sampling.top_p)
+        if self._sampling.min_p > 0:
+            processors.keep_likely(warped, self._sampling.min_p)
+        return warped
+
+    def scores(self, row: int) -> NDArray[np.float64]:
+        """(V,) float64 logits after bias and penalties.
+
+        Raises UserError where `min_tokens` leaves no token that can be chosen.
+        """
+        logits, sampling = self._logits[row], self._sampling
+        scores = np.array(host(logits.cpu() if isinstance(logits, Tensor) else logits), dtype=np.float64)
+        path = self._paths[row] if self._paths is not None else ()
+        if self._generated + len(path) < sampling.min_tokens:
+            processors.forbid(scores, self._stop_tokens)
+            if scores.max() == -np.inf:
+                raise UserError(
+                    f"min_tokens is {sampling.min_tokens}, but after {self._generated + len(path)} tokens only stop "
+                    "tokens can follow; choose fewer tokens or other stop tokens."
+                )
+        if self._bias:
+            processors.add_bias(scores, self._bias)
+        if sampling.penalised:
+            prefix = np.concatenate([self._text, np.asarray(path, dtype=np.int64)])
+            if sampling.repetition_penalty != 1:
+                processors.penalise_seen(scores, prefix, sampling.repetition_penalty)
+            if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+                generated = prefix[self._prompt_length :]
+                processors.penalise_generated(scores, generated, sampling.presence_penalty, sampling.frequency_penalty)
+        return scores
+
+
+def probabilities(
+    logits: Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int] = (),
+    paths: Sequence[Sequence[int]] | None = None,
+    prompt_length: int = 0,
+    stop_tokens: Collection[int] = (),
+) -> Tensor:
+    """The rows' distributions: (n, V) logits to (n, V) float64, (V,) to (V,). Arguments as in `Distributions`."""
+    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
+    if logits.dim() == 1:
+        return rows[0]
+    return torch.stack([rows[i] for i in range(len(rows))]) if len(rows) else logits.to("cpu", torch.float64)
+
+
+def greedy_choices(
+    logits: Logits,
+    sampling: Sampling,
+    tokens: Sequence[int] = (),
+    paths: Sequence[Sequence[int]] | None = None,
+    prompt_length: int = 0,
+    stop_tokens: Collection[int] = (),
+) -> list[int]:
+    """The most probable token of each of (n, V) rows after bias and penalties; the lowest id of equals."""
+    if sampling.plain:
+        return _largest(host(logits))[0]
+    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
+    return [int(rows.scores(i).argmax()) for i in range(len(rows))]
+
+
+def finite_choices(logits: Logits, model: str) -> list[int]:
+    """The most probable token of each of (n, V) rows before any penalty; the lowest id of equals.
+
+    Raises UserError where a row has a NaN, an infinity, or nothing above −inf (a masked token).
+    """
+    choices, values = _largest(host(logits))
+    if not all(map(math.isfinite, values)):
+        raise not_finite(model)
+    return choices
+
+
+def not_finite(model: str) -> UserError:
+    """What to raise for logits of "the target" or "the draft" that are no numbers."""
+    return UserError(
+        f"the {model}'s logits must be finite, but a row holds NaN or Inf; its weights are damaged or its "
+        "activations overflow, so check the checkpoint."
+    )
+
+
+def _largest(logits: Logits) -> tuple[list[int], list[float]]:
+    """Where each of (n, V) rows is largest (the first of equals), and what stands there: NaN if the row has one."""
+    if isinstance(logits, Tensor):
+        maxima = logits.max(dim=-1)
+        return maxima.indices.tolist(), maxima.values.tolist()
+    at: list[int] = logits.argmax(axis=-1).tolist()
+    return at, [logits.item(row, column) for row, column in enumerate(at)]

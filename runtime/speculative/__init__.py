@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, their verification, and how long they should be."""

@@ -1,0 +1,53 @@
+"""TODO-DOC runtime/device_rounds.py"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from runtime.sampling.params import Sampling
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.verify import Rule
+
+
+@dataclass(frozen=True)
+class Later:
+    """Chains whose tokens are still on their way.
+
+    tokens  (n, most) int64 on the device, as DeviceRounds.draft returns them.
+    counts  how many of each row's are the draft, 1 or more.
+    chains  which of the requests that were asked for have them, in order.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    chains: list[int]
+
+    @property
+    def flat(self) -> Tensor:
+        """(sum of counts,) the drafts' tokens one after the other."""
+        rows, most = self.tokens.shape
+        if self.counts == [most] * rows:
+            return self.tokens.flatten()
+        return torch.cat([self.tokens[i, :count] for i, count in enumerate(self.counts)])
+
+
+@runtime_checkable
+class DraftsLater(Protocol):
+    """What a drafter may offer besides its contract, for targets that are DeviceRounds on the same device."""
+
+    def propose_later(self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device) -> Later | None:
+        """Drafts without waiting for the tokens; None, with nothing changed, where this drafter cannot."""
+
+    def settle(self, requests: Sequence[Request], later: Later, tokens: Sequence[Sequence[int]]) -> list[Draft]:
+        """One draft per request of the same call, now that the tokens of `later` are known.
+
+        Raises UserError where the draft's logits were no numbers.
+        """
+
+
+def chosen_there(sampling: Sampling, rule: Rule) -> bool:
+    """Whether a request's tokens can be chosen on the device."""
+    return sampling.plain and (sampling.greedy or rule == "coupled")

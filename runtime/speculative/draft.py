@@ -1,0 +1,92 @@
+"""Proposers: the contract that the speculative loop knows them by. One file per drafter beside this one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.sampling.noise import Memo
+from runtime.sampling.params import Sampling
+from runtime.sampling.stopping import StopStrings
+
+
+@dataclass
+class Request:
+    """One text in progress, as the loop and the drafters see it; only the loop changes it.
+
+    `tokens` are prompt and accepted output; `id` is unique among live requests; `noise` is what `coupled` samples with;
+    `stop_strings` watches the output for texts that end it, None without any.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    sampling: Sampling
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
+    finished: bool = False
+    noise: Memo = field(default_factory=Memo, repr=False, compare=False)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text ended with a stop token or a stop string."""
+        return self.ends_with_stop_token or (self.stop_strings is not None and self.stop_strings.found)
+
+    @property
+    def ends_with_stop_token(self) -> bool:
+        """Whether the last new token is a stop token."""
+        return len(self.tokens) > self.prompt_length and self.tokens[-1] in self.stop_tokens
+
+    @property
+    def missing(self) -> int:
+        """How many tokens the text may still grow by."""
+        return self.prompt_length + self.max_new_tokens - len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of one request.
+
+    tokens   n token ids, parents before children.
+    parents  index of each token's parent in `tokens`; −1: it follows the request's last token. A chain is [−1, 0, 1 …].
+    probs    (n, vocabulary) float64: the distribution that each token was really drawn from; None: deterministic.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a draft: `path` are the accepted indices in draft order; `length` = len(path).
+
+    `hidden` are the target's hidden states (length + 1, hidden) of the last token before the draft and of each accepted
+    one, good until its next forward; the request's `tokens` already hold the accepted tokens and the one it added.
+    """
+
+    request: Request
+    path: list[int]
+    length: int
+    hidden: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Batch first: one call serves every live request."""
+
+    name: str
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per request, of at most budgets[i] tokens (an empty one is allowed)."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Called once a round after verification, before the next `propose`."""
+
+    def close(self, request: Request) -> None:
+        """The request has ended: forget it."""

@@ -1,0 +1,253 @@
+"""How many tokens to draft: the γ of each round that gains the most tokens per millisecond, by what was measured.
+
+Tokens come from how often drafts were accepted to each depth, time from what drafting and forwards of each width took.
+Both fade, so that a text which changes its nature, or a machine its speed, changes γ. Nothing is assumed of a drafter:
+prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from runtime.speculative.estimates import OUTLIER, RATE, Chain, Curve, Tree
+
+LONGEST = 16
+# What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
+# machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
+PROBING = 0.005
+CHECKING = 0.01
+# How many rounds such a look counts for: there are few.
+_LOOK = 3
+# What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
+# a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
+MARGIN = 1.15
+# The first rounds of all, which show what not drafting and drafting cost.
+_OPENING = (0, 0, 4, 4, 4)
+# A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
+# as a quarter of a small model's forward.
+_HOLD, _LONGEST_HOLD = 4, 256
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One request's draft in a round: its tokens, those accepted, and whether it was a chain or a tree."""
+
+    drafted: int
+    accepted: int
+    chain: bool = True
+
+
+class Choice(NamedTuple):
+    """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
+
+    budget: int
+    requests: int
+
+
+class Round(NamedTuple):
+    """What one round was and took: `batch` requests, a draft of at most `budget` tokens for some of them.
+
+    drafts  one for each request that was drafted for.
+    width   rows of the target's forward.
+    behind  one of these did not draft in the round before: its drafter had more to read than a round brings.
+    """
+
+    batch: int
+    budget: int
+    drafts: tuple[Drafted, ...]
+    width: int
+    draft_seconds: float
+    target_seconds: float
+    behind: bool = False
+
+
+class Controller:
+    """Chooses γ for all requests of a round. What it learns stays when requests come and go.
+
+    limit  the largest γ that it may choose.
+    """
+
+    def __init__(self, limit: int = LONGEST) -> None:
+        self.limit = limit
+        self.seconds = 0.0
+        self.probing_seconds = 0.0
+        self.checking_seconds = 0.0
+        self._chain, self._tree = Chain(), Tree()
+        self._target = Curve()  # by width
+        self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
+        self._trees = False
+        self._rounds = 0
+        self._probing: float | None = None  # tokens per second that the round chosen last gave up
+        self._again: Choice | None = None  # a probe that told nothing of its cost is repeated
+        self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
+        self._catch_up = 0.0  # what a drafter took to read what one request gained without it, at most lately
+        self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
+        self._hold = _HOLD
+        # Rounds that a hold on not drafting still has, and those that it had, which are not counted yet.
+        self._rest = 0
+        self._rested_rounds = 0
+        self._rested_seconds = 0.0
+        self._rested_usual = 0.0  # the same, slow rounds counted as a Curve counts them
+        self._slowest = 0.0
+
+    def resting(self, batch: int) -> bool:
+        """Whether it is settled that the next round of `batch` requests drafts nothing.
+
+        Such a round need not be asked for: what it took is told to `rested`, which costs a tenth of asking and telling,
+        and those together as much as a small model's fortieth of a forward.
+        """
+        return self._rest > 0 and batch == self._held[0]
+
+    def rested(self, seconds: float) -> None:
+        """Learns from a round that was not asked for, of no drafts and no prompts."""
+        self._rest -= 1
+        self._rested_rounds += 1
+        self._rested_seconds += seconds
+        self._rested_usual += min(seconds, self._slowest)
+
+    def _wake(self) -> None:
+        """Counts the rounds of a rest."""
+        count, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
+        if count:
+            self._rounds += count
+            self._last[False] = self._rounds
+            self.seconds += self._rested_seconds
+            self._target.add(self._held[0], self._rested_usual / count, count)
+            self._rested_seconds = self._rested_usual = 0.0
+
+    def choose(self, batch: int, missing: int, alone: bool = True) -> Choice:
+        """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
+
+        alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
+        """
+        self._wake()
+        most = min(self.limit, missing)
+        probing, self._probing = self._probing, None
+        again, self._again = self._again, None
+        if most <= 0:
+            return Choice(0, batch)
+        if again is not None and alone:
+            self._probing = probing
+            return Choice(min(again.budget, most), min(again.requests, batch))
+        if self._rounds < len(_OPENING):
+            return Choice(min(_OPENING[self._rounds], most) if alone else 0, 1)
+        held_batch, held_most, held, until = self._held
+        # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
+        if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
+            return Choice(held, batch)
+        rates = self.rates(batch, most)
+        best = max(range(most + 1), key=rates.__getitem__)
+        if best > 0 and not self._pays(batch, missing, rates[0], rates[best]):
+            best = 0
+        if not alone:
+            return Choice(best, batch)
+        other = self._other(batch, best, most)
+        if other is None:
+            self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
+            self._held = (batch, most, best, self._rounds + self._hold)
+            return Choice(best, batch)
+        self._probing = rates[best]
+        return other
+
+    def _pays(self, batch: int, missing: int, plain: float, drafting: float) -> bool:
+        """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
+        if batch > 1 and drafting < MARGIN * plain:
+            return False
+        if self._last.get(True, 0) == self._rounds:
+            return True
+        saved = batch * missing * (1 / max(plain, 1e-9) - 1 / drafting)
+        return saved >= batch * self._catch_up
+
+    def rates(self, batch: int, most: int) -> list[float]:
+        """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
+
+        0 for one whose forward is more than twice as wide as any before: what it takes is found out step by step.
+        """
+        tokens, lengths = self._expected(most)
+        widest = 2 * max(self._target.values, default=batch)
+        found = []
+        for budget in range(most + 1):
+            width = batch * (1 + lengths[budget])
+            if budget > 0 and width > widest:
+                found.append(0.0)
+                continue
+            seconds = self._target.at(width) + self._draft_time(batch, budget)
+            found.append(batch * (1 + tokens[budget]) / max(seconds, 1e-9))
+        return found
+
+    def observe(self, found: Round) -> None:
+        """Learns from a round."""
+        taken = found.draft_seconds + found.target_seconds
+        self.seconds += taken
+        # Right after a draft the processor's caches hold the draft's weights: what not drafting takes, the next shows.
+        changing = found.budget == 0 and self._rounds > 0 and self._last.get(True, -1) == self._rounds
+        self._rounds += 1
+        self._last[found.budget > 0] = self._rounds
+        batch, _, held, until = self._held
+        if found.budget == held == 0 and found.batch == batch and not changing:
+            self._rest, self._slowest = until - self._rounds, OUTLIER * self._target.at(batch)
+        if found.budget > 0:
+            self._chain.fade()
+            self._tree.fade()
+            self._trees = self._trees or not all(draft.chain for draft in found.drafts)
+            for draft in found.drafts:
+                if self._trees:
+                    self._tree.add(found.budget, draft.accepted)
+                else:
+                    self._chain.add(found.budget, draft.drafted, draft.accepted)
+            if found.behind and found.drafts:
+                usual = self._draft_time(len(found.drafts), found.budget)
+                extra = max(0.0, found.draft_seconds - usual) / len(found.drafts)
+                self._catch_up = max(extra, (1 - RATE) * self._catch_up)
+            if not found.behind:
+                curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
+                curve.add(found.budget, found.draft_seconds)
+        if not changing:
+            looked = self._probing is not None and found.budget == 0
+            self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
+        if self._probing is not None:
+            if found.behind and found.budget > 0:
+                self._again = Choice(found.budget, len(found.drafts))
+            elif changing:
+                self._again = Choice(0, found.batch)
+            # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
+            gained = found.batch + sum(draft.accepted for draft in found.drafts)
+            lost = max(0.0, taken - gained / self._probing)
+            if found.budget > 0:
+                self.probing_seconds += lost
+            else:
+                self.checking_seconds += lost
+
+    def _other(self, batch: int, best: int, most: int) -> Choice | None:
+        """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
+        left = CHECKING * self.seconds - self.checking_seconds
+        if best == 0:
+            left = PROBING * self.seconds - self.probing_seconds
+        if self._last.get(best == 0, 0) == self._rounds or left <= 0:
+            return None
+        tokens, lengths = self._expected(most)
+        rate = self.rates(batch, best)[best]
+        if best > 0:
+            choice, gained, seconds = Choice(0, batch), float(batch), self._target.at(batch)
+        else:
+            alone = [
+                (batch + tokens[n]) / (self._target.at(batch + lengths[n]) + self._draft_time(1, n))
+                for n in range(most + 1)
+            ]
+            budget = max(range(1, most + 1), key=alone.__getitem__)
+            choice, gained = Choice(budget, 1), batch + tokens[budget]
+            seconds = gained / alone[budget] + self._catch_up
+        lost = max(0.0, seconds - gained / rate)
+        return choice if lost <= left else None
+
+    def _expected(self, most: int) -> tuple[list[float], list[float]]:
+        """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
+        if self._trees:
+            return [self._tree.tokens(n) for n in range(most + 1)], [float(n) for n in range(most + 1)]
+        return self._chain.tokens(most), self._chain.lengths(most)
+
+    def _draft_time(self, requests: int, budget: int) -> float:
+        if budget == 0 or not self._draft:
+            return 0.0
+        # Unknown numbers take what the nearest known one takes: a draft model reads its weights once for all.
+        nearest = min(self._draft, key=lambda known: abs(known - requests))
+        return self._draft[nearest].at(budget)

@@ -1,0 +1,1 @@
+"""Drafters, one file each; `by_name` makes them."""

@@ -1,0 +1,146 @@
+"""A drafter by its name, as the commands take it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.checkpoints.medusa import DESCRIPTION
+from runtime.errors import UserError
+from runtime.model.load import load
+from runtime.sampling.detokenize import require_same_vocabulary
+from runtime.speculative.draft import Drafter
+from runtime.speculative.drafters.fallback import ChainedDrafter
+from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
+from runtime.speculative.drafters.nested import NestedDrafter
+from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.drafters.suffix import SuffixDrafter
+from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.verify import Rule
+
+if TYPE_CHECKING:
+    from runtime.model.load import Model
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a `Speculator` takes as its draft, and what is to be said after the drafter's name."""
+
+    drafter: "Model | Drafter | None"
+    note: str = ""
+
+
+def choose(
+    target: "Model",
+    name: str | None = None,
+    draft: str | Path | None = None,
+    corpus: Path | None = None,
+    verify: Rule = "coupled",
+    options: dict[str, Any] | None = None,
+) -> Chosen:
+    """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
+
+    nested needs a target that was loaded with planes=True.
+
+    name     None: model where there is a draft, medusa where there are heads, otherwise lookup.
+    draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
+             one.
+    corpus   a text file for suffix.
+    verify   the rule that will judge.
+    options  of `load`, for the draft model.
+
+    Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
+    a file that cannot be read, and an unknown name.
+    """
+    kinds = name.split("+") if name is not None else [_preferred(target, draft)]
+    uses_draft = "model" in kinds or "tree" in kinds
+    uses_heads = "medusa" in kinds and not uses_draft
+    own = target.medusa_path if uses_heads else target.draft_path
+    found = draft if draft is not None else own
+    if draft is not None and not (uses_draft or uses_heads):
+        raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two.")
+    if corpus is not None and "suffix" not in kinds:
+        raise UserError(
+            f"--corpus is for the drafter suffix, but --drafter is {'+'.join(kinds)}; leave out the corpus."
+        )
+    if uses_draft and found is None:
+        raise UserError(f"--drafter {name} needs a draft, but {target.path.name} comes without one; give --draft DIR.")
+    if kinds == ["none"]:
+        return Chosen(None)
+    model = load(found, **(options or {})) if uses_draft and found is not None else None
+    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None)
+    note = f" ({Path(found).name})" if model is not None and found is not None else ""
+    if kinds == ["lookup"] and name is None:
+        note = " (no draft was given, and the target has none)"
+    if kinds == ["nested"]:
+        note = " (the target's upper four bits)"
+    return Chosen(made, note)
+
+
+def _preferred(target: "Model", draft: str | Path | None) -> str:
+    """The drafter where none is named."""
+    if draft is not None or target.draft_path is not None:
+        return "model"
+    return "lookup" if target.medusa_path is None else "medusa"
+
+
+def make(
+    target: "Model",
+    kinds: Sequence[str],
+    draft: "Model | None" = None,
+    corpus: Path | None = None,
+    verify: Rule = "coupled",
+    heads: Path | None = None,
+) -> Drafter:
+    """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
+
+    heads  the directory of medusa's heads; None: the target's own.
+
+    Raises UserError as `choose`.
+    """
+    made = [_make(kind, target, draft, corpus, verify, heads) for kind in kinds]
+    return made[0] if len(made) == 1 else ChainedDrafter(made)
+
+
+def _make(
+    kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule, heads: Path | None
+) -> Drafter:
+    vocab_size = target.decoder.vocab_size
+    if kind == "medusa":
+        return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
+    if kind == "nested":
+        return NestedDrafter(target, verify)
+    if kind == "lookup":
+        return LookupDrafter()
+    if kind == "suffix":
+        return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
+    if kind == "model" and draft is not None:
+        return model_drafter(target, draft, verify)
+    if kind == "tree" and draft is not None:
+        require_same_vocabulary(target.tokenizer, draft.tokenizer)
+        return TreeDrafter(draft, verify=verify, vocab_size=vocab_size)
+    raise UserError(
+        f"drafter must be one of none, model, tree, lookup, suffix, nested, medusa, but is {kind}; choose one of them."
+    )
+
+
+def _heads_folder(target: "Model", named: Path | None) -> Path:
+    """Where medusa's heads are: the directory itself, or a run folder's `medusa/`."""
+    if named is None:
+        if target.medusa_path is None:
+            raise UserError(
+                f"--drafter medusa needs heads, but {target.path.name} comes without; compress it by a recipe with a "
+                "medusa stage, or give --draft DIR."
+            )
+        return target.medusa_path
+    inner = named / "medusa"
+    return inner if (inner / DESCRIPTION).is_file() else named
+
+
+def _tokens(target: "Model", corpus: Path) -> list[int]:
+    try:
+        text = corpus.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--corpus: {corpus} is not a text file that can be read; give a UTF-8 file.") from error
+    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])

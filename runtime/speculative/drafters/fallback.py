@@ -1,0 +1,42 @@
+"""Drafters in order of preference: the next one is asked where the one before it finds nothing."""
+
+from collections.abc import Sequence
+
+from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+
+
+class ChainedDrafter:
+    """For each request the draft of the first drafter that proposes anything: lookup, say, and otherwise a model.
+
+    A drafter is asked only for the requests that those before it left empty, so a model costs nothing where lookup
+    finds something. Which drafter it was may not depend on chance, which holds for all of ours.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        """Raises ValueError without drafters."""
+        if not drafters:
+            raise ValueError("a chain needs at least one drafter")
+        self.drafters = tuple(drafters)
+        self.name = "+".join(drafter.name for drafter in drafters)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per request, an empty one where no drafter proposes anything."""
+        drafts = [Draft() for _ in requests]
+        for drafter in self.drafters:
+            left = [i for i, draft in enumerate(drafts) if not draft.tokens and budgets[i] > 0]
+            if not left:
+                break
+            found = drafter.propose([requests[i] for i in left], [budgets[i] for i in left])
+            for i, draft in zip(left, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Tells every drafter."""
+        for drafter in self.drafters:
+            drafter.observe(outcomes)
+
+    def close(self, request: Request) -> None:
+        """Tells every drafter."""
+        for drafter in self.drafters:
+            drafter.close(request)

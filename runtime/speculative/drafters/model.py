@@ -1,0 +1,237 @@
+"""A small language model as the proposer, with a cache of its own that follows each text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.contract import Decoder, GreedyChains, Rows, integers
+from runtime.model.on_device import BROKEN, DeviceRounds
+from runtime.sampling.distribution import Distributions, Logits, finite_choices, greedy_choices, host, not_finite
+from runtime.sampling.noise import Stream, pick, race, uniforms
+from runtime.sampling.params import Sampling
+from runtime.speculative.deferred import Later, chosen_there
+from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.verify import Rule
+
+# Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
+PREFILL_ROWS = 512
+
+
+class HasDecoder(Protocol):
+    """Anything with a decoder: what `runtime.load` returns, say."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model over rows."""
+
+
+@dataclass
+class _Text:
+    """What the draft's cache holds of one request.
+
+    `fed` are the tokens in the cache; the first `agreed` of them are known to be the request's own.
+    """
+
+    handle: int
+    fed: list[int] = field(default_factory=list)
+    agreed: int = 0
+
+
+@dataclass
+class Drafting:
+    """One request's draft while it grows."""
+
+    request: Request
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[NDArray[np.float64]] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """Drafts token by token with a model that shares the target's tokenizer.
+
+    model       the draft.
+    verify      the rule that will judge: greedy requests draft the argmax; `coupled` samples with the noise that the
+                target will use at the same position; `rejection` samples with noise of its own and hands over the
+                distributions.
+    vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft
+                proposes nothing beyond it, and its distributions have that many columns.
+
+    A draft is shorter than its budget where the draft model's positions end.
+    """
+
+    name = "model"
+
+    def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
+        self._decoder = model.decoder
+        self._chains = model.decoder if isinstance(model.decoder, GreedyChains) else None
+        self._rule: Rule = verify
+        self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
+        self._cache = model.decoder.new_cache()
+        self._texts: dict[int, _Text] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
+        drafting = [Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
+        growing = [d for d in drafting if d.budget > 0]
+        if growing:
+            missing = [self._catch_up(d.request) for d in growing]
+            if self._chains is not None and all(_argmax_alone(d.request.sampling) for d in growing):
+                self._continue(self._chains, growing, missing)
+                growing = []
+            while growing:
+                logits, choices = self._feed([d.request for d in growing], missing)
+                for i, d in enumerate(growing):
+                    self._choose(d, logits[i : i + 1], choices[i])
+                # The last token of a draft is not fed: only if it is accepted will its keys be needed.
+                growing = [d for d in growing if len(d.tokens) < d.budget]
+                missing = [d.tokens[-1:] for d in growing]
+        return [Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), self._stacked(d.probs)) for d in drafting]
+
+    def propose_later(self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device) -> Later | None:
+        """See device_rounds.DraftsLater: greedy and `coupled` drafts of a model on the same device."""
+        decoder = self._decoder
+        if not isinstance(decoder, DeviceRounds) or decoder.device != device:
+            return None
+        affordable = [self._affordable(r, b) for r, b in zip(requests, budgets, strict=True)]
+        chains = [i for i, budget in enumerate(affordable) if budget > 0]
+        growing, counts = [requests[i] for i in chains], [affordable[i] for i in chains]
+        if not growing or not all(chosen_there(request.sampling, self._rule) for request in growing):
+            return None
+        pieces = [self._catch_up(request) for request in growing]
+        texts = [self._texts[request.id] for request in growing]
+        tokens, rows = _rows(texts, pieces)
+        limit = min(self._vocab_size, decoder.vocab_size)
+        drafted = decoder.draft(tokens, rows, self._cache, counts, limit, [request.sampling for request in growing])
+        for text, piece in zip(texts, pieces, strict=True):
+            text.fed += piece
+        return Later(drafted, counts, chains)
+
+    def settle(self, requests: Sequence[Request], later: Later, tokens: Sequence[Sequence[int]]) -> list[Draft]:
+        """See device_rounds.DraftsLater."""
+        drafts = [Draft() for _ in requests]
+        for i, count, row in zip(later.chains, later.counts, tokens, strict=True):
+            drafted = list(row[:count])
+            if BROKEN in drafted:
+                raise not_finite("draft")
+            self._texts[requests[i].id].fed += drafted[:-1]
+            drafts[i] = Draft(drafted, list(range(-1, count - 1)))
+        return drafts
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
+
+    def revise(self, request: Request, length: int) -> None:
+        """Says that the request's tokens have changed from index `length` on, which those of a text never do."""
+        if request.id in self._texts:
+            text = self._texts[request.id]
+            text.agreed = min(text.agreed, length)
+
+    def close(self, request: Request) -> None:
+        """Frees the request's cache."""
+        text = self._texts.pop(request.id, None)
+        if text is not None:
+            self._cache.close(text.handle)
+
+    def _affordable(self, request: Request, budget: int) -> int:
+        """The budget, cut where the draft's positions end; 0 for a token that the draft has no embedding for."""
+        known = self._texts[request.id].agreed if request.id in self._texts else 0
+        if max(request.tokens[known:], default=0) >= self._decoder.vocab_size:
+            return 0
+        # The text and all drafted tokens but the last go through the draft.
+        return min(budget, self._capacity(request) - len(request.tokens) + 1)
+
+    def _capacity(self, request: Request) -> int:
+        """Tokens of this request that the draft ever sees."""
+        return min(request.prompt_length + request.max_new_tokens, self._decoder.max_positions)
+
+    def _catch_up(self, request: Request) -> list[int]:
+        """Rolls the cache back to where it and the text part, feeds all but the last piece, and returns that piece."""
+        text = self._texts.get(request.id)
+        if text is None:
+            text = self._texts[request.id] = _Text(self._cache.open(self._capacity(request)))
+        tokens = request.tokens
+        # The text's last token is fed in any case: the draft starts from its logits.
+        common = min(text.agreed, len(text.fed), len(tokens) - 1)
+        while common < min(len(text.fed), len(tokens) - 1) and text.fed[common] == tokens[common]:
+            common += 1
+        self._cache.truncate(text.handle, common)
+        del text.fed[common:]
+        while len(tokens) - len(text.fed) > PREFILL_ROWS:
+            self._feed([request], [tokens[len(text.fed) : len(text.fed) + PREFILL_ROWS]])
+        text.agreed = len(tokens)
+        return tokens[len(text.fed) :]
+
+    def _continue(self, decoder: GreedyChains, growing: Sequence[Drafting], pieces: Sequence[list[int]]) -> None:
+        """Appends a piece to each request's cache and drafts all tokens, in one call."""
+        texts = [self._texts[d.request.id] for d in growing]
+        tokens, rows = _rows(texts, pieces)
+        limit = min(self._vocab_size, self._decoder.vocab_size)
+        try:
+            drafted = decoder.continue_greedy(tokens, rows, self._cache, [d.budget for d in growing], limit).tolist()
+        except FloatingPointError as error:
+            raise not_finite("draft") from error
+        for d, text, piece, row in zip(growing, texts, pieces, drafted, strict=True):
+            d.tokens += row[: d.budget]
+            text.fed += piece + d.tokens[:-1]
+
+    def _feed(self, requests: Sequence[Request], pieces: Sequence[list[int]]) -> tuple[Logits, list[int]]:
+        """Appends a piece to each request's cache; logits (requests, V) after each last token, and their argmax."""
+        texts = [self._texts[request.id] for request in requests]
+        tokens, rows = _rows(texts, pieces)
+        # Where every token is a last one, all rows are asked for.
+        ends = accumulate(len(piece) for piece in pieces)
+        last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
+        out = self._decoder.forward(tokens, rows, self._cache, last)
+        logits = host(out.logits)
+        choices = finite_choices(logits, "draft")
+        for text, piece in zip(texts, pieces, strict=True):
+            text.fed += piece
+        if logits.shape[1] <= self._vocab_size:
+            return logits, choices
+        known = logits[:, : self._vocab_size]
+        return known, finite_choices(known, "draft")
+
+    def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
+        """Adds one token after logits (1, V), whose argmax is `choice`."""
+        request, drafted = drafting.request, drafting.tokens
+        sampling, position = request.sampling, len(request.tokens) + len(drafted)
+        if _argmax_alone(sampling):
+            drafted.append(choice)
+            return
+        rest = (sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
+        if sampling.greedy:
+            drafted.append(greedy_choices(logits, *rest)[0])
+            return
+        row = Distributions(logits, *rest).array(0)
+        if self._rule == "coupled":
+            drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
+            return
+        drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
+        drafting.probs.append(row)
+
+    def _stacked(self, rows: list[NDArray[np.float64]]) -> Tensor | None:
+        """The distributions as (n, vocab_size), with zeros where the draft has fewer logits."""
+        if not rows:
+            return None
+        out = np.zeros((len(rows), self._vocab_size))
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return torch.from_numpy(out)
+
+
+def _argmax_alone(sampling: Sampling) -> bool:
+    """Whether the logits' argmax is the choice, whatever the text."""
+    return sampling.greedy and sampling.plain
+
+
+def _rows(texts: Sequence[_Text], pieces: Sequence[list[int]]) -> tuple[Tensor, Rows]:
+    """The next tokens of each text, and where they stand."""
+    spans = [(text.handle, len(text.fed), len(piece)) for text, piece in zip(texts, pieces, strict=True)]
+    return integers([token for piece in pieces for token in piece]), Rows.chains(spans)

@@ -1,0 +1,53 @@
+"""Self-speculation: an int8 target drafts with the upper four bits of its own weights.
+
+The draft reads half of the target's bytes and needs no second model and no weight memory; it keeps keys and values of
+its own, which its coarser weights make.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from runtime.contract import Decoder
+from runtime.errors import UserError
+from runtime.speculative.drafters.model import HasDecoder, ModelDrafter
+from runtime.speculative.verify import Rule
+
+
+@runtime_checkable
+class _Halves(Protocol):
+    """A decoder of ours: the native one, the reference, Triton's (which nothing here may import)."""
+
+    def upper(self) -> Decoder:
+        """The decoder on the upper planes of its weights."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """What ModelDrafter wants of a model."""
+
+    decoder: Decoder
+
+
+class NestedDrafter(ModelDrafter):
+    """Drafts token by token on the upper planes of the target's int8 weights.
+
+    target  what `runtime.load(path, planes=True)` returned.
+    verify  the rule that will judge, as ModelDrafter takes it.
+
+    Raises UserError for a target that was loaded otherwise, or that transformers runs.
+    """
+
+    name = "nested"
+
+    def __init__(self, target: HasDecoder, verify: Rule = "coupled") -> None:
+        super().__init__(_View(upper_half(target)), verify)
+
+
+def upper_half(target: HasDecoder) -> Decoder:
+    """The target's decoder on the upper planes of its int8 weights. Raises UserError as NestedDrafter does."""
+    decoder = target.decoder
+    if not isinstance(decoder, _Halves):
+        raise UserError(
+            f"nested drafts on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
+        )
+    return decoder.upper()

@@ -1,0 +1,201 @@
+"""Which drafted tokens the target accepts, and the token it adds: pure functions, for chains and trees alike.
+
+Every rule reads the target at a draft's nodes: row 0 follows the request's last token, row i + 1 follows draft token i.
+The number of a draft token's row in these rules is never the number of its row in the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
+from runtime.speculative.draft import Draft
+
+Rule = Literal["coupled", "rejection", "typical"]
+Noise = Callable[[int, int, int], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`path`: the accepted draft indices, root first. `next_token`: what the target puts after them."""
+
+    path: list[int]
+    next_token: int
+
+
+class TargetRows(Protocol):
+    """(n + 1, V) float64 probability rows: a tensor, or `sampling.Distributions`, which computes them on demand."""
+
+    def __getitem__(self, row: int, /) -> Tensor:
+        """(V,) float64."""
+
+
+def children(draft: Draft) -> dict[int, list[int]]:
+    """Indices of the draft tokens below each node, in draft order; −1 is the request's last token."""
+    below: dict[int, list[int]] = {}
+    for index, parent in enumerate(draft.parents):
+        below.setdefault(parent, []).append(index)
+    return below
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """For each of the n + 1 rows the draft tokens before it: [] for row 0, the root path to token i for row i + 1."""
+    before: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        before.append([*before[parent + 1], token])
+    return before
+
+
+def depths(draft: Draft) -> list[int]:
+    """For each of the n draft tokens how many others stand between it and the text."""
+    above: list[int] = []
+    for parent in draft.parents:
+        above.append(0 if parent < 0 else above[parent] + 1)
+    return above
+
+
+def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
+    """Raises ValueError for a draft that breaks the drafter's contract (a programming error, not a user's)."""
+    count = len(draft.tokens)
+    if count > max(budget, 0) or len(draft.parents) != count:
+        raise ValueError(f"a draft of {count} tokens and {len(draft.parents)} parents for a budget of {budget}")
+    if any(not -1 <= parent < index for index, parent in enumerate(draft.parents)):
+        raise ValueError(f"draft parents must come before their children, found {draft.parents}")
+    if any(not 0 <= token < vocab_size for token in draft.tokens):
+        raise ValueError(f"draft tokens must be in the vocabulary 0..{vocab_size - 1}, found {draft.tokens}")
+    if draft.probs is not None and tuple(draft.probs.shape) != (count, vocab_size):
+        raise ValueError(f"draft probabilities must be {(count, vocab_size)}, found {tuple(draft.probs.shape)}")
+
+
+def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
+    """Accepts the path on which every token is the target's own choice; choices (n + 1) are its argmax at each row."""
+    return _walk(draft, lambda row, depth: choices[row])
+
+
+def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Verdict:
+    """Samples the target at each node with its position's noise and walks on while the draft has that token.
+
+    The text is a function of the target and the seed alone (drafter-invariant speculation, 2408.07978): the draft only
+    decides how much of it is found in one forward.
+    position  absolute position of the first draft token (the length of the text so far).
+    noise     the function `exponential`, or a memo of it.
+    """
+
+    def choose(row: int, depth: int) -> int:
+        distribution = target_rows[row].numpy()
+        return race(distribution, noise(seed, position + depth, len(distribution)))
+
+    return _walk(draft, choose)
+
+
+def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Verdict:
+    """Leviathan's rule (2211.17192), in a tree over siblings in order (SpecInfer, 2305.09781).
+
+    A token x drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise p becomes norm(max(p − q, 0)),
+    from which the next sibling is judged or, after the last, the next token is drawn. For siblings drawn without
+    replacement q is what was left of the node's distribution (recursive rejection sampling: 2402.14160). Without
+    `probs` a token was not drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
+    That the output is the target's holds for every draft in which the decision to draw a token (another sibling, or
+    children of a node) depends on tokens drawn before it only.
+    position  absolute position of the first draft token.
+    Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
+    """
+    below = children(draft)
+    path: list[int] = []
+    node = -1
+    while True:
+        at = position + len(path)
+        distribution = target_rows[node + 1].numpy()
+        siblings = below.get(node, [])
+        tests = uniforms(seed, at, Stream.ACCEPT, len(siblings))
+        for index, test in zip(siblings, tests, strict=True):
+            token = draft.tokens[index]
+            proposal = _proposal(draft, index, len(distribution))
+            if proposal[token] == 0:
+                raise ValueError(f"draft token {token} at position {at} has probability 0 in its own distribution")
+            if test < distribution[token] / proposal[token]:
+                node = index
+                path.append(index)
+                break
+            distribution = _residual(distribution, proposal)
+        else:
+            return Verdict(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
+
+
+def typical(
+    target_rows: TargetRows,
+    draft: Draft,
+    position: int,
+    seed: int,
+    noise: Noise = exponential,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Verdict:
+    """Medusa's typical acceptance (2401.10774), of the longest path; lossy: the text is not the target's.
+
+    A token is typical where p > min(epsilon, delta · exp(−H(p))), H being the entropy of p in nats (eta sampling:
+    Hewitt et al. 2022, 2210.15191), or where it is the most probable one, so that there always is one. What is typical
+    is accepted, however improbable the draft made it; the token after it is sampled among the typical ones of p, with
+    the position's shared noise.
+    position  absolute position of the first draft token.
+    noise     the function `exponential`, or a memo of it.
+    """
+    below = children(draft)
+    longest: list[int] = []
+    # Depth first, in draft order: of equally long paths the first one found is taken.
+    open_paths: list[list[int]] = [[]]
+    while open_paths:
+        path = open_paths.pop()
+        if len(path) > len(longest):
+            longest = path
+        node = path[-1] if path else -1
+        if node not in below:
+            continue
+        allowed = _typical(target_rows[node + 1].numpy(), epsilon, delta)
+        open_paths += [[*path, child] for child in reversed(below[node]) if allowed[draft.tokens[child]] > 0]
+    last = _typical(target_rows[(longest[-1] if longest else -1) + 1].numpy(), epsilon, delta)
+    return Verdict(longest, race(last, noise(seed, position + len(longest), len(last))))
+
+
+def _typical(row: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
+    """(V,) probabilities with 0 for what is not typical (not normalised again)."""
+    held = row[row > 0]
+    threshold = min(epsilon, delta * float(np.exp((held * np.log(held)).sum())))
+    out = np.where(row > threshold, row, 0.0)
+    best = int(row.argmax())
+    out[best] = row[best]
+    return out
+
+
+def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
+    """Follows the target's choices, choose(row, depth), as long as the draft holds them."""
+    below = children(draft)
+    path: list[int] = []
+    node = -1
+    while True:
+        token = choose(node + 1, len(path))
+        match = next((child for child in below.get(node, []) if draft.tokens[child] == token), None)
+        if match is None:
+            return Verdict(path, token)
+        node = match
+        path.append(match)
+
+
+def _proposal(draft: Draft, index: int, size: int) -> np.ndarray:
+    if draft.probs is not None:
+        row: np.ndarray = draft.probs[index].numpy()
+        return row
+    one_hot = np.zeros(size)
+    one_hot[draft.tokens[index]] = 1.0
+    return one_hot
+
+
+def _residual(distribution: np.ndarray, proposal: np.ndarray) -> np.ndarray:
+    """norm(max(p − q, 0)); where rounding leaves nothing of it (p = q, which is never rejected but for rounding), p."""
+    remainder: np.ndarray = np.maximum(distribution - proposal, 0.0)
+    total = remainder.sum()
+    return remainder / total if total > 0 else distribution
