@@ -108,9 +108,9 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
             )
         chosen = Recipe.load(recipe)
         from compress.export import names_in
-        from compress.options import Options, check_ranges
         from compress.pipeline import run
-        from compress.preflight import parse_size
+        from compress.pipeline.forecast import parse_size
+        from compress.pipeline.options import Options, check_ranges
         from compress.training.parallel import follows
 
         given["export"] = tuple(names_in(given["export"]))

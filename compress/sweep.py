@@ -10,18 +10,57 @@ command goes on where it was cut short.
 import json
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.processes import Launch, Say, launch
-
 if TYPE_CHECKING:
     from compress.recipe import Recipe
-    from compress.report.standings import Standings
+    from compress.report.sweep_table import Standings
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run's process ended: its exit code (negative: the signal that ended it) and its last line of error."""
+
+    code: int
+    error: str
+
+
+Say = Callable[[str], None]
+# (command, file for everything that it prints, where its lines of progress go) → how it ended.
+Launch = Callable[[Sequence[str], Path, Say], Ended]
+
+
+def launch(command: Sequence[str], log: Path, say: Say) -> Ended:
+    """Runs a command to its end; all that it prints goes to `log`, its progress to `say` as well."""
+    last = ""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                file.write(line)
+                file.flush()
+                say(line.rstrip())
+                last = line.strip() or last
+            return Ended(process.wait(), last)
+        except BaseException:
+            # Ctrl-C reaches the run too, which then puts its folder in order.
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            raise
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Options of compress.run that a sweep gives itself.
@@ -226,10 +265,10 @@ def _write(
     redo: Collection[str],
 ) -> "Standings":
     """Writes the table of what there is by now."""
-    from compress.files import write_atomic, write_json
+    from compress.artifact.files import write_atomic, write_json
     from compress.report import sweep_page
-    from compress.report.pareto import pareto, png, svg
-    from compress.report.standings import standings
+    from compress.report.sweep_plot import pareto, png, svg
+    from compress.report.sweep_table import standings
 
     found = standings(command, {name: results[name] for name in names if name in results})
     figure = pareto(found)

@@ -9,7 +9,7 @@ import argparse
 import time
 
 from compress import Recipe, compress
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from runtime import Speculator, load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

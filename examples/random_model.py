@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from runtime.bench.random_models import SHAPES, write_shape
 from runtime.cli import without_traceback
 

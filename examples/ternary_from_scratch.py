@@ -21,18 +21,18 @@ from calib import corpora
 from calib.training_text import Measured, Stream, gather, tokenize
 from calib.windows import make_windows
 from compress.distill.objective import Objective
-from compress.pair import default_pair
-from compress.plan import make_plan
+from compress.model.plan import make_plan
+from compress.model.source import default_pair
+from compress.model.structure import survey
+from compress.qat.convert import RoundedModel
+from compress.qat.layers import BitLinear
+from compress.qat.stage import Manner, RoundedTask
+from compress.recipe.training import Budget, Settings
+from compress.recipe.training_stages import Ternary
 from compress.report import figure as plots
-from compress.survey import survey
-from compress.ternary.bitlinear import BitLinear
-from compress.ternary.convert import RoundedModel
-from compress.ternary.recipe import Ternary
-from compress.ternary.train import Manner, RoundedTask
-from compress.training import plain_model
-from compress.training.batches import PackedBatches
+from compress.training import float_model
+from compress.training.data import PackedBatches
 from compress.training.loop import Trained, train
-from compress.training.settings import Budget, Settings
 from runtime.checkpoints.open import open_checkpoint
 
 
@@ -130,7 +130,7 @@ def main() -> None:
             note=lambda line, name=name: print(f"{name}: {line}", flush=True),  # type: ignore[misc]
         )
         # In float32: what the loop saw was under autocast.
-        print(f"{name}: perplexity {math.exp(plain_model.held_out_loss(model, held_out)):.2f}", flush=True)
+        print(f"{name}: perplexity {math.exp(float_model.held_out_loss(model, held_out)):.2f}", flush=True)
     if not given.norm:
         pack(model, given.out / "start", given.out)
     plot(found, given.out / "curves.svg")

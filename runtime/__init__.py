@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Speculator
     if name in ("load", "Model"):
-        from runtime.model import build
+        from runtime.model import load
 
-        return getattr(build, name)
+        return getattr(load, name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

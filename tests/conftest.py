@@ -101,7 +101,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def pair_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`pair_target("nf4")` is the embedded pair's target by that recipe; also "original", and "ternary"."""
     from compress import Recipe
-    from compress.pair import default_pair
+    from compress.model.source import default_pair
     from compress.pipeline import Options, run
 
     source: Path = default_pair()[0]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from calib.sources import is_held_out, standard_library
 from compress import Artifact, Recipe
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from compress.pipeline import Options, run
-from compress.report.facts import RunFacts
+from compress.records import RunFacts
 from compress.report.size import bits_per_weight, weight_bytes
 from runtime import Model, load
 from runtime.checkpoints.open import open_checkpoint

@@ -7,8 +7,8 @@ import torch
 
 from calib import corpora
 from calib.windows import make_windows
-from compress.pair import default_pair
-from compress.report.quality import log_probabilities, token_nll
+from compress.logits import log_probabilities, token_nll
+from compress.model.source import default_pair
 from runtime import Model, load
 from runtime.contract import CacheKind, Rows
 from runtime.native.binding import CACHES

@@ -14,7 +14,7 @@ from calib import corpora
 from calib.prompts import prompts
 from compress.export import silent
 from compress.export.gguf.file import write
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from runtime import load
 from runtime.contract import Rows
 from runtime.model.load import Model

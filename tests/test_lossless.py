@@ -12,7 +12,7 @@ import torch
 
 from calib import corpora
 from calib.prompts import prompts
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from runtime import Model, Speculator, load
 from runtime.contract import Out
 from runtime.engine.metrics import total

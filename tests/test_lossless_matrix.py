@@ -16,7 +16,7 @@ import pytest
 
 from calib import corpora
 from calib.prompts import prompts
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from runtime import Model, Speculator, load
 from runtime.bench.prompts import read_prompts
 from runtime.engine.metrics import total

@@ -8,7 +8,7 @@ import torch
 from calib import corpora
 from calib.prompts import prompts
 from calib.windows import make_windows
-from compress.pair import default_pair
+from compress.model.source import default_pair
 from compress.report.quality import score_window
 from compress.report.speed import teacher_forced_agreement
 from runtime import Model, Speculator, load

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.distill.teacher import of_decoder
-from compress.training.batches import portions
+from compress.training.data import portions
 
 if TYPE_CHECKING:
     from runtime.model.load import Model

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compress.distill import acceptance, minillm, new_draft, policy
-from compress.distill.distributions import Divergence, cross_entropy, divergence
-from compress.distill.policy import Samples, Writer
-from compress.distill.recipe import Draft
+from compress.distill import acceptance, draft_init, minillm, on_policy
+from compress.distill.divergences import Divergence, cross_entropy, divergence
+from compress.distill.on_policy import Samples, Shares, Writer
 from compress.distill.teacher import Teacher, narrowed, of_decoder
 from compress.errors import UserError
-from compress.training import plain_model
-from compress.training.batches import PackedBatches, portions
+from compress.recipe.training import Budget
+from compress.recipe.training_stages import Draft
+from compress.training import float_model
+from compress.training.contract import Group, Loss
+from compress.training.data import PackedBatches, portions
 from compress.training.loop import train
-from compress.training.settings import Budget
-from compress.training.task import Group, Loss
 
 if TYPE_CHECKING:
-    from compress.model_stages import Given
+    from compress.training.contract import Given
     from runtime.model.load import Model
 
 # Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
@@ -62,9 +62,9 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
 
     before = accepted(before_model)
     del before_model
-    student = plain_model.load(source, given.device)
-    frozen = plain_model.freeze_fused(student, source)
-    blocks = {name for name, _ in plain_model.block_matrices(student, source)}
+    student = float_model.load(source, given.device)
+    frozen = float_model.freeze_fused(student, source)
+    blocks = {name for name, _ in float_model.block_matrices(student, source)}
     samples = _samples(stage, given, target)
     task = DraftTask(
         stage,
@@ -79,7 +79,7 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
     batches = PackedBatches(given.tokens, given.settings)
     budget = _left(given.budget, samples)
     result = train(task, batches, budget, given.settings, given.work, given.progress, given.note, stage="draft")
-    plain_model.write(student, source, out, given.shard_bytes)
+    float_model.write(student, source, out, given.shard_bytes)
     after = accepted(load(out, device=given.device, threads=given.threads))
     given.note(
         f"draft: greedy acceptance at {acceptance.DRAFT_LENGTH} drafted tokens {_shown(before.acceptance_rate)} -> "
@@ -124,13 +124,13 @@ class DraftTask:
 
     def groups(self) -> list[Group]:
         """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return plain_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
+        return float_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""
         self.student.train()
         stage, prompt = self.stage, self.stage.prompt
-        who = stage.shares.draw(float(torch.rand(())))
+        who = Shares(stage.student, stage.teacher).draw(float(torch.rand(())))
         if who == "student" and self.writer is not None:
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
             written = self.writer(batch[:, :prompt].cpu(), batch.shape[1] - prompt, generator)
@@ -191,11 +191,11 @@ class DraftTask:
 
 def _make(stage: Draft, given: "Given", out: Path) -> tuple[int, ...]:
     """A new draft of the original's blocks; the target's are packed."""
-    original = plain_model.load(given.original, given.device)
-    count = new_draft.count_of(stage.keep, int(original.config.num_hidden_layers))
-    kept = new_draft.choose_blocks(original, given.held_out, count, stage.blocks)
+    original = float_model.load(given.original, given.device)
+    count = draft_init.count_of(stage.keep, int(original.config.num_hidden_layers))
+    kept = draft_init.choose_blocks(original, given.held_out, count, stage.blocks)
     shutil.rmtree(out, ignore_errors=True)  # a run before this one may have left half of it
-    new_draft.write_draft(given.original, kept, out, given.shard_bytes)
+    draft_init.write_draft(given.original, kept, out, given.shard_bytes)
     given.note(f"draft: made of {count} of the original's blocks, numbers {', '.join(map(str, kept))}")
     return kept
 
@@ -204,11 +204,11 @@ def _samples(stage: Draft, given: "Given", target: "Model") -> Samples | None:
     """What the target writes, greedily and at temperature 1 in turn: written once, and found again by a resumed run."""
     if not stage.teacher:
         return None
-    writers = [policy.decoder_writer(target.decoder, temperature) for temperature in (0.0, 1.0)]
+    writers = [on_policy.decoder_writer(target.decoder, temperature) for temperature in (0.0, 1.0)]
     minutes, tokens = given.budget.minutes, given.budget.tokens
     # No more than training will read.
     enough = stage.samples if tokens is None else math.ceil(stage.teacher * tokens / given.settings.length)
-    return policy.write_samples(
+    return on_policy.write_samples(
         given.work / "samples.bin",
         writers,
         _prompts(given.tokens, stage.prompt),
@@ -235,14 +235,14 @@ def _student_writer(stage: Draft, given: "Given", student: Any, target: "Model")
     if not stage.student:
         return None
     if given.device != "cpu":
-        return policy.model_writer(student)
+        return on_policy.model_writer(student)
     mixed = stage.loss == "minillm" and stage.teacher_mix > 0
 
     def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
-        now = policy.snapshot(student, given.work / "policy", given.threads)
+        now = on_policy.snapshot(student, given.work / "policy", given.threads)
         if mixed:
             return minillm.mixed_writer(now, target.decoder, stage.teacher_mix)(prompts, new, generator)
-        return policy.decoder_writer(now)(prompts, new, generator)
+        return on_policy.decoder_writer(now)(prompts, new, generator)
 
     return write
 

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compress.distill.heal_recipe import Heal
-from compress.distill.kept_answers import keep
-from compress.distill.logits_cache import LogitsCache
-from compress.distill.objective import objective_loss
+from compress.distill.cached_logits import LogitsCache, keep
+from compress.distill.objective import Objective, objective_loss
 from compress.errors import UserError
-from compress.training import plain_model
-from compress.training.batches import PackedBatches
+from compress.recipe.training_stages import Heal
+from compress.training import float_model
+from compress.training.contract import Batches, Group, Loss
+from compress.training.data import PackedBatches
 from compress.training.loop import train
-from compress.training.task import Batches, Group, Loss
 
 if TYPE_CHECKING:
-    from compress.model_stages import Given
+    from compress.training.contract import Given
 
 
 def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
@@ -28,20 +27,20 @@ def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
     pruned and the healed model as it is written, and `frozen`, parameters that were not trained (fused experts).
     Raises UserError for whatever stops the loop.
     """
-    teacher, student = (plain_model.load(folder, given.device) for folder in (given.original, given.model))
-    frozen = plain_model.freeze_fused(student, given.model)
-    matrices = plain_model.block_matrices(student, given.model)
-    original = plain_model.held_out_loss(teacher, given.held_out)
+    teacher, student = (float_model.load(folder, given.device) for folder in (given.original, given.model))
+    frozen = float_model.freeze_fused(student, given.model)
+    matrices = float_model.block_matrices(student, given.model)
+    original = float_model.held_out_loss(teacher, given.held_out)
     packed = PackedBatches(given.tokens, given.settings)
     batches: Batches = packed
     if stage.answers is not None:
         teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
     task = HealTask(student, teacher, given.held_out, stage, {name for name, _ in matrices}, given.settings.autocast)
     result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage="heal")
-    plain_model.write(student, given.model, out, given.shard_bytes)
+    float_model.write(student, given.model, out, given.shard_bytes)
     del teacher, student, task
-    healed = plain_model.held_out_loss(plain_model.load(out, given.device), given.held_out)
-    found = plain_model.perplexities(original=original, pruned=result.before, healed=healed)
+    healed = float_model.held_out_loss(float_model.load(out, given.device), given.held_out)
+    found = float_model.perplexities(original=original, pruned=result.before, healed=healed)
     return {**result.to_dict(), "perplexity": found, "frozen": frozen}
 
 
@@ -60,7 +59,7 @@ class HealTask:
         self, student: Any, teacher: Any, held_out: Tensor, stage: Heal, blocks: set[str], autocast: bool = False
     ):
         self.student, self.teacher, self.held_out, self.stage = student, teacher, held_out, stage
-        self.blocks, self.autocast, self.objective = blocks, autocast, stage.objective()
+        self.blocks, self.autocast, self.objective = blocks, autocast, Objective.of(stage)
         if not isinstance(teacher, LogitsCache):
             teacher.eval().requires_grad_(False)
         sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
@@ -69,7 +68,7 @@ class HealTask:
 
     def groups(self) -> list[Group]:
         """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return plain_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
+        return float_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`."""
@@ -78,7 +77,7 @@ class HealTask:
 
     def evaluate(self) -> float:
         """Mean cross entropy of the held-out windows."""
-        return plain_model.held_out_loss(self.student, self.held_out, self.autocast)
+        return float_model.held_out_loss(self.student, self.held_out, self.autocast)
 
     def state(self) -> dict[str, Tensor]:
         """All weights."""

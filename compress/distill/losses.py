@@ -1,6 +1,6 @@
 """All distillation losses by name, in one place: distributions.py, features.py and relations.py hold them."""
 
-from compress.distill.distributions import (
+from compress.distill.divergences import (
     DIVERGENCES,
     Divergence,
     collapse,

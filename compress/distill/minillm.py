@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from compress.distill.distributions import reverse_kl
-from compress.distill.policy import gumbel_sample
+from compress.distill.divergences import reverse_kl
+from compress.distill.on_policy import gumbel_sample
 
 if TYPE_CHECKING:
-    from compress.distill.policy import Writer
+    from compress.distill.on_policy import Writer
     from runtime.contract import Decoder
 
 Importance = Literal["exact", "token"]

@@ -1,14 +1,17 @@
 """What a student learns from a batch: its teacher's answers, its hidden states, the text itself, or some of each."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from compress.distill.logits_cache import LogitsCache
+from compress.distill.cached_logits import LogitsCache
 from compress.distill.losses import cross_entropy, forward_kl, hidden_mse
-from compress.training.task import Loss
+from compress.training.contract import Loss
+
+if TYPE_CHECKING:
+    from compress.recipe.training_stages import Heal, Rounded
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Objective:
     def __post_init__(self) -> None:
         if not (self.kl or self.cross_entropy or self.hidden):
             raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
+
+    @staticmethod
+    def of(stage: "Heal | Rounded") -> "Objective":
+        """What a stage of a recipe says."""
+        return Objective(stage.kl, stage.cross_entropy, stage.hidden, stage.temperature)
 
     @property
     def needs_teacher(self) -> bool:

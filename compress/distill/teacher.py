@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compress.distill.distributions import mix
+from compress.distill.divergences import mix
 from compress.errors import UserError
 
 if TYPE_CHECKING:

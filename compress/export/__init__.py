@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compress import files
+from compress.artifact import files
 from compress.errors import UserError
 
 FORMATS: dict[str, str] = {

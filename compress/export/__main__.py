@@ -53,20 +53,21 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
     from compress import export
 
     names = export.check_names(export.names_in(to))
-    from compress import manifest
-    from compress.export import engines, record
+    from compress.artifact import manifest
+    from compress.export import serve
+    from compress.pipeline import exports
     from compress.progress import show
 
-    place = record.place(artifact, out)
+    place = exports.place(artifact, out)
     made = []
     with show() as progress:
         for name in names:
             made.append(export.run(name, place.model, place.exports / name, progress, force))
     if place.run is not None:
-        record.add(place.run, made)
+        exports.add(place.run, made)
     # A draft's forms lie outside exports/, and the page of its run names them.
     if manifest.is_run_folder(place.model.parent):
-        engines.write(place.model.parent)
+        serve.write(place.model.parent)
     for exported in made:
         typer.echo(f"{exported.name}: {place.exports / exported.name}, {exported.bytes / 1e6:,.1f} MB")
         for line in exported.sentences():
@@ -74,17 +75,17 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
 
 
 def _check(artifact: str) -> None:
-    from compress import manifest
+    from compress.artifact import manifest
     from compress.errors import UserError
-    from compress.export import engines
+    from compress.export import serve
     from runtime.checkpoints.open import locate
 
     run = locate(artifact).resolve().parent
     if not manifest.is_run_folder(run):
-        raise UserError(f"{Path(artifact).name}: expected a run folder, as only those have a {engines.PAGE}: name one")
-    if not (run / engines.PAGE).is_file():
-        engines.write(run)
-    from compress.export.engines.check import check
+        raise UserError(f"{Path(artifact).name}: expected a run folder, as only those have a {serve.PAGE}: name one")
+    if not (run / serve.PAGE).is_file():
+        serve.write(run)
+    from compress.export.serve.check import check
 
     found = check(run)
     for engine in found:

@@ -17,8 +17,10 @@ from compress.export.layers import (
     common_group,
     group_notes,
     survey,
+    to_int4,
+    with_scale_in,
+    with_whole_zeros,
 )
-from compress.export.rounding import to_int4, with_scale_in, with_whole_zeros
 from runtime.formats import awq, int8
 from runtime.formats.packed import PackedWeight
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.export import Exported, Progress, directory
 from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, survey
-from compress.export.rounding import to_int8_rows, to_nf4
+from compress.export.layers import NOTHING_PACKED, Facts, Model, survey, to_int8_rows, to_nf4
 from runtime.formats import int8, llm_int8, nf4
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import stored_scale_dtype

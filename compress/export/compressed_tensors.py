@@ -7,8 +7,7 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.export import Exported, Progress, directory
 from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, survey
-from compress.export.rounding import to_int8_rows, with_scale_in, with_whole_zeros
+from compress.export.layers import NOTHING_PACKED, Facts, Model, survey, to_int8_rows, with_scale_in, with_whole_zeros
 from runtime import formats
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme

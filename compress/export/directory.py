@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compress import files, shards
-from compress.export import Exported, Loss, Progress, huggingface
+from compress.artifact import files, safetensors
+from compress.export import Exported, Loss, Progress
 from compress.export.layers import CACHE_SCALES, Facts, Model
+from compress.model import directory
 from compress.quantize.rtn import relative_error
 from runtime import formats
 from runtime.cache import scheme
@@ -54,7 +55,7 @@ class _Parts:
     def flush(self) -> None:
         if self.waiting:
             self.paths.append(self.folder / f"part-{len(self.paths):06d}.safetensors")
-            shards.write_part(self.paths[-1], self.waiting)
+            safetensors.write_part(self.paths[-1], self.waiting)
             self.waiting, self.size = {}, 0
 
 
@@ -91,7 +92,7 @@ def write(name: str, model: Model, form: Form, out: Path, progress: Progress) ->
             losses.append(Loss(layer.prefix, error))
         parts.add(tensors)
     parts.flush()
-    names = shards.join(parts.paths, out)
+    names = safetensors.join(parts.paths, out)
     shutil.rmtree(parts.folder)
     _beside(model, form, out)
     progress(stage, len(model.packed), len(model.packed))
@@ -106,7 +107,7 @@ def copy(name: str, model: Model, out: Path, progress: Progress, notes: tuple[st
     """The export of a model that is in this form already: the same tensors."""
     checkpoint = model.checkpoint
     progress(f"export {name}", 0, 1)
-    for file in (*checkpoint.shards.files, checkpoint.path / shards.INDEX):
+    for file in (*checkpoint.shards.files, checkpoint.path / safetensors.INDEX):
         if file.is_file():
             files.copy_synced(file, out / file.name)
     quantization = checkpoint.quantization
@@ -148,8 +149,8 @@ def _loss(form: Form, prefix: str, tensors: Mapping[str, Tensor], weight: Packed
 def _beside(model: Model, form: Form, out: Path) -> None:
     """config.json, tokenizer, licence, and our cache's factors."""
     source = model.checkpoint.path
-    huggingface.write_config(source, out, form.quantization)
-    huggingface.copy_companions(source, out)
+    directory.write_config(source, out, form.quantization)
+    directory.copy_companions(source, out)
     if (source / scheme.TENSORS).is_file():
         (out / scheme.TENSORS).parent.mkdir(exist_ok=True)
         files.copy_synced(source / scheme.TENSORS, out / scheme.TENSORS)

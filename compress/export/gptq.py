@@ -20,8 +20,9 @@ from compress.export.layers import (
     common_group,
     group_notes,
     survey,
+    with_scale_in,
+    with_whole_zeros,
 )
-from compress.export.rounding import with_scale_in, with_whole_zeros
 from runtime.formats import gptq, int8
 from runtime.formats.packed import PackedWeight
 

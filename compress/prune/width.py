@@ -13,10 +13,88 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.prune import groups
-from compress.prune.budget import weights_to_remove
-from compress.prune.sparsity import finite
+from compress.prune.depth import weights_to_remove
+from compress.prune.masks import finite
+from compress.prune.sparsegpt import check_hessian, cholesky, output_error, ridge
 from runtime.checkpoints.architecture import describe
+
+# Rounds in which groups are removed: after each one the rest is scored again, because two groups that say the same
+# are both cheap until one of them is gone.
+_ROUNDS = 32
+
+
+def choose(weight: Tensor, hessian: Tensor, size: int, keep: int, damping: float = 0.01) -> Tensor:
+    """(keep,) int64, ascending: the groups to keep, K / size of them being there, removing the cheapest by and by.
+
+    weight   (N, K), any float dtype: the layer whose inputs are removed; hessian (K, K), the mean of x xᵀ.
+    size     adjacent inputs in a group.
+    A group S costs tr(W_S (P_SS)⁻¹ W_Sᵀ) with P the damped Hessian's inverse: the squared output error that is left
+    when the other inputs are refitted (optimal brain surgeon by groups, as in ZipLM: 2302.04089).
+    Raises ValueError for sizes that do not fit, and as `hessian.check` says.
+    """
+    inputs = weight.shape[1]
+    if inputs % size or not 0 < keep <= inputs // size:
+        raise ValueError(f"cannot keep {keep} groups of {size} out of {inputs} inputs")
+    check_hessian(hessian, inputs)
+    alive = torch.arange(inputs // size)
+    if keep == len(alive):
+        return alive
+    inverse = torch.cholesky_inverse(cholesky(hessian, damping)[0])
+    columns = weight.float().T.clone(memory_format=torch.contiguous_format)
+    batch = -(-(len(alive) - keep) // _ROUNDS)
+    while len(alive) > keep:
+        count = min(batch, len(alive) - keep)
+        # A stable sort: of equal groups the first go, whatever the machine.
+        order = _costs(columns, inverse, alive, size).argsort(stable=True)
+        gone, alive = alive[order[:count]], alive[order[count:].sort().values]
+        _remove(columns, inverse, members(gone, size))
+    return alive
+
+
+def members(groups: Tensor, size: int) -> Tensor:
+    """The inputs of groups of `size` adjacent ones."""
+    return (groups[:, None] * size + torch.arange(size)).flatten()
+
+
+def refit(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float = 0.01) -> tuple[Tensor, float]:
+    """W H[:, kept] (H[kept, kept])⁻¹, (N, kept) float32: the weight whose output from the kept inputs is nearest to the
+    whole one's, and the damping that it took, which draws it towards the weight as it was.
+
+    Raises ValueError as `hessian.check` says.
+    """
+    check_hessian(hessian, weight.shape[1])
+    wide = weight.float()
+    among = hessian[kept][:, kept].float()
+    factor, used = cholesky(among, damping)
+    wanted = hessian[kept].float() @ wide.T + ridge(among, used) * wide[:, kept].T
+    return torch.cholesky_solve(wanted, factor).T.contiguous(), used
+
+
+def removal_error(weight: Tensor, hessian: Tensor, kept: Tensor, now: Tensor) -> float:
+    """Relative output error of `now` (N, kept) in place of the weight (N, K)."""
+    spread = torch.zeros(weight.shape).index_copy_(1, kept, now.float())
+    return output_error(weight, spread, hessian)
+
+
+def _costs(columns: Tensor, inverse: Tensor, alive: Tensor, size: int) -> Tensor:
+    if size == 1:
+        return columns[alive].square().sum(1) / inverse.diagonal()[alive].clamp_min(torch.finfo(torch.float32).tiny)
+    found = []
+    for group in alive.tolist():
+        here = slice(group * size, (group + 1) * size)
+        lower = torch.linalg.cholesky(inverse[here, here])
+        found.append(torch.linalg.solve_triangular(lower, columns[here], upper=False).square().sum())
+    return torch.stack(found)
+
+
+def _remove(columns: Tensor, inverse: Tensor, gone: Tensor) -> None:
+    """Refits the columns (K, N) and the inverse (K, K) to the inputs that are left, in place."""
+    rows = inverse[gone]
+    lower = torch.linalg.cholesky(rows[:, gone])
+    half = torch.linalg.solve_triangular(lower, rows, upper=False)
+    inverse.addmm_(half.T, half, alpha=-1)
+    columns.addmm_(half.T, torch.linalg.solve_triangular(lower, columns[gone], upper=False), alpha=-1)
+
 
 Config = dict[str, Any]
 
@@ -139,11 +217,11 @@ def narrow(
             continue
         if not finite(weight):
             raise ValueError(f"{path}: the weight holds NaN or Inf")
-        chosen = groups.choose(weight, hessians[path], size, keep, damping)
-        kept = groups.members(chosen, size)
-        fitted, dampings[path] = groups.refit(weight, hessians[path], kept, damping)
+        chosen = choose(weight, hessians[path], size, keep, damping)
+        kept = members(chosen, size)
+        fitted, dampings[path] = refit(weight, hessians[path], kept, damping)
         fitted = fitted.to(weight.dtype)
-        errors[path] = groups.removal_error(weight, hessians[path], kept, fitted)
+        errors[path] = removal_error(weight, hessians[path], kept, fitted)
         out[f"{path}.weight"] = fitted
         if path == O_PROJ:
             heads = chosen
@@ -161,7 +239,7 @@ def narrow(
 def _rows(name: str, before: Sizes, heads: Tensor, channels: Tensor) -> tuple[Tensor, int] | None:
     """The rows of a weight or bias that stay, and how many it must have; None for a tensor that keeps its rows."""
     path = name.rpartition(".")[0]
-    queries, keys = groups.members(heads, before.group), groups.members(heads, before.head_dim)
+    queries, keys = members(heads, before.group), members(heads, before.head_dim)
     query_rows, key_rows = before.heads * before.head_dim, before.kv_heads * before.head_dim
     kept = {
         "self_attn.q_proj": (queries, query_rows),

@@ -16,9 +16,9 @@ from calib import corpora
 from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows, make_windows
-from compress.files import write_atomic
+from compress.artifact.files import write_atomic
+from compress.records import LayerRecord, ReportOptions, RunFacts
 from compress.report import baselines, exports, page, quality, size, speed, unmeasured
-from compress.report.facts import LayerRecord, ReportOptions, RunFacts
 from compress.report.schema import SCHEMA, validate
 from runtime import load
 from runtime.devices import resolve

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from compress.report import training
+from compress.report import plots
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, reason_for, times
 
 Row = tuple[str, ...]
@@ -82,7 +82,7 @@ def measured(report: dict[str, Any]) -> list[Section]:
         out.append(_acceptance(report))
     if report["calibration"]["experts"]:
         out.append(_experts(report))
-    if training.stages(report):
+    if plots.stages(report):
         out.append(_training(report))
     if report.get("exports"):
         out.append(_exports(report))
@@ -140,11 +140,11 @@ def _export_figures(entry: dict[str, Any]) -> Row:
 
 def _training(report: dict[str, Any]) -> Section:
     headers = ("stage", "budget", "steps", "tokens", "time", "held-out loss before", "best, which is kept")
-    tables = [Table(headers, training.rows(report), wide=True)]
-    if found := training.perplexities(report):
+    tables = [Table(headers, plots.rows(report), wide=True)]
+    if found := plots.perplexities(report):
         tables.append(Table(("stage", "model", "perplexity of the held-out windows"), found))
     shown = "Curves: training loss and held-out loss in nats over tokens, and the weights that were kept"
-    return Section("Training", "training", shown, training.sources(report), tables)
+    return Section("Training", "training", shown, plots.sources(report), tables)
 
 
 def _size(report: dict[str, Any]) -> Section:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.report.facts import LayerRecord
+from compress.records import LayerRecord
 from compress.report.unmeasured import NOT_LOADED
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize

@@ -4,7 +4,7 @@ import base64
 from typing import Any
 
 from compress.report.page import cell, fenced, render
-from compress.report.standings import Row, Standings
+from compress.report.sweep_table import Row, Standings
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
 HEADERS = (

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import files, shards
+from compress.artifact import TRAINING, files, safetensors
+from compress.artifact.journal import differences
 from compress.errors import UserError
-from compress.journal import differences
 
-NAME = "training.json"
 _SCHEMA = 1
 _PATTERNS = ("checkpoint-*.safetensors", "best-*.safetensors", "*.tmp")
 
@@ -73,7 +72,7 @@ class Checkpoints:
 
     def exists(self) -> bool:
         """Whether there is a checkpoint to go on from."""
-        return (self.folder / NAME).is_file()
+        return (self.folder / TRAINING).is_file()
 
     def keep_best(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Writes the best weights so far. They count from the next `save` on; until then the older ones do."""
@@ -85,7 +84,7 @@ class Checkpoints:
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         last = self._write(f"checkpoint-{standing.step:08d}.safetensors", tensors)
         body = {"identity": self.identity, "standing": asdict(standing), "checkpoint": last, "best": self._best}
-        files.write_atomic(self.folder / NAME, _sealed(body))
+        files.write_atomic(self.folder / TRAINING, _sealed(body))
         self._sweep({record["file"] for record in (last, self._best) if record})
 
     def load(self) -> tuple[Standing, dict[str, Tensor], dict[str, Tensor]]:
@@ -93,12 +92,12 @@ class Checkpoints:
 
         Raises UserError for a checkpoint that is damaged, missing, or of a run with another identity, naming what.
         """
-        body = _opened(self.folder / NAME)
+        body = _opened(self.folder / TRAINING)
         changed = differences(body["identity"], self.identity)
         if changed:
             raise UserError(
-                f"{self.folder / NAME}: going on with training needs what it was started with, but {changed}: undo the "
-                "change, or start again with --force"
+                f"{self.folder / TRAINING}: going on with training needs what it was started with, but {changed}: "
+                "undo the change, or start again with --force"
             )
         last, self._best = body["checkpoint"], body["best"]
         tensors = self._read(last)
@@ -114,15 +113,15 @@ class Checkpoints:
         return self._read(self._best)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        written = shards.write_part(self.folder / name, tensors)
+        written = safetensors.write_part(self.folder / name, tensors)
         return {"file": name, "bytes": written.bytes, "sha256": written.sha256}
 
     def _check(self, record: Mapping[str, Any]) -> Path:
         path = self.folder / str(record["file"])
         if not path.is_file() or path.stat().st_size != record["bytes"] or files.sha256(path) != record["sha256"]:
             raise UserError(
-                f"{path} is damaged or missing: expected {record['bytes']} bytes with the checksum in {NAME}: start "
-                "again with --force"
+                f"{path} is damaged or missing: expected {record['bytes']} bytes with the checksum in {TRAINING}: "
+                "start again with --force"
             )
         return path
 

@@ -15,11 +15,61 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.training import checkpoint, schedule
+from compress.recipe.training import Budget, Settings
+from compress.training import checkpoint
 from compress.training.checkpoint import Checkpoints, Point, Standing
+from compress.training.contract import Batches, Group, Note, Progress, Task
 from compress.training.parallel import World, current
-from compress.training.settings import Budget, Settings
-from compress.training.task import Batches, Group, Note, Progress, Task
+
+
+def learning_rate_at(step: int, steps: int, settings: Settings) -> float:
+    """The learning rate of a step (0 … steps - 1)."""
+    return settings.rate * share(step, steps, settings)
+
+
+def share(step: int, steps: int, settings: Settings) -> float:
+    """The share of the peak rate, 0 to 1."""
+    if settings.schedule == "cosine":
+        return cosine(step, steps, settings.warmup, settings.floor)
+    return warmup_stable_decay(step, steps, settings.warmup, settings.decay, settings.floor)
+
+
+def cosine(step: int, steps: int, warmup: float, floor: float) -> float:
+    """Linear up over the share `warmup` of the steps, then half a cosine down to `floor` at the last one.
+
+    SGDR without restarts (Loshchilov and Hutter 2017).
+    """
+    _check(step, steps)
+    warm = _count(warmup, steps)
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    done = (step - warm) / max(steps - 1 - warm, 1)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def warmup_stable_decay(step: int, steps: int, warmup: float, decay: float, floor: float) -> float:
+    """Linear up, constant, then linear down over the share `decay` to `floor` at the last step.
+
+    The schedule of MiniCPM (Hu et al. 2024).
+    """
+    _check(step, steps)
+    warm, falling = _count(warmup, steps), _count(decay, steps)
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    first = steps - falling
+    if step < first:
+        return 1.0
+    return 1 - (1 - floor) * (step - first + 1) / falling
+
+
+def _count(share: float, steps: int) -> int:
+    return min(round(share * steps), steps)
+
+
+def _check(step: int, steps: int) -> None:
+    if not 0 <= step < steps:
+        raise ValueError(f"expected a step from 0 to {steps - 1}, found {step}")
+
 
 _POINTS = 200  # of the loss curve, besides those with a held-out loss
 # Timed steps, one before them warms up: as many as fit into the first share of a budget in minutes, for some steps
@@ -192,7 +242,7 @@ class _Loop:
 
     def _step(self, standing: Standing) -> None:
         settings, step = self.settings, standing.step
-        rate = schedule.rate(step, standing.steps, settings)
+        rate = learning_rate_at(step, standing.steps, settings)
         loss = self._gradients(step, step / standing.steps)
         self._update(rate)
         standing.step += 1

@@ -90,7 +90,7 @@ def _quality(
     import torch
     from jobs import Bench, compressors
 
-    from compress.pair import default_pair
+    from compress.model.source import default_pair
     from runtime.native import default_threads
 
     console, notes = _consoles()
@@ -132,7 +132,7 @@ def _time(
     import timed
     from jobs import Bench
 
-    from compress.pair import default_pair
+    from compress.model.source import default_pair
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 

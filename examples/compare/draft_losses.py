@@ -22,11 +22,11 @@ from calib import corpora, training_text
 from calib.prompts import prompts
 from calib.training_text import Measured
 from calib.windows import make_windows
+from compress.artifact.files import write_json
 from compress.distill.acceptance import Acceptance, measure
-from compress.distill.recipe import Draft
 from compress.errors import USER_ERRORS
-from compress.files import write_json
 from compress.progress import show
+from compress.recipe.training_stages import Draft
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "total_variation", "minillm")
 LENGTH, HELD_OUT, EVALUATION = 256, 32, 64
@@ -70,7 +70,7 @@ def _arrow(before: float | None, after: float | None) -> str:
 def compare(run: Path, losses: Sequence[str], keys: dict[str, Any], source: str, work: Path, seed: int) -> list[Row]:
     """Trains the run's draft with each loss, in a folder of its own in `work`; keys are the stage's others."""
     from compress.distill import draft
-    from compress.model_stages import Given
+    from compress.training.contract import Given
     from runtime import load
 
     target, start = load(run / "model"), load(run / "draft")

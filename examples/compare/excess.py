@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.report.quality import bootstrap_interval, kl_rows, log_probabilities, token_nll
+from compress.logits import kl_rows, log_probabilities, token_nll
+from compress.report.quality import bootstrap_interval
 
 Floats = NDArray[np.float64]
 # Checkpoints in memory at a time: the original runs once for all of them.

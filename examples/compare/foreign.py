@@ -88,7 +88,7 @@ def _compare(
     from rich.console import Console
     from rounds import Work
 
-    from compress.pair import default_pair
+    from compress.model.source import default_pair
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 

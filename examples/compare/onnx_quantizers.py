@@ -27,7 +27,7 @@ from calib import corpora
 from calib.windows import Windows, make_windows
 from compress import export
 from compress.errors import USER_ERRORS, UserError
-from compress.pair import default_pair
+from compress.model.source import default_pair
 
 # ONNX Runtime's name of each quantiser, and whether it is asked for symmetric codes.
 THEIRS = {

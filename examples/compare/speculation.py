@@ -93,7 +93,7 @@ def _run(
     from rich.console import Console
     from rounds import Work, decode
 
-    from compress.pair import default_pair
+    from compress.model.source import default_pair
     from runtime.native import PATHS, default_threads, usable
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from compress import files
-from compress.manifest import NAME
+from compress.artifact import files
+from compress.artifact.manifest import NAME
 from compress.pipeline import Options, run
 from compress.recipe import Recipe
 

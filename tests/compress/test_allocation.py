@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.allocation import choose
+from compress.quantize.knapsack import choose
 
 Table = list[list[float]]
 

@@ -6,8 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.quantize.straight_through import blend, input_steps, round_inputs
-from compress.ternary.bitlinear import BitLinear, Codes, absmean, bit_linear, pack_ternary, weight_codes
+from compress.qat.layers import (
+    BitLinear,
+    Codes,
+    absmean,
+    bit_linear,
+    blend,
+    input_steps,
+    pack_ternary,
+    round_inputs,
+    weight_codes,
+)
 from runtime.formats import dequantize, ternary
 from runtime.kernels.reference import packed_linear, quantize_rows
 

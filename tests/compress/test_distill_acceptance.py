@@ -8,7 +8,7 @@ import torch
 
 from compress.distill.acceptance import measure, teacher_forced
 from compress.report.speed import teacher_forced_agreement
-from compress.training import plain_model
+from compress.training import float_model
 from runtime import load
 
 WINDOWS = torch.randint(0, 320, (10, 24), generator=torch.Generator().manual_seed(3))
@@ -18,7 +18,7 @@ PROMPTS = WINDOWS[:3, :8].tolist()
 def test_agreement_over_all_windows(tiny: Callable[..., Path]) -> None:
     target, draft = load(tiny("llama")), load(tiny("llama", seed=5, num_hidden_layers=1))
     with torch.no_grad():
-        logits = [plain_model.load(model.path)(WINDOWS).logits for model in (target, draft)]
+        logits = [float_model.load(model.path)(WINDOWS).logits for model in (target, draft)]
     agreed = (logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()
     overlap = torch.minimum(logits[0].softmax(-1), logits[1].softmax(-1)).sum(-1).mean()
     found = teacher_forced(target, draft, WINDOWS)

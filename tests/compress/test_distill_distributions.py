@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.distill import distributions
-from compress.distill.distributions import DIVERGENCES, Divergence, collapse, cross_entropy, divergence, mix
+from compress.distill import divergences
+from compress.distill.divergences import DIVERGENCES, Divergence, collapse, cross_entropy, divergence, mix
 
 
 def _logits(rows: int, vocabulary: int, seed: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def test_divergences_are_their_definitions(
     kind: Divergence, temperature: float, weights: list[float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of two rows: the fifth stands alone.
-    monkeypatch.setattr(distributions, "_BLOCK", 14)
+    monkeypatch.setattr(divergences, "_BLOCK", 14)
     student, teacher = _logits(5, 7, 1)
     shares = [1.0] * 5 if weights is None else weights
     rows = [
@@ -63,7 +63,7 @@ def test_divergences_are_their_definitions(
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_of_divergences(kind: Divergence, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributions, "_BLOCK", 12)
+    monkeypatch.setattr(divergences, "_BLOCK", 12)
     student, teacher = _logits(5, 6, 2, spread=1.0)
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5])
     student.requires_grad_()
@@ -91,7 +91,7 @@ def test_closed_forms_of_two_outcomes() -> None:
     jsd = 0.5 * (0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5)) + 0.5 * (
         0.25 * math.log(2 / 3) + 0.75 * math.log(6 / 5)
     )
-    assert float(distributions.jensen_shannon(student, teacher)) == pytest.approx(jsd)
+    assert float(divergences.jensen_shannon(student, teacher)) == pytest.approx(jsd)
 
 
 def test_impossible_tokens() -> None:
@@ -138,18 +138,18 @@ def test_generalised_jsd_tends_to_the_two_kls(seed: int) -> None:
     # No token a thousand times likelier to one than to the other: the limit is far off there.
     student, teacher = _logits(4, 9, seed, spread=0.5)
     small = 1e-6
-    near_zero = float(distributions.generalized_jsd(student, teacher, small)) / small
-    near_one = float(distributions.generalized_jsd(student, teacher, 1 - small)) / small
-    assert near_zero == pytest.approx(float(distributions.forward_kl(student, teacher)), rel=1e-3)
-    assert near_one == pytest.approx(float(distributions.reverse_kl(student, teacher)), rel=1e-3)
+    near_zero = float(divergences.generalized_jsd(student, teacher, small)) / small
+    near_one = float(divergences.generalized_jsd(student, teacher, 1 - small)) / small
+    assert near_zero == pytest.approx(float(divergences.forward_kl(student, teacher)), rel=1e-3)
+    assert near_one == pytest.approx(float(divergences.reverse_kl(student, teacher)), rel=1e-3)
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), beta=st.floats(0.05, 0.95))
 def test_generalised_jsd_changes_sides(seed: int, beta: float) -> None:
     student, teacher = _logits(4, 9, seed)
-    one = float(distributions.generalized_jsd(student, teacher, beta))
-    other = float(distributions.generalized_jsd(teacher, student, 1 - beta))
+    one = float(divergences.generalized_jsd(student, teacher, beta))
+    other = float(divergences.generalized_jsd(teacher, student, 1 - beta))
     assert one == pytest.approx(other, rel=1e-9)
 
 

@@ -14,15 +14,15 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from compress.distill import draft, new_draft
+from compress.distill import draft, draft_init
 from compress.distill.draft import DraftTask
-from compress.distill.recipe import Draft
 from compress.distill.teacher import of_model
 from compress.errors import UserError
-from compress.model_stages import Given
-from compress.report.training_findings import training_findings
-from compress.training import plain_model
-from compress.training.settings import Budget
+from compress.recipe.training import Budget
+from compress.recipe.training_stages import Draft
+from compress.report.wording import training_findings
+from compress.training import float_model
+from compress.training.contract import Given
 from runtime import load
 from runtime.errors import UserError as RuntimeUserError
 
@@ -120,12 +120,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models: tuple[Path, Path],
 
 def test_evaluation_is_the_divergence_from_the_teacher(models: tuple[Path, Path]) -> None:
     target, small = models
-    teacher, student = plain_model.load(target), plain_model.load(small)
+    teacher, student = float_model.load(target), float_model.load(small)
     task = DraftTask(stage(student=0, teacher=0), student, of_model(teacher), HELD_OUT, set())
     with torch.no_grad():
         p, q = (model(HELD_OUT).logits.double().log_softmax(-1) for model in (teacher, student))
     assert task.evaluate() == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
-    same = DraftTask(stage(student=0, teacher=0), teacher, of_model(plain_model.load(target)), HELD_OUT, set())
+    same = DraftTask(stage(student=0, teacher=0), teacher, of_model(float_model.load(target)), HELD_OUT, set())
     assert same.evaluate() == pytest.approx(0, abs=1e-5)
 
 
@@ -139,8 +139,8 @@ def test_who_writes_what_is_fixed_by_the_seed(models: tuple[Path, Path]) -> None
 
     task = DraftTask(
         stage(student=0.5, teacher=0),
-        plain_model.load(small),
-        of_model(plain_model.load(target)),
+        float_model.load(small),
+        of_model(float_model.load(target)),
         HELD_OUT,
         set(),
         writer,
@@ -154,13 +154,13 @@ def test_who_writes_what_is_fixed_by_the_seed(models: tuple[Path, Path]) -> None
     assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
     assert 2 < len(set(asked)) < 10
     with pytest.raises(ValueError, match="writer and samples"):
-        DraftTask(stage(student=0.5, teacher=0), None, of_model(plain_model.load(target)), HELD_OUT, set())
+        DraftTask(stage(student=0.5, teacher=0), None, of_model(float_model.load(target)), HELD_OUT, set())
 
 
 def test_a_new_draft_is_the_target_without_blocks(tiny: Callable[..., Path], tmp_path: Path) -> None:
     source = tiny("llama", num_hidden_layers=4)
-    new_draft.write_draft(source, (1, 3), tmp_path / "two", 2**30)
-    whole, short = plain_model.load(source), plain_model.load(tmp_path / "two")
+    draft_init.write_draft(source, (1, 3), tmp_path / "two", 2**30)
+    whole, short = float_model.load(source), float_model.load(tmp_path / "two")
     assert short.config.num_hidden_layers == 2
     whole.model.layers = torch.nn.ModuleList([whole.model.layers[1], whole.model.layers[3]])
     with torch.no_grad():
@@ -169,19 +169,19 @@ def test_a_new_draft_is_the_target_without_blocks(tiny: Callable[..., Path], tmp
 
 
 def test_which_blocks_a_new_draft_has(tiny: Callable[..., Path]) -> None:
-    model = plain_model.load(tiny("llama", num_hidden_layers=8))
-    assert new_draft.choose_blocks(model, HELD_OUT, 4, "even") == (0, 2, 4, 6)
-    assert new_draft.choose_blocks(model, HELD_OUT, 3, "even") == (0, 2, 5)
-    assert new_draft.choose_blocks(model, HELD_OUT, 8, "influence") == tuple(range(8))
+    model = float_model.load(tiny("llama", num_hidden_layers=8))
+    assert draft_init.choose_blocks(model, HELD_OUT, 4, "even") == (0, 2, 4, 6)
+    assert draft_init.choose_blocks(model, HELD_OUT, 3, "even") == (0, 2, 5)
+    assert draft_init.choose_blocks(model, HELD_OUT, 8, "influence") == tuple(range(8))
     with torch.no_grad():
         for number in range(8):
             if number not in (2, 5):
                 for name in ("self_attn.o_proj", "mlp.down_proj"):
                     model.get_submodule(f"model.layers.{number}.{name}").weight.mul_(0.01)
-    assert new_draft.choose_blocks(model, HELD_OUT, 2, "influence") == (2, 5)
-    assert [new_draft.count_of(0.25, layers) for layers in (1, 2, 4, 22, 32)] == [1, 1, 1, 6, 8]
+    assert draft_init.choose_blocks(model, HELD_OUT, 2, "influence") == (2, 5)
+    assert [draft_init.count_of(0.25, layers) for layers in (1, 2, 4, 22, 32)] == [1, 1, 1, 6, 8]
     with pytest.raises(ValueError, match="1 to 8"):
-        new_draft.choose_blocks(model, HELD_OUT, 9, "even")
+        draft_init.choose_blocks(model, HELD_OUT, 9, "even")
 
 
 def test_a_run_without_a_draft_makes_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_defaults() -> None:
     plain = Draft.model_validate({})
     assert plain.training.budget() == Budget(minutes=15)
     assert plain.loss == "forward_kl"
-    assert math.isclose(plain.shares.student + plain.shares.teacher, plain.student + plain.teacher)
+    assert math.isclose(plain.student + plain.teacher, 0.1)
     assert dataclasses.asdict(plain.training.settings(3))["seed"] == 3

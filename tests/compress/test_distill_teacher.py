@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress.distill import logits_cache, policy
-from compress.distill.distributions import DIVERGENCES, divergence
-from compress.distill.kept_answers import NumberedBatches
-from compress.distill.logits_cache import LogitsCache
-from compress.distill.policy import Shares, decoder_writer, gumbel_sample, model_writer, snapshot, write_samples
+from compress.distill import cached_logits, on_policy
+from compress.distill.cached_logits import LogitsCache, NumberedBatches
+from compress.distill.divergences import DIVERGENCES, divergence
+from compress.distill.on_policy import Shares, decoder_writer, gumbel_sample, model_writer, snapshot, write_samples
 from compress.distill.teacher import Teacher, ensemble, narrowed, of_decoder, of_model
 from compress.errors import UserError
+from compress.recipe.training import Settings
 from compress.training.parallel import World
-from compress.training.settings import Settings
 from runtime import load
 
 TOKENS = torch.randint(0, 320, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -68,7 +67,7 @@ def test_teachers_together(tiny: Callable[..., Path]) -> None:
 
 def test_kept_logits_are_a_proper_distribution(tmp_path: Path) -> None:
     teacher, path = random_teacher(50), tmp_path / "logits.bin"
-    logits_cache.write(path, teacher, TOKENS, 8, WHO, silent, rows=2)
+    cached_logits.write(path, teacher, TOKENS, 8, WHO, silent, rows=2)
     cache = LogitsCache(path, WHO)
     assert (len(cache), cache.k, cache.length) == (3, 8, 20)
     found = cache.take(torch.tensor([2, 0]))
@@ -114,7 +113,7 @@ def test_a_damaged_cache_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "logits.bin"
     with pytest.raises(UserError, match=r"logits\.bin\.json cannot be read"):
         LogitsCache(path, WHO)
-    logits_cache.write(path, random_teacher(50), TOKENS, 4, WHO, silent)
+    cached_logits.write(path, random_teacher(50), TOKENS, 4, WHO, silent)
     with pytest.raises(UserError, match="another"):
         LogitsCache(path, {"teacher": "another"})
     assert len(LogitsCache(path, WHO)) == 3
@@ -138,10 +137,10 @@ def test_a_teacher_that_fails_leaves_no_cache(tmp_path: Path) -> None:
         return logits
 
     with pytest.raises(UserError, match="windows from 2 on"):
-        logits_cache.write(tmp_path / "logits.bin", broken, TOKENS, 4, WHO, silent, rows=1)
+        cached_logits.write(tmp_path / "logits.bin", broken, TOKENS, 4, WHO, silent, rows=1)
     with pytest.raises(UserError, match="cannot be read"):
         LogitsCache(tmp_path / "logits.bin", WHO)
-    logits_cache.write(tmp_path / "logits.bin", random_teacher(50), TOKENS, 4, WHO, silent)
+    cached_logits.write(tmp_path / "logits.bin", random_teacher(50), TOKENS, 4, WHO, silent)
     assert len(LogitsCache(tmp_path / "logits.bin", WHO)) == 3
 
 
@@ -219,4 +218,4 @@ def test_samples_are_written_once(tiny: Callable[..., Path], tmp_path: Path) -> 
         tmp_path / "t.bin", [decoder_writer(decoder)] * 2, prompts, 30, 12, 0, silent, seconds=0.0, rows=3
     )
     assert short.tokens.shape == (6, 12)
-    assert policy.Samples(first, 0.0).take(torch.tensor([6, 0])).tolist() == first[[6, 0]].tolist()
+    assert on_policy.Samples(first, 0.0).take(torch.tensor([6, 0])).tolist() == first[[6, 0]].tolist()

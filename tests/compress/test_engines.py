@@ -11,14 +11,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from compress import manifest
+from compress.artifact import manifest
 from compress.errors import UserError
 from compress.export import FORMATS
 from compress.export.__main__ import app
-from compress.export.engines import ENGINES, PAGE, module, sections, write
-from compress.export.engines.check import check, check_section
-from compress.export.engines.facts import read
-from compress.export.engines.parts import Section
+from compress.export.serve import ENGINES, PAGE, module, sections, write
+from compress.export.serve.check import check, check_section
+from compress.export.serve.parts import Section
+from compress.export.serve.run_facts import read
 from runtime import formats
 from runtime.cache import scheme as kv_scheme
 from runtime.formats import fp8, int4, int8, nf4, ternary

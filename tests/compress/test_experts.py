@@ -10,7 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.experts import FewTokens, UnfusedExperts, counted, module_path, records, starved, tensor_names, unfuse
+from compress.model.experts import (
+    FewTokens,
+    UnfusedExperts,
+    counted,
+    module_path,
+    records,
+    starved,
+    tensor_names,
+    unfuse,
+)
 
 EXPERTS = 4
 _SHAPE = {

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from compress import Artifact, Recipe, export, manifest
+from compress import Artifact, Recipe, export
+from compress.artifact import manifest
+from compress.artifact.files import write_atomic
 from compress.errors import UserError
-from compress.export import Exported, Loss, layers, rounding
+from compress.export import Exported, Loss, layers
 from compress.export.__main__ import app
-from compress.files import write_atomic
 from compress.pipeline import Options, run
 from compress.quantize.rtn import relative_error
 from runtime import formats, load
@@ -261,9 +262,9 @@ def test_a_form_that_a_model_has_is_copied(packed: Callable[..., Path], tmp_path
 
 
 def test_sharded_models(packed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress import shards
+    from compress.artifact import safetensors
 
-    monkeypatch.setattr(shards.join, "__defaults__", (60_000,))
+    monkeypatch.setattr(safetensors.join, "__defaults__", (60_000,))
     exported, after = made("gptq", packed("int4"), tmp_path)
     assert len(after.shards.files) > 2 and exported.repacked == 14
     again, twice = made("gptq", tmp_path / "gptq", tmp_path / "again")
@@ -272,10 +273,10 @@ def test_sharded_models(packed: Callable[..., Path], tmp_path: Path, monkeypatch
 
 def test_offsets_that_are_no_zero_points() -> None:
     good = int4.pack(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), 32, symmetric=False)
-    assert rounding.with_whole_zeros(good) is good
+    assert layers.with_whole_zeros(good) is good
     assert good.offset is not None
     odd = replace(good, offset=good.offset + 0.37 * good.scale)
-    whole = rounding.with_whole_zeros(odd)
+    whole = layers.with_whole_zeros(odd)
     assert formats.zero_points.whole_zeros(whole) is not None
     step = good.scale.repeat_interleave(32, dim=1)
     error = (formats.dequantize(whole) - formats.dequantize(odd)).abs()
@@ -403,7 +404,7 @@ def test_a_failure_leaves_nothing(packed: Callable[..., Path], tmp_path: Path, m
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr("compress.shards.join", full)
+    monkeypatch.setattr("compress.artifact.safetensors.join", full)
     result = command(packed("int4"), "--to", "gptq", "--out", tmp_path / "out")
     assert result.exit_code == 2 and "No space left" in result.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -340,7 +340,7 @@ def test_exporting_a_gguf_file_is_refused(splitting: Callable[..., Path], tmp_pa
 
 
 def test_compressing_a_gguf_file_is_refused(splitting: Callable[..., Path], tmp_path: Path) -> None:
-    from compress.sources import open_sources
+    from compress.model.source import open_sources
 
     model = splitting("llama")
     assert open_sources(str(model), "none")[0].name == "llama"

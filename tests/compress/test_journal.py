@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress import journal
+from compress.artifact import journal
 from compress.errors import UserError
 
 FINGERPRINT = {"recipe": {"name": "nf4", "stages": [{"scheme": "nf4"}]}, "seed": 3, "files": {"a": 1}}

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from calib import corpora
 from calib.windows import Windows, make_windows
-from compress import kv_cache, shards
+from compress import logits as logits_
+from compress.artifact import safetensors
 from compress.errors import UserError
-from compress.export import huggingface
-from compress.kv_cache import Calibrated, Kind
-from compress.pair import default_pair
+from compress.model import directory
+from compress.model.source import default_pair
 from compress.report import quality
+from compress.stages import kv_cache
+from compress.stages.kv_cache import Calibrated, Kind
 from runtime import load
 from runtime.cache import scheme
 from runtime.checkpoints.open import open_checkpoint
@@ -223,7 +225,7 @@ def test_a_directory_keeps_its_weights_in_files_of_any_number(
 def test_several_shards_take_more_tensors_too(tiny: Callable[..., Path], tmp_path: Path) -> None:
     source = tmp_path / "shards"
     shutil.copytree(tiny("llama"), source)
-    shards.join([source / "model.safetensors"], source, 20_000)
+    safetensors.join([source / "model.safetensors"], source, 20_000)
     (source / "model.safetensors").unlink()
     assert len(open_checkpoint(source).shards.files) > 2
     found = kv_cache.calibrate(source, "int8", random_windows(2, 64))
@@ -234,7 +236,7 @@ def test_several_shards_take_more_tensors_too(tiny: Callable[..., Path], tmp_pat
 
 def test_a_draft_brings_its_scheme_along(tiny: Callable[..., Path], tmp_path: Path) -> None:
     source = attached(tiny("llama"), tmp_path / "a", kv_cache.calibrate(tiny("llama"), "int8", random_windows(1, 32)))
-    huggingface.copy_model(source, tmp_path / "draft", open_checkpoint(source).shards.files)
+    directory.copy_model(source, tmp_path / "draft", open_checkpoint(source).shards.files)
     before, after = load(source).decoder.kv, load(tmp_path / "draft").decoder.kv
     assert before.kind == after.kind == "int8" and before.key_factor is not None and after.key_factor is not None
     assert torch.equal(before.key_factor, after.key_factor)
@@ -313,7 +315,7 @@ def test_calibrated_caches_on_the_pair(tmp_path: Path, windows: Windows) -> None
         for decoder in (load(out).decoder, plain):
             seen = [predictions(decoder, tokens, kind) for tokens in windows.evaluation]
             divergence.append(
-                float(torch.stack([quality.kl_rows(*pair).mean() for pair in zip(full, seen, strict=True)]).mean())
+                float(torch.stack([logits_.kl_rows(*pair).mean() for pair in zip(full, seen, strict=True)]).mean())
             )
             growth.append(float(loss(seen, windows) - loss(full, windows)))
         assert 0 < abs(math.expm1(growth[0])) <= bound, (kind, growth)
@@ -327,11 +329,11 @@ def predictions(decoder: Decoder, tokens: Tensor, kind: CacheKind) -> Tensor:
     """Log-probabilities after each token but the last."""
     cache = decoder.new_cache(kind)
     chain = Rows.chains([(cache.open(len(tokens)), 0, len(tokens) - 1)])
-    return quality.log_probabilities(decoder.forward(tokens[:-1], chain, cache).logits)
+    return logits_.log_probabilities(decoder.forward(tokens[:-1], chain, cache).logits)
 
 
 def loss(seen: list[Tensor], windows: Windows) -> Tensor:
-    return torch.cat([quality.token_nll(p, w[1:]) for p, w in zip(seen, windows.evaluation, strict=True)]).mean()
+    return torch.cat([logits_.token_nll(p, w[1:]) for p, w in zip(seen, windows.evaluation, strict=True)]).mean()
 
 
 def test_perplexity_through_a_cache(windows: Windows) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from compress import manifest
+from compress.artifact import manifest
 from compress.errors import UserError
 
 ABOUT = {"recipe": "nf4", "seed": 1}

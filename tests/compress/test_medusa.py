@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from compress.distill import hidden_states, medusa, medusa_joint, medusa_stage, medusa_tree
-from compress.distill.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
-from compress.distill.medusa_recipe import Joint, Medusa
+from compress import medusa
 from compress.errors import USER_ERRORS, UserError
-from compress.pair import default_pair
+from compress.medusa import frozen, hidden_states, joint
+from compress.medusa import heads as medusa_tree
+from compress.medusa.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
+from compress.model.source import default_pair
 from compress.pipeline import Options
 from compress.pipeline import run as run_recipe
 from compress.recipe import Recipe
+from compress.recipe.training import Budget, Settings
+from compress.recipe.training_stages import Joint, Medusa
 from compress.training.parallel import World
-from compress.training.settings import Budget, Settings
 from runtime import Model, Speculator, load
 from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
 from runtime.contract import Rows
@@ -107,7 +109,7 @@ def test_ranks_and_accuracies() -> None:
 def test_pairs_stand_where_the_heads_will_be_asked() -> None:
     tokens = torch.arange(20).view(2, 10)
     states = tokens.unsqueeze(2).float()
-    hidden, targets = medusa.pairs(tokens, states, first=3, heads=2)
+    hidden, targets = frozen.pairs(tokens, states, first=3, heads=2)
     # State i gives token i + 1 by the target's own head; head 0 is to say token i + 2.
     assert hidden.flatten().tolist() == [3, 4, 5, 6, 13, 14, 15, 16]
     assert targets.tolist() == [[int(i) + 2, int(i) + 3] for i in hidden.flatten()]
@@ -117,7 +119,7 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(7, 11, generator=generator, dtype=torch.float64) for _ in range(3)]
     targets = torch.randint(0, 11, (7, 3), generator=generator)
-    value, each = medusa.heads_loss(logits, targets, 0.8)
+    value, each = frozen.heads_loss(logits, targets, 0.8)
     expected = [-row.log_softmax(-1)[torch.arange(7), targets[:, k]].mean() for k, row in enumerate(logits)]
     assert torch.allclose(torch.stack(each).double(), torch.stack(expected), atol=1e-6)
     mean = (expected[0] + 0.8 * expected[1] + 0.64 * expected[2]) / (1 + 0.8 + 0.64)
@@ -126,15 +128,15 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
 
 def test_windows_are_cut_without_overlap() -> None:
     stream = np.arange(103, dtype=np.uint16)
-    found = medusa.cut(stream, 10, 99, 0, "it")
+    found = frozen.cut(stream, 10, 99, 0, "it")
     assert sorted(found[:, 0].tolist()) == list(range(0, 100, 10))
     assert all(row.tolist() == list(range(row[0], row[0] + 10)) for row in found)
-    assert len(medusa.cut(stream, 10, 4, 0, "it")) == 4
-    assert not torch.equal(medusa.cut(stream, 10, 4, 0, "it"), medusa.cut(stream, 10, 4, 1, "it"))
-    rows = medusa.cut(torch.arange(46).view(2, 23), 10, 99, 0, "it")
+    assert len(frozen.cut(stream, 10, 4, 0, "it")) == 4
+    assert not torch.equal(frozen.cut(stream, 10, 4, 0, "it"), frozen.cut(stream, 10, 4, 1, "it"))
+    rows = frozen.cut(torch.arange(46).view(2, 23), 10, 99, 0, "it")
     assert sorted(rows[:, 0].tolist()) == [0, 10, 23, 33]
     with pytest.raises(UserError, match="it is too short: expected one window of 200 tokens at least, found 103"):
-        medusa.cut(stream, 200, 4, 0, "it")
+        frozen.cut(stream, 200, 4, 0, "it")
 
 
 # Hidden states on disk.
@@ -241,7 +243,7 @@ def test_batches_are_every_window_once_an_epoch() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_new_heads_are_the_target_s_own(target: Model, packed: Path, tmp_path: Path, shared: bool) -> None:
     stage = Medusa(heads=2, layers=2, projection="shared" if shared else "own")
-    heads = medusa.new_heads(stage, packed / "model")
+    heads = frozen.new_heads(stage, packed / "model")
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     for logits in heads(hidden):
         assert torch.allclose(logits, hidden @ heads.table.T, atol=1e-5)
@@ -311,7 +313,7 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
         rule.append((rule[-1] + 7) % 97)
     given = replace(given, tokens=np.array(rule), held_out=torch.tensor(rule[7:607]).view(12, 50))
     stage = STAGE.model_copy(update={"continuations": "none"})
-    found = medusa_stage.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
     assert found["kind"] == "medusa-1" and found["windows"] == 600 and found["steps"] == 120
     assert found["best"] < 0.3 * found["before"]
@@ -332,7 +334,7 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
 def test_minutes_end_after_the_passes(given: Given, tmp_path: Path) -> None:
     stage = STAGE.model_copy(update={"continuations": "none", "passes": 2, "samples": 32})
     given = replace(given, budget=Budget(minutes=10.0))
-    found = medusa_stage.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
+    found = medusa.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
     assert found["windows"] == 32 and found["steps"] == 2 * 32 // given.settings.batch
 
 
@@ -340,10 +342,10 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = replace(given, budget=Budget(tokens=24 * 16 * 50))
-    whole = medusa_stage.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")  # type: ignore[arg-type]
+    whole = medusa.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")  # type: ignore[arg-type]
     steps = 0
 
-    class Stopping(medusa.HeadsTask):
+    class Stopping(frozen.HeadsTask):
         def loss(self, batch: torch.Tensor, progress: float) -> Any:
             nonlocal steps
             steps += 1
@@ -352,10 +354,10 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
             return super().loss(batch, progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(medusa, "HeadsTask", Stopping)
+        patch.setattr(frozen, "HeadsTask", Stopping)
         with pytest.raises(KeyboardInterrupt):
-            medusa_stage.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
-    again = medusa_stage.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
+            medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
+    again = medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
     for name in (DESCRIPTION, WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert again["tree"] == whole["tree"] and steps == 33
@@ -370,7 +372,7 @@ def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
 
     given = replace(given, budget=Budget(tokens=24 * 16 * 80), pack=pack)
     out = tmp_path / "medusa"
-    found = medusa_stage.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
     json.dumps(found)
     before, after = (load_file(folder / "model.safetensors") for folder in (given.model, out / "model"))
     assert before.keys() == after.keys()
@@ -383,18 +385,18 @@ def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
     assert abs(found["perplexity_lost"]) < 0.05 and found["perplexity"]["before"] > 1
     assert found["tokens_per_round"]["after"] > found["tokens_per_round"]["before"]
     with pytest.raises(ValueError, match="needs to pack again"):
-        medusa_stage.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
+        medusa.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
 
 
 def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     target = load(given.model)
-    text = medusa.make_text(STAGE, given, target)  # type: ignore[arg-type]
-    heads = medusa.HeadsTask(medusa.new_heads(STAGE, given.model), STAGE, text)
+    text = frozen.make_text(STAGE, given, target)  # type: ignore[arg-type]
+    heads = frozen.HeadsTask(frozen.new_heads(STAGE, given.model), STAGE, text)
     plain = tiny("llama", **UNTIED)
     model, teacher = (AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32) for _ in range(2))
-    task = medusa_joint.JointTask(heads, model, teacher, Joint(weight=0.2, rate_factor=0.1, heads_factor=0.3))
+    task = joint.JointTask(heads, model, teacher, Joint(weight=0.2, rate_factor=0.1, heads_factor=0.3))
     batch = torch.arange(4).unsqueeze(1)
     loss = task.loss(batch, 0.0)
     assert loss.parts["kl"] == pytest.approx(0, abs=1e-6)
@@ -425,7 +427,7 @@ def test_what_goes_wrong_is_said(given: Given, tmp_path: Path) -> None:
 
     def refused(stage: Medusa = STAGE, **changes: Any) -> str:
         with pytest.raises(USER_ERRORS) as error:
-            medusa_stage.run(stage, replace(given, **changes), out)  # type: ignore[arg-type]
+            medusa.run(stage, replace(given, **changes), out)  # type: ignore[arg-type]
         return str(error.value)
 
     assert "the training text is too short" in refused(tokens=given.tokens[:20])
@@ -481,7 +483,7 @@ def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Pa
     held_out = torch.from_numpy(unseen[: 192 * 64]).view(64, 192)
     folder, budget = tmp_path / "medusa", Budget(tokens=192 * 4 * 600)
     given = Given(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
-    found = medusa_stage.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
+    found = medusa.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
     assert found["tokens_per_round"]["after"] > 1.8 > 1.4 > found["tokens_per_round"]["before"]
     texts = prompts(corpora.load(), 50, seed=0)
     expected = Speculator(target).generate(texts, 64)

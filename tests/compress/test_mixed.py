@@ -11,7 +11,7 @@ import torch
 from compress.errors import UserError
 from compress.pipeline import Options, run
 from compress.recipe import Recipe
-from compress.report.facts import RunFacts
+from compress.records import RunFacts
 from runtime import load
 
 Tiny = Callable[..., Path]

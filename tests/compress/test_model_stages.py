@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress import journal as journals
 from compress.artifact import Artifact
-from compress.distill import heal, logits_cache
+from compress.artifact import journal as journals
+from compress.distill import cached_logits, heal
 from compress.distill.objective import objective_loss
 from compress.errors import USER_ERRORS, UserError
 from compress.pipeline import Options, Progress, run, silent, unsaid
 from compress.recipe import Recipe
-from compress.report.facts import ReportOptions, RunFacts
-from compress.report.training_findings import training_findings
-from compress.training.task import Loss
+from compress.records import ReportOptions, RunFacts
+from compress.report.wording import training_findings
+from compress.training.contract import Loss
 
 Tiny = Callable[..., Path]
 Go = Callable[..., tuple[Artifact, RunFacts]]
@@ -180,7 +180,7 @@ def test_kept_answers_teach_and_survive_a_stop(
     assert answers.exists() == (stage == "heal")
     if stage == "heal":
         # What is there is not written a second time.
-        monkeypatch.setattr(logits_cache, "write", None)
+        monkeypatch.setattr(cached_logits, "write", None)
     resumed, _ = go(tiny("llama"), [DEPTH, KEPT], resume=True)
     assert content(resumed) == content(straight)
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import manifest
-from compress.artifact import Artifact
+from compress.artifact import Artifact, manifest
 from compress.errors import USER_ERRORS, UserError
 from compress.export import FORMATS
 from compress.export import run as export
 from compress.pipeline import Options, Progress, run, silent
 from compress.recipe import Recipe
-from compress.report.facts import ReportOptions, RunFacts
+from compress.records import ReportOptions, RunFacts
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from compress import preflight
 from compress.errors import UserError
-from compress.pipeline import Options, run
-from compress.preflight import Forecast, parse_size
+from compress.pipeline import Options, forecast, run
+from compress.pipeline.forecast import Forecast, parse_size
 from compress.recipe import Recipe
 
 Tiny = Callable[..., Path]
@@ -20,8 +19,8 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def free(monkeypatch: pytest.MonkeyPatch, memory: int | None, disk: int) -> None:
-    monkeypatch.setattr(preflight, "available", lambda: memory)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: Usage(disk, 0, disk))
+    monkeypatch.setattr(forecast, "available", lambda: memory)
+    monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: Usage(disk, 0, disk))
 
 
 @pytest.mark.parametrize(
@@ -43,13 +42,13 @@ def test_activations_go_to_a_file_where_they_outgrow_the_budget(
 ) -> None:
     folder = tmp_path / "deep" / "out.partial"
     free(monkeypatch, 4_000_000_000, 9_000_000_000)
-    assert preflight.check(NEED, folder, None) is False
-    assert preflight.check(NEED, folder, 3_500_000_000) is False
-    assert preflight.check(NEED, folder, 3_499_999_999) is True
+    assert forecast.check(NEED, folder, None) is False
+    assert forecast.check(NEED, folder, 3_500_000_000) is False
+    assert forecast.check(NEED, folder, 3_499_999_999) is True
     free(monkeypatch, 3_200_000_000, 9_000_000_000)
-    assert preflight.check(NEED, folder, None) is True
+    assert forecast.check(NEED, folder, None) is True
     free(monkeypatch, None, 9_000_000_000)
-    assert preflight.check(NEED, folder, None) is False
+    assert forecast.check(NEED, folder, None) is False
     assert "activations in memory" in NEED.line(False) and "3.5 GB of memory" in NEED.line(False)
     assert "activations in a file" in NEED.line(True) and "3.0 GB of memory" in NEED.line(True)
     assert "8.0 GB of disk" in NEED.line(True) and "about 5 min" in NEED.line(True)
@@ -59,21 +58,21 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "out.partial"
     free(monkeypatch, 2_000_000_000, 9_000_000_000)
     with pytest.raises(UserError, match=r"about 3\.0 GB of memory and 2\.0 GB are free: free some"):
-        preflight.check(NEED, folder, None)
+        forecast.check(NEED, folder, None)
     with pytest.raises(UserError, match=r"about 3\.0 GB of memory and 1\.0 GB --memory-budget allows: raise it"):
-        preflight.check(NEED, folder, 1_000_000_000)
+        forecast.check(NEED, folder, 1_000_000_000)
     free(monkeypatch, 4_000_000_000, 7_000_000_000)
     with pytest.raises(UserError, match=r"out\.partial: .* about 8\.0 GB of disk .* 7\.0 GB are free: free some or"):
-        preflight.check(NEED, folder, None)
+        forecast.check(NEED, folder, None)
     # What a resumed run has written already is not needed again.
     folder.mkdir()
     free(monkeypatch, 4_000_000_000, 8_000_000_000 - 1000)
     (folder / "part-00000.safetensors").write_bytes(bytes(1000))
-    preflight.check(NEED, folder, None)
+    forecast.check(NEED, folder, None)
 
 
 def test_the_process_tells_what_it_holds() -> None:
-    assert 10_000_000 < preflight.resident() < (preflight.available() or 0)
+    assert 10_000_000 < forecast.resident() < (forecast.available() or 0)
 
 
 def test_a_run_says_its_forecast_and_keeps_to_its_budget(tiny: Tiny, tmp_path: Path) -> None:
@@ -90,22 +89,22 @@ def test_a_run_says_its_forecast_and_keeps_to_its_budget(tiny: Tiny, tmp_path: P
     with pytest.raises(UserError, match="--memory-budget allows"):
         go(memory_budget=1_000_000)
     assert not lines and not (tmp_path / "out.partial").exists()
-    go(memory_budget=preflight.resident() + 1_000_000_000)
+    go(memory_budget=forecast.resident() + 1_000_000_000)
     assert lines[0].startswith("forecast: ") and "of memory, activations in memory" in lines[0]
 
 
 def test_the_forecast_grows_with_what_it_counts(tiny: Tiny) -> None:
-    from compress.plan import make_plan
-    from compress.sources import open_sources
-    from compress.survey import survey
+    from compress.model.plan import make_plan
+    from compress.model.source import open_sources
+    from compress.model.structure import survey
 
     def disk(name: str) -> int:
         target, _ = open_sources(str(tiny("llama")), None)
         recipe = Recipe.load(name)
         plan = make_plan(target.shapes(), survey(target.path), recipe.quantize)
-        found = preflight.forecast(target.shapes(), target.item_sizes(), plan, None)
+        found = forecast.forecast(target.shapes(), target.item_sizes(), plan, None)
         # Twice the artifact: parts, and the shards that they are joined into.
-        assert found.held == 0 and found.seconds > 0 and found.memory > preflight.resident()
+        assert found.held == 0 and found.seconds > 0 and found.memory > forecast.resident()
         return found.disk
 
     target, _ = open_sources(str(tiny("llama")), None)

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from compress import preflight
-from compress.pipeline import Options, run
-from compress.plan import make_plan
-from compress.preflight import Forecast
-from compress.preflight_training import Size, Sizes, with_training
+from compress.model.plan import make_plan
+from compress.model.source import open_sources
+from compress.model.structure import survey
+from compress.pipeline import Options, forecast, run
+from compress.pipeline.forecast import Forecast
+from compress.pipeline.forecast_training import Size, Sizes, with_training
 from compress.recipe import Recipe
-from compress.sources import open_sources
-from compress.survey import survey
-from compress.training.batches import portions
 from compress.training.checkpoint import Checkpoints
+from compress.training.data import portions
 
 Tiny = Callable[..., Path]
 TRAINING = {"tokens": 24 * 8 * 12, "batch": 8, "length": 24, "save_every": 3, "evaluate_every": 3}
@@ -63,7 +62,7 @@ def test_the_folder_grows_no_further_than_was_forecast(
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000)))
     folder, found, needs = tmp_path / "out.partial", [0], []
-    sweep, check = Checkpoints._sweep, preflight.check
+    sweep, check = Checkpoints._sweep, forecast.check
 
     def look(*_: Any) -> None:
         found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
@@ -77,7 +76,7 @@ def test_the_folder_grows_no_further_than_was_forecast(
         return check(need, *rest)
 
     monkeypatch.setattr(Checkpoints, "_sweep", sweep_and_look)
-    monkeypatch.setattr(preflight, "check", kept)
+    monkeypatch.setattr(forecast, "check", kept)
     draft = "none" if made or kind != "draft" else str(tiny("llama", seed=3))
     options = Options(seq_len=64, samples=4, eval_tokens=512, draft=draft, calib=str(text), threads=1)
     model = tiny("llama", tie_word_embeddings=False)
@@ -98,7 +97,7 @@ def test_each_kind_takes_what_it_trains() -> None:
     def need(kind: str, sizes: Sizes = LARGE, **training: Any) -> Forecast:
         return with_training(NOTHING, recipe_of(kind, **training), sizes)
 
-    base = preflight.resident()
+    base = forecast.resident()
     # Student, gradient, two moments and the teacher, in float32.
     assert need("ternary").memory - base > 5 * 4 * LARGE.target.weights
     # The packed target, and four copies of a small draft.

@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.products import quick_products
+from compress.calibration.activations import quick_products
 
 
 def test_products_keep_the_bits_of_their_factors() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.prune import magnitude, wanda
-from compress.prune.sparsity import largest_of_group, smallest, store_bytes, zeros_kept
+from compress.prune import masks
+from compress.prune.masks import largest_of_group, smallest, store_bytes, zeros_kept
 
 PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4)]
 
@@ -48,7 +48,7 @@ def test_groups_keep_their_largest(pattern: tuple[int, int], groups: int, seed: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_magnitude_removes_the_smallest_of_the_whole_weight(share: float, dtype: torch.dtype) -> None:
     weight = draw(13, 31, 1).to(dtype)
-    kept = magnitude.magnitude_mask(weight, share)
+    kept = masks.magnitude_mask(weight, share)
     assert int((~kept).sum()) == round(share * 13 * 31)
     if share:
         assert weight[~kept].abs().max() <= weight[kept].abs().min()
@@ -58,19 +58,19 @@ def test_magnitude_removes_the_smallest_of_the_whole_weight(share: float, dtype:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_wanda_removes_exactly_the_share_of_each_row_by_its_score(share: float) -> None:
     weight, norms = draw(7, 30, 2), draw(1, 30, 3)[0].abs() * 5
-    kept = wanda.wanda_mask(weight, norms, share)
+    kept = masks.wanda_mask(weight, norms, share)
     for row, mask in zip(weight, kept, strict=True):
         removed = sorted(range(30), key=lambda j: float(row[j].abs() * norms[j]))[: round(share * 30)]
         assert sorted(removed) == torch.nonzero(~mask).flatten().tolist()
-    assert not torch.equal(kept, wanda.wanda_mask(weight, torch.ones(30), share))  # the inputs matter
+    assert not torch.equal(kept, masks.wanda_mask(weight, torch.ones(30), share))  # the inputs matter
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_hold_in_every_group(pattern: tuple[int, int]) -> None:
     weight, norms = draw(6, 48, 4), draw(1, 48, 5)[0].abs()
     for kept, scores in (
-        (magnitude.magnitude_mask(weight, pattern), weight.abs()),
-        (wanda.wanda_mask(weight, norms, pattern), weight.abs() * norms),
+        (masks.magnitude_mask(weight, pattern), weight.abs()),
+        (masks.wanda_mask(weight, norms, pattern), weight.abs() * norms),
     ):
         groups, by = kept.view(-1, pattern[1]), scores.view(-1, pattern[1])
         assert (groups.sum(1) == pattern[0]).all()
@@ -79,37 +79,37 @@ def test_patterns_hold_in_every_group(pattern: tuple[int, int]) -> None:
 
 def test_a_constant_layer_and_dead_channels_still_lose_exactly_the_share() -> None:
     weight = torch.full((5, 16), 0.25)
-    assert ((~wanda.wanda_mask(weight, torch.ones(16), 0.5)).sum(1) == 8).all()
-    assert int((~magnitude.magnitude_mask(weight, 0.5)).sum()) == 40
+    assert ((~masks.wanda_mask(weight, torch.ones(16), 0.5)).sum(1) == 8).all()
+    assert int((~masks.magnitude_mask(weight, 0.5)).sum()) == 40
     norms = torch.ones(16)
     norms[[3, 4, 9]] = 0  # dead inputs cost nothing: they go first
-    assert not wanda.wanda_mask(weight, norms, 0.25)[:, [3, 4, 9]].any()
+    assert not masks.wanda_mask(weight, norms, 0.25)[:, [3, 4, 9]].any()
 
 
 def test_what_cannot_be_masked_is_said() -> None:
     weight = draw(4, 12, 6)
-    assert magnitude.magnitude_mask(weight, (2, 4)).sum() == 24
+    assert masks.magnitude_mask(weight, (2, 4)).sum() == 24
     with pytest.raises(ValueError, match="multiple of 8, found 12"):
-        magnitude.magnitude_mask(weight, (4, 8))
+        masks.magnitude_mask(weight, (4, 8))
     for sparsity in (1.0, -0.1, (4, 4), (0, 4)):
         with pytest.raises(ValueError, match="expected a"):
-            magnitude.magnitude_mask(weight, sparsity)
+            masks.magnitude_mask(weight, sparsity)
     for bad in (math.nan, math.inf):
         broken = weight.clone()
         broken[1, 2] = bad
         with pytest.raises(ValueError, match="weight holds NaN or Inf"):
-            wanda.wanda_mask(broken, torch.ones(12), 0.5)
+            masks.wanda_mask(broken, torch.ones(12), 0.5)
         with pytest.raises(ValueError, match="norms of the inputs hold NaN"):
-            wanda.wanda_mask(weight, torch.full((12,), bad), 0.5)
+            masks.wanda_mask(weight, torch.full((12,), bad), 0.5)
     with pytest.raises(ValueError, match="norms of 12 inputs"):
-        wanda.wanda_mask(weight, torch.ones(11), 0.5)
+        masks.wanda_mask(weight, torch.ones(11), 0.5)
     with pytest.raises(ValueError, match="scores hold NaN"):
         smallest(torch.tensor([1.0, math.nan, math.nan]), 2)
 
 
 def test_zeros_survive_a_later_stage() -> None:
     weight = draw(8, 32, 7)
-    pruned = weight * magnitude.magnitude_mask(weight, (2, 4))
+    pruned = weight * masks.magnitude_mask(weight, (2, 4))
     later = pruned + 0.01  # asymmetric rounding: no level is exactly zero
     assert (later == 0).sum() == 0
     fixed = zeros_kept(pruned, later)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.prune import hessian as hessians
-from compress.prune import magnitude, sparsegpt, wanda
-from compress.prune.sparsity import Sparsity, smallest
+from compress.prune import masks, sparsegpt
+from compress.prune import sparsegpt as hessians
+from compress.prune.masks import Sparsity, smallest
 
 CASES: list[Sparsity] = [0.5, 0.3, (2, 4), (4, 8)]
 
@@ -78,8 +78,8 @@ def test_error_is_below_wandas_which_is_below_magnitudes(sparsity: Sparsity) -> 
         hessians.output_error(weight, pruned, hessian)
         for pruned in (
             sparsegpt.prune(weight, hessian, sparsity).weight,
-            weight * wanda.wanda_mask(weight, hessian.diagonal().sqrt(), sparsity),
-            weight * magnitude.magnitude_mask(weight, sparsity),
+            weight * masks.wanda_mask(weight, hessian.diagonal().sqrt(), sparsity),
+            weight * masks.magnitude_mask(weight, sparsity),
         )
     ]
     assert errors[0] < 0.85 * errors[1] < 0.85 * errors[2]
@@ -155,7 +155,7 @@ def test_an_input_that_never_came_leaves_plain_magnitude() -> None:
     weight = layer(16, 64, 12)[0]
     found = sparsegpt.prune(weight, torch.zeros(64, 64), 0.5)
     assert found.error == 0
-    assert torch.equal(found.weight, weight * magnitude.magnitude_mask(weight, 0.5))
+    assert torch.equal(found.weight, weight * masks.magnitude_mask(weight, 0.5))
 
 
 def test_a_constant_weight_on_one_constant_input() -> None:
@@ -164,7 +164,7 @@ def test_a_constant_weight_on_one_constant_input() -> None:
     assert ((found.weight != 0).view(-1, 4).sum(1) == 2).all()
     # All inputs say the same: those to come take over the sum, until none are left to come.
     assert found.error < 0.2
-    plain = weight * magnitude.magnitude_mask(weight, (2, 4))
+    plain = weight * masks.magnitude_mask(weight, (2, 4))
     assert hessians.output_error(weight, plain, torch.ones(32, 32)) == pytest.approx(0.5)
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.prune import groups, width
-from compress.prune import hessian as hessians
+from compress.prune import sparsegpt as hessians
+from compress.prune import width
 from compress.prune.width import DOWN_PROJ, O_PROJ, Narrowed, Sizes
 from runtime.checkpoints.architecture import describe
 
@@ -69,7 +69,7 @@ def spread(block: dict[str, Tensor], narrow: Narrowed, sizes: Sizes) -> dict[str
     """The block at its old size with the refitted layers, which read nothing of what was removed."""
     out = dict(block)
     heads, channels = torch.tensor(narrow.kv_heads), torch.tensor(narrow.channels)
-    for path, kept in ((O_PROJ, groups.members(heads, sizes.group)), (DOWN_PROJ, channels)):
+    for path, kept in ((O_PROJ, width.members(heads, sizes.group)), (DOWN_PROJ, channels)):
         name = f"{path}.weight"
         out[name] = torch.zeros_like(block[name]).index_copy_(1, kept, narrow.tensors[name])
     return out
@@ -101,10 +101,10 @@ def test_the_smaller_model_is_the_large_one_without_what_was_removed(
             small[f"model.layers.{number}.{name}"] = tensor
         for name, tensor in spread(whole, made, before).items():
             large[f"model.layers.{number}.{name}"] = tensor
-        kept = groups.members(torch.tensor(made.kv_heads), before.group)
+        kept = width.members(torch.tensor(made.kv_heads), before.group)
         for name, among in ((O_PROJ, kept), (DOWN_PROJ, torch.tensor(made.channels))):
             weight, hessian = whole[f"{name}.weight"], found[name]
-            plain = groups.removal_error(weight, hessian, among, weight[:, among])
+            plain = width.removal_error(weight, hessian, among, weight[:, among])
             assert made.errors[name] < 0.98 * plain
     assert sum(t.numel() for t in block_of(small, 0).values()) <= 0.5 * sum(
         torch.Size(s).numel() for s in block.values()
@@ -249,21 +249,21 @@ def test_the_first_group_to_go_is_the_one_whose_refit_loses_least(size: int, see
     count = 12 // size
     errors = []
     for kept in combinations(range(count), count - 1):
-        among = groups.members(torch.tensor(kept), size)
-        fitted, _ = groups.refit(weight, hessian, among, damping=1e-6)
-        errors.append((groups.removal_error(weight, hessian, among, fitted), kept))
-    assert tuple(groups.choose(weight, hessian, size, count - 1, damping=1e-6).tolist()) == min(errors)[1]
+        among = width.members(torch.tensor(kept), size)
+        fitted, _ = width.refit(weight, hessian, among, damping=1e-6)
+        errors.append((width.removal_error(weight, hessian, among, fitted), kept))
+    assert tuple(width.choose(weight, hessian, size, count - 1, damping=1e-6).tolist()) == min(errors)[1]
 
 
 def test_greedy_choice_is_near_the_best_of_all_and_below_the_worst() -> None:
     weight, hessian = layer(10, 10, 9)
     errors = {
-        kept: groups.removal_error(
-            weight, hessian, torch.tensor(kept), groups.refit(weight, hessian, torch.tensor(kept))[0]
+        kept: width.removal_error(
+            weight, hessian, torch.tensor(kept), width.refit(weight, hessian, torch.tensor(kept))[0]
         )
         for kept in combinations(range(10), 6)
     }
-    found = errors[tuple(groups.choose(weight, hessian, 1, 6).tolist())]
+    found = errors[tuple(width.choose(weight, hessian, 1, 6).tolist())]
     assert found <= sorted(errors.values())[10] < np.median(list(errors.values()))
 
 
@@ -272,10 +272,10 @@ def test_of_two_channels_that_say_the_same_one_goes() -> None:
     mix = torch.eye(6)
     mix[:, 4] = mix[:, 1]  # channel 4 repeats channel 1
     hessian = mix.T @ mix
-    assert sorted({1, 4} & set(groups.choose(weight, hessian, 1, 5).tolist())) in ([1], [4])
-    assert {1, 4} & set(groups.choose(weight, hessian, 1, 4).tolist())  # the other then carries both, and stays
+    assert sorted({1, 4} & set(width.choose(weight, hessian, 1, 5).tolist())) in ([1], [4])
+    assert {1, 4} & set(width.choose(weight, hessian, 1, 4).tolist())  # the other then carries both, and stays
     kept = torch.tensor([0, 1, 2, 3, 5])
-    fitted, _ = groups.refit(weight, hessian, kept, damping=1e-6)
+    fitted, _ = width.refit(weight, hessian, kept, damping=1e-6)
     assert torch.allclose(fitted[:, 1], weight[:, 1] + weight[:, 4], atol=1e-3)
 
 
@@ -283,7 +283,7 @@ def test_refit_is_least_squares_on_the_inputs() -> None:
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(200, 24, generator=generator) @ torch.randn(24, 24, generator=generator)
     weight, kept = torch.randn(9, 24, generator=generator), torch.arange(0, 24, 2)
-    fitted, damping = groups.refit(weight, inputs.T @ inputs / 200, kept, damping=0.0)
+    fitted, damping = width.refit(weight, inputs.T @ inputs / 200, kept, damping=0.0)
     expected = np.linalg.lstsq(inputs[:, kept].double().numpy(), (inputs @ weight.T).double().numpy(), rcond=None)[0].T
     assert damping == 0.0
     assert np.abs(fitted.numpy() - expected).max() < 1e-3 * np.abs(expected).max()
@@ -292,15 +292,15 @@ def test_refit_is_least_squares_on_the_inputs() -> None:
 def test_dead_and_absent_inputs() -> None:
     weight, hessian = layer(6, 16, 12)
     hessian[3] = hessian[:, 3] = 0
-    assert 3 not in groups.choose(weight, hessian, 1, 15).tolist()
+    assert 3 not in width.choose(weight, hessian, 1, 15).tolist()
     kept = torch.arange(8)
-    fitted, _ = groups.refit(weight, hessian, kept)
+    fitted, _ = width.refit(weight, hessian, kept)
     assert torch.allclose(fitted[:, 3], weight[:, 3], rtol=1e-4)  # dead now, and no reason to change it
-    assert torch.allclose(groups.refit(weight, torch.zeros(16, 16), kept)[0], weight[:, :8])
-    assert len(groups.choose(weight, torch.zeros(16, 16), 4, 2)) == 2
+    assert torch.allclose(width.refit(weight, torch.zeros(16, 16), kept)[0], weight[:, :8])
+    assert len(width.choose(weight, torch.zeros(16, 16), 4, 2)) == 2
     flat = torch.ones(16, 16)  # rank 1
-    _, used = groups.refit(weight, flat, kept, damping=0.0)
+    _, used = width.refit(weight, flat, kept, damping=0.0)
     assert used > 0
     assert hessians.output_error(weight, weight, flat) == 0
     with pytest.raises(ValueError, match="cannot keep 5 groups of 4"):
-        groups.choose(weight, hessian, 4, 5)
+        width.choose(weight, hessian, 4, 5)

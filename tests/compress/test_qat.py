@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.qat.layers import QuantizedLinear, pack_rounded, round_inputs
 from compress.quantize import rtn
-from compress.quantize.qat import QuantizedLinear, pack_rounded
-from compress.quantize.straight_through import round_inputs
 from runtime.formats import dequantize, int4, int8, nf4
 from runtime.formats.packed import Scheme
 from runtime.kernels.reference import packed_linear

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from calib.windows import Windows
 from compress.errors import UserError
+from compress.logits import kl_rows, log_probabilities, token_nll
 from compress.report import quality
-from compress.report.quality import bootstrap_interval, kl_rows, log_probabilities, measure, token_nll
+from compress.report.quality import bootstrap_interval, measure
 from runtime.contract import Out
 from runtime.model.hf_adapter import Adapter, adapt
 

@@ -8,7 +8,7 @@ import yaml
 from compress import Recipe
 from compress.errors import UserError
 from compress.recipe import Quantize, built_in
-from compress.training.settings import Budget
+from compress.recipe.training import Budget
 
 MINIMAL = "stages:\n  - quantize: {scheme: nf4}\n"
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from calib import corpora
-from compress import kv_cache
+from compress.records import LayerRecord, LeftAlone, ReportOptions, RunFacts
 from compress.report import assemble, baselines
-from compress.report.facts import LayerRecord, LeftAlone, ReportOptions, RunFacts
 from compress.report.schema import validate
+from compress.stages import kv_cache
 
 SOURCE = '''
 def clamp_{n}(value, low={n}, high=100):

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from compress import Artifact, Recipe, manifest
+from compress import Artifact, Recipe
+from compress.artifact import manifest
 from compress.export.onnx import graph as onnx_graph
-from compress.options import Options
 from compress.pipeline import run
+from compress.pipeline.options import Options
 from compress.report import baselines, exports, page, quality
 from compress.report.schema import validate
 from runtime import load
@@ -101,12 +102,12 @@ def test_the_pages_show_the_figures(artifact: Path) -> None:
 
 def test_exports_that_come_later_leave_the_figures_of_others(artifact: Path, tmp_path: Path) -> None:
     from compress import export
-    from compress.export import record
+    from compress.pipeline import exports
 
     folder = Path(shutil.copytree(artifact, tmp_path / "int4"))
     before = figures(Artifact(folder).report)
     names = ("awq", "gptq")
-    record.add(folder, [export.run(n, folder / "model", folder / "exports" / n, force=True) for n in names])
+    exports.add(folder, [export.run(n, folder / "model", folder / "exports" / n, force=True) for n in names])
     report = Artifact(folder).report
     validate(report)
     after = figures(report)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.quantize import rtn
-from compress.report.facts import LayerRecord
+from compress.records import LayerRecord
 from compress.report.size import bits_per_weight
 from runtime import formats
 from runtime.formats import int4, int8, nf4, ternary

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.sensitivity import (
+from compress.stages.sensitivity import (
     Candidate,
     Sensitivity,
     Unit,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.report.facts import LayerRecord
+from compress.records import LayerRecord
 from compress.report.size import bits_per_weight, measure, peak_memory_bytes, sparsity, weight_bytes
 from runtime.errors import UserError
 from runtime.formats import int4

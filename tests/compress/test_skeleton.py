@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.activations import Activations, Call, Inputs
-from compress.block import Block
-from compress.capture import Capture
+from compress.calibration.activations import Activations, Call, Inputs
+from compress.calibration.capture import Capture
 from compress.errors import UserError
-from compress.skeleton import Skeleton
-from compress.survey import Survey, survey
+from compress.model.block import Block
+from compress.model.structure import Skeleton, Survey, survey
 from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
@@ -175,8 +174,8 @@ def test_weights_are_dropped_after_the_capture_and_blocks_with_their_last_name(t
 
 
 def test_shared_modules_are_seen(tiny: Tiny) -> None:
-    from compress.plan import check_shared
-    from compress.survey import _shared
+    from compress.model.plan import check_shared
+    from compress.model.structure import _shared
 
     found = survey(tiny("llama"))
     check_shared(found)  # the tied head is outside the blocks

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from compress.errors import UserError
 from compress.report import speed, sweep_page
-from compress.report.pareto import pareto, png, svg
-from compress.report.standings import Point, dominated, standings
+from compress.report.sweep_plot import pareto, png, svg
+from compress.report.sweep_table import Point, dominated, standings
 
 
 def make_report(name: str, size: int, change: float, pace: float | None, **parts: Any) -> dict[str, Any]:

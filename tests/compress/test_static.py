@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.quantize import static
+from compress.quantize import smoothquant
 from runtime.formats import int8
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import reference
@@ -31,62 +31,62 @@ def brute_error(rows: Tensor, scale: float, weights: list[Tensor]) -> float:
 def test_rounding_is_what_the_kernels_do(activation: str) -> None:
     rows, weight = rows_with_outliers(), random_weight()
     packed = int8.pack(weight)
-    scale = static.input_scale(rows.abs().max() / 4) if activation == "int8-tensor" else None
+    scale = smoothquant.input_scale(rows.abs().max() / 4) if activation == "int8-tensor" else None
     scheme = int8.scheme(activation)  # type: ignore[arg-type]
     layer = reference.packed_linear(PackedWeight(scheme, packed.codes, packed.scale, input_scale=scale))
-    seen = static.round_tokens(rows) if scale is None else static.round_tensor(rows, scale)
+    seen = smoothquant.round_tokens(rows) if scale is None else smoothquant.round_tensor(rows, scale)
     torch.testing.assert_close(layer(rows), seen @ int8.dequantize(packed).T, rtol=1e-4, atol=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(2.0**-100, 2.0**100, width=32))
 def test_the_last_code_is_the_range(bound: float) -> None:
-    scale = static.input_scale(torch.tensor(bound))
+    scale = smoothquant.input_scale(torch.tensor(bound))
     assert scale.shape == () and scale.dtype == torch.float32
-    assert float(static.round_tensor(torch.tensor([bound]), scale)[0]) == pytest.approx(bound, rel=1e-6)
-    assert float(static.round_tensor(torch.tensor([bound * 2]), scale)[0]) == pytest.approx(bound, rel=1e-6)
+    assert float(smoothquant.round_tensor(torch.tensor([bound]), scale)[0]) == pytest.approx(bound, rel=1e-6)
+    assert float(smoothquant.round_tensor(torch.tensor([bound * 2]), scale)[0]) == pytest.approx(bound, rel=1e-6)
 
 
 @pytest.mark.parametrize("bound", [0.0, 1e-44])
 def test_inputs_that_are_always_zero_have_a_scale(bound: float) -> None:
-    assert float(static.input_scale(torch.tensor(bound))) == 1.0
+    assert float(smoothquant.input_scale(torch.tensor(bound))) == 1.0
 
 
 @pytest.mark.parametrize("bound", [float("nan"), float("inf"), -1.0])
 def test_a_range_that_is_none_is_refused(bound: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        static.input_scale(torch.tensor(bound))
+        smoothquant.input_scale(torch.tensor(bound))
 
 
 def test_a_token_of_zeros_stays_zeros() -> None:
     rows = rows_with_outliers()
     rows[1] = 0
-    assert torch.equal(static.round_tokens(rows)[1], torch.zeros(32))
+    assert torch.equal(smoothquant.round_tokens(rows)[1], torch.zeros(32))
 
 
 def test_the_search_finds_the_best_scale_by_brute_force() -> None:
     rows, weights = rows_with_outliers(), [random_weight(), random_weight(40, seed=2)]
     shrinks = [1.0, 0.8, 0.6, 0.4, 0.2]
-    found = static.search_input_scale(rows, rows.abs().max(), weights, shrinks)
-    tried = {s: brute_error(rows, float(static.input_scale(rows.abs().max())) * s, weights) for s in shrinks}
+    found = smoothquant.search_input_scale(rows, rows.abs().max(), weights, shrinks)
+    tried = {s: brute_error(rows, float(smoothquant.input_scale(rows.abs().max())) * s, weights) for s in shrinks}
     best = min(tried, key=lambda shrink: tried[shrink])
-    assert float(found) == pytest.approx(float(static.input_scale(rows.abs().max())) * best, rel=1e-6)
+    assert float(found) == pytest.approx(float(smoothquant.input_scale(rows.abs().max())) * best, rel=1e-6)
 
 
 def test_clipping_pays_where_the_largest_inputs_do_not_matter() -> None:
     rows, weight = rows_with_outliers(), random_weight()
     weight[:, [5, 9]] *= 1e-3
-    full = static.input_scale(rows.abs().max())
-    found = static.search_input_scale(rows, rows.abs().max(), [weight])
+    full = smoothquant.input_scale(rows.abs().max())
+    found = smoothquant.search_input_scale(rows, rows.abs().max(), [weight])
     assert brute_error(rows, float(found), [weight]) < 0.25 * brute_error(rows, float(full), [weight])
     # Where they matter, they are not clipped away.
     weight[:, [5, 9]] *= 1e6
-    assert float(static.search_input_scale(rows, rows.abs().max(), [weight])) > 0.9 * float(full)
+    assert float(smoothquant.search_input_scale(rows, rows.abs().max(), [weight])) > 0.9 * float(full)
 
 
 def test_nan_and_no_rows_are_refused() -> None:
     rows, weight = rows_with_outliers(), random_weight()
-    static.search_input_scale(rows, torch.tensor(60.0), [weight])
+    smoothquant.search_input_scale(rows, torch.tensor(60.0), [weight])
     for bad in (rows[:0], rows.masked_fill(rows == rows.max(), torch.nan)):
         with pytest.raises(ValueError, match="finite input rows"):
-            static.search_input_scale(bad, torch.tensor(60.0), [weight])
+            smoothquant.search_input_scale(bad, torch.tensor(60.0), [weight])

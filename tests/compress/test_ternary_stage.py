@@ -13,15 +13,11 @@ from torch import Tensor, nn
 
 from compress.distill.objective import Objective
 from compress.errors import UserError
-from compress.model_stages import Given
+from compress.model.plan import make_plan
+from compress.model.structure import survey
 from compress.pipeline import Options
 from compress.pipeline import run as run_recipe
-from compress.plan import make_plan
-from compress.recipe import Recipe
-from compress.report.facts import ReportOptions, RunFacts
-from compress.survey import survey
-from compress.ternary.bitlinear import BitLinear
-from compress.ternary.convert import (
+from compress.qat.convert import (
     RoundedModel,
     bit_linear,
     convert,
@@ -30,12 +26,15 @@ from compress.ternary.convert import (
     rounded_layers,
     set_share,
 )
-from compress.ternary.recipe import Qat, Ternary
-from compress.ternary.stage import run
-from compress.ternary.train import Manner, RoundedTask
-from compress.training.plain_model import held_out_loss
-from compress.training.plain_model import load as load_plain
-from compress.training.settings import Budget, Settings
+from compress.qat.layers import BitLinear
+from compress.qat.stage import Manner, RoundedTask, run
+from compress.recipe import Recipe
+from compress.recipe.training import Budget, Settings
+from compress.recipe.training_stages import Qat, Ternary
+from compress.records import ReportOptions, RunFacts
+from compress.training.contract import Given
+from compress.training.float_model import held_out_loss
+from compress.training.float_model import load as load_plain
 from runtime import load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.artifact import TRAINING
 from compress.errors import UserError
-from compress.training import checkpoint, loop
-from compress.training.batches import PackedBatches
+from compress.recipe.training import Budget, Settings
+from compress.training import loop
+from compress.training.contract import Loss
+from compress.training.data import PackedBatches
 from compress.training.loop import train
 from compress.training.parallel import World
-from compress.training.settings import Budget, Settings
-from compress.training.task import Loss
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests/compress/training_driver.py"
@@ -194,7 +195,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
         driver.run(driver.Toy(), tmp_path, BUDGET)
     content[-3] ^= 1
     weights.write_bytes(content)
-    described = tmp_path / checkpoint.NAME
+    described = tmp_path / TRAINING
     described.write_bytes(described.read_bytes().replace(b'"step": 30', b'"step": 29'))
     with pytest.raises(UserError, match=r"training\.json is damaged"):
         driver.run(driver.Toy(), tmp_path, BUDGET)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.training.schedule import cosine, share, warmup_stable_decay
-from compress.training.settings import Settings
+from compress.recipe.training import Settings
+from compress.training.loop import cosine, share, warmup_stable_decay
 
 SHARES = st.floats(0, 1)
 

@@ -15,14 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
-from compress import activations, files, manifest, passes, pipeline, preflight, stages
-from compress.activations import Activations, Inputs
-from compress.block import Block, Statistics
+from compress import pipeline
+from compress.artifact import files, manifest
+from compress.calibration import activations
+from compress.calibration.activations import Activations, Inputs
 from compress.errors import UserError
-from compress.pipeline import Options, run
+from compress.model.block import Block, Statistics
+from compress.pipeline import Options, forecast, passes, run
 from compress.recipe import Recipe
-from compress.report.facts import RunFacts
-from compress.stages import RoundToNearest
+from compress.records import RunFacts
+from compress.stages import quantize
+from compress.stages.quantize import RoundToNearest
 from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
@@ -80,7 +83,7 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Stands before the recipe's own stages."""
-    found, make, work = Spy(), stages.make_stages, passes.make_work
+    found, make, work = Spy(), quantize.make_stages, passes.make_work
 
     def kept(*given: Any) -> Any:
         found.tokens = given[3]
@@ -207,14 +210,14 @@ def test_activations_in_a_file_give_the_same_bits(
         return found
 
     monkeypatch.setattr(activations, "load", watched)
-    need = preflight.forecast
+    need = forecast.forecast
 
     def tight(*given: Any) -> Any:
         found = need(*given)
-        monkeypatch.setattr(preflight, "available", lambda: found.memory + found.held - 1)
+        monkeypatch.setattr(forecast, "available", lambda: found.memory + found.held - 1)
         return found
 
-    monkeypatch.setattr(preflight, "forecast", tight)
+    monkeypatch.setattr(forecast, "forecast", tight)
     mapped, _ = go(tiny("llama"), WANDA, ROUND, out="mapped")
     assert kinds == [np.memmap, np.memmap]
     assert modes == [0o600, 0o600]
@@ -522,12 +525,12 @@ def test_depth_takes_whole_blocks_and_renumbers_the_rest(tiny: Tiny, go: Any, sp
 def test_depth_resumes_in_its_look_at_the_blocks(
     tiny: Tiny, go: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress import walk
+    from compress.pipeline import sequential
 
     depth = {"prune": {"method": "depth", "share": 0.25}}
     model = tiny("llama", num_hidden_layers=4)
     straight, _ = go(model, depth, WANDA, out="straight")
-    influence, calls = walk.influence, list[int]()
+    influence, calls = sequential.influence, list[int]()
 
     def cut(pairs: Any) -> float:
         calls.append(1)
@@ -535,7 +538,7 @@ def test_depth_resumes_in_its_look_at_the_blocks(
             raise RuntimeError("power cut")
         return influence(pairs)
 
-    monkeypatch.setattr(walk, "influence", cut)
+    monkeypatch.setattr(sequential, "influence", cut)
     with pytest.raises(RuntimeError, match="power cut"):
         go(model, depth, WANDA)
     assert (tmp_path / "out.partial" / "inputs-00002.bin").is_file()

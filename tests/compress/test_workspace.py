@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from compress import files, workspace
+from compress.artifact import files, workspace
+from compress.artifact.workspace import LOCK, holder, locked
 from compress.errors import UserError
-from compress.lock import LOCK, holder, locked
 
 HOLD = "import sys; from pathlib import Path; from compress.lock import locked\nwith locked(Path(sys.argv[1])):\n"
 HOLD += "    print('held', flush=True)\n    sys.stdin.read()"
@@ -52,7 +52,7 @@ def test_a_folder_that_was_moved_away_cannot_be_locked(tmp_path: Path, monkeypat
         folder.rename(tmp_path / "out")
         return descriptor
 
-    monkeypatch.setattr("compress.lock.os.open", moving)
+    monkeypatch.setattr("compress.artifact.workspace.os.open", moving)
     with pytest.raises(UserError, match="in use"), locked(folder):
         pass
     monkeypatch.undo()

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.training.batches import PackedBatches
+from compress.recipe.training import Budget, Settings
+from compress.training.contract import Group, Loss, matrices_and_rest
+from compress.training.data import PackedBatches
 from compress.training.loop import Trained, train
 from compress.training.parallel import current, joined
-from compress.training.settings import Budget, Settings
-from compress.training.task import Group, Loss, matrices_and_rest
 
 VOCABULARY = 17
 SETTINGS = Settings(rate=1e-2, batch=4, length=12, evaluate_every=5, save_every=7, weight_decay=0.1)
@@ -158,7 +158,7 @@ def one(folder: Path, name: str, job: dict[str, Any]) -> None:
 
 def kill_at(number: int) -> None:
     """Ends the process just before its step of that number."""
-    from compress import files
+    from compress.artifact import files
 
     count = 0
     for name in ("sync", "rename", "remove", "sync_folder"):

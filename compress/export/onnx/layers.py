@@ -9,18 +9,134 @@
 Activation order is a Gather of the inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from compress.errors import UserError
 from compress.export.onnx import codes as onnx_codes
-from compress.export.onnx.builder import MICROSOFT, Builder, present
 from runtime.formats.packed import PackedWeight
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
+_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.uint8: "UINT8", torch.int32: "INT32"}
+
+
+class Builder:
+    """New nodes and initialisers of a graph. Their names begin with the layer's."""
+
+    def __init__(self, graph: "ir.Graph", layer: str, dtype: torch.dtype):
+        self.graph, self.layer, self.dtype = graph, layer, dtype
+        self.nodes: list[ir.Node] = []
+
+    def constant(self, name: str, values: Tensor | np.ndarray) -> "ir.Value":
+        """An initialiser `layer.name`."""
+        import onnx_ir as ir
+
+        array = values.contiguous().numpy() if isinstance(values, Tensor) else values
+        full = f"{self.layer}.{name}"
+        value = ir.Value(
+            name=full,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+            const_value=ir.Tensor(array, name=full),
+        )
+        self.graph.initializers.add(value)
+        return value
+
+    def node(self, kind: str, inputs: Sequence["ir.Value | None"], domain: str = "", **attributes: Any) -> "ir.Value":
+        """A node's only output."""
+        import onnx_ir as ir
+
+        name = f"{self.layer}/{kind}_{len(self.nodes)}"
+        made = ir.node(kind, list(inputs), attributes=attributes, domain=domain, name=name)
+        made.outputs[0].name = f"{name}_output"
+        self.nodes.append(made)
+        return made.outputs[0]
+
+    def cast(self, x: "ir.Value", to: torch.dtype) -> "ir.Value":
+        """`x` as another dtype."""
+        import onnx_ir as ir
+
+        return self.node("Cast", [x], to=int(getattr(ir.DataType, _NAMES[to])))
+
+    def floats(self, values: Tensor) -> Tensor:
+        """Scales as the graph's floats. Raises UserError where float16 overflows or loses one altogether."""
+        cast = values.to(self.dtype)
+        if self.dtype == torch.float16 and not bool((torch.isfinite(cast) & ((cast != 0) | (values == 0))).all()):
+            raise UserError(
+                f"{self.layer}: expected scales that float16 holds, found {float(values.abs().min()):.3g} to"
+                f" {float(values.abs().max()):.3g}: export to onnx, which has float32"
+            )
+        return cast
+
+
+def present(value: "ir.Value | None") -> "ir.Value":
+    """An input that is not optional."""
+    assert value is not None
+    return value
+
+
+def replace_experts(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
+    """Gathers packed experts and dequantises only those; False where the graph uses the initialiser in another way.
+
+    packed  (E · N, K), as Weights.packed_experts has it.
+    dtype   of the graph's floats.
+
+    Raises UserError for groups, rows or zero points that the operator does not have, and scales that float16 does not.
+    """
+    from onnx_ir import convenience
+
+    weight = graph.initializers[name]
+    uses = list(weight.uses())
+    assert weight.shape is not None
+    count = int(weight.shape[0])
+    if len(uses) != 1 or uses[0].node.op_type != "GatherND" or uses[0].idx != 0:
+        return False
+    node = uses[0].node
+    builder = Builder(graph, name, dtype)
+    # The operator has 4 and 8 bits.
+    blocks = onnx_codes.to_blocks(name, packed, max(4, onnx_codes.container(packed)))
+    if blocks.inputs % blocks.block:
+        raise UserError(
+            f"{name}: expected rows of a multiple of {blocks.block} inputs, as GatherBlockQuantized has them, found"
+            f" {blocks.inputs}: leave the experts out of the recipe's targets"
+        )
+    if blocks.zeros is not None and blocks.zeros.dtype != torch.uint8:
+        raise UserError(f"{name}: expected experts with whole zero points, found others (HQQ): use another method")
+    places = builder.node(
+        "Squeeze", [present(node.inputs[1]), builder.constant("last_axis", np.array([-1], dtype=np.int64))]
+    )
+    rows = blocks.outputs // count
+    inputs: list[ir.Value | None] = [
+        builder.constant("codes", blocks.codes.view(count, rows, -1)),
+        places,
+        builder.constant("scales", builder.floats(blocks.scales).view(count, rows, -1)),
+    ]
+    if blocks.zeros is not None:
+        inputs.append(builder.constant("zero_points", blocks.zeros.view(count, rows, -1)))
+    y = builder.node(
+        "GatherBlockQuantized",
+        inputs,
+        MICROSOFT,
+        bits=blocks.bits,
+        block_size=blocks.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    old = node.outputs[0]
+    convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, [old], [y])
+    graph.initializers.pop(name)
+    return True
+
 
 # MatMulNBits: sums in float32, and inputs rounded to int8 per block, as our kernels for the same schemes do.
 _FLOAT_SUMS, _INT8_INPUTS = 0, 4

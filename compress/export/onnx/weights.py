@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress import experts
 from compress.errors import UserError
-from compress.survey import Survey, survey
+from compress.model import experts
+from compress.model.structure import Survey, survey
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight

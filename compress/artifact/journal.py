@@ -1,0 +1,164 @@
+"""Which parts of a run are done, so that a run that was killed can go on.
+
+The journal is one JSON file in the partial folder with a checksum over all of it, replaced as a whole after every part
+(a block, or a tensor outside the blocks) whose weights are already on disk: what it lists is there. A copy of it is
+written after it, so that a damaged one can be put right by hand.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compress.artifact.files import render_json, sha256, write_atomic
+from compress.errors import UserError
+
+NAME = "journal.json"
+COPY = "journal.json.copy"
+_SCHEMA = 3
+
+
+@dataclass
+class Journal:
+    """What is done.
+
+    parts     each part that is done, with its record: plain JSON data with `file`, `bytes` and `sha256`.
+    inputs    the activations that go into the next block: `block`, `file`, `bytes`, `sha256` and `shape`.
+    scan      of depth pruning: each block's influence so far, and once all are known the blocks that go.
+    stages    each finished stage on the whole model: checksums of its files, and what the report says of it.
+    finished  whether only moving the folder to its place is left.
+    """
+
+    folder: Path
+    fingerprint: dict[str, Any]
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    inputs: dict[str, Any] | None = None
+    scan: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished: bool = False
+
+    def commit(self, part: str, record: dict[str, Any], inputs: dict[str, Any] | None = None) -> None:
+        """Notes that a part is done, and what goes into the next one. Their files must have been written before."""
+        self.parts[part] = record
+        self.inputs = inputs or self.inputs
+        self._write()
+
+    def keep_inputs(self, inputs: dict[str, Any]) -> None:
+        """Notes what goes into the next block."""
+        self.inputs = inputs
+        self._write()
+
+    def keep_scan(self, scan: dict[str, Any], inputs: dict[str, Any] | None) -> None:
+        """Notes how far the look at all blocks has come, and what goes into the next one that is looked at."""
+        self.scan, self.inputs = scan, inputs
+        self._write()
+
+    def commit_stage(self, stage: str, record: dict[str, Any]) -> None:
+        """Notes that a stage on the whole model is done. Its files must have been written before."""
+        self.stages[stage] = record
+        self._write()
+
+    def finish(self) -> None:
+        """Notes that the folder is complete."""
+        self.finished = True
+        self._write()
+
+    def _write(self) -> None:
+        body = {
+            "fingerprint": self.fingerprint,
+            "parts": self.parts,
+            "inputs": self.inputs,
+            "scan": self.scan,
+            "stages": self.stages,
+            "finished": self.finished,
+        }
+        content = _sealed(body)
+        for name in (NAME, COPY):
+            write_atomic(self.folder / name, content)
+
+
+def begin(folder: Path, fingerprint: dict[str, Any]) -> Journal:
+    """An empty journal, on disk. `fingerprint`: plain JSON data that everything written depends on."""
+    journal = Journal(folder, fingerprint)
+    journal._write()
+    return journal
+
+
+def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
+    """The journal of a run that was cut short.
+
+    Raises UserError where it cannot be read or is damaged, where what the run depends on has changed (naming what), or
+    where a file that it lists is missing or is not what was written.
+    """
+    body = _opened(folder / NAME)
+    changed = differences(body["fingerprint"], fingerprint)
+    if changed:
+        raise UserError(
+            f"{folder}: --resume needs what the run was started with, but {changed}: undo the change, or start again "
+            "with --force"
+        )
+    journal = Journal(
+        folder, fingerprint, body["parts"], body["inputs"], body["scan"], body["stages"], body["finished"]
+    )
+    if not journal.finished:
+        for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
+            _check_file(folder, str(record["file"]), record)
+    return journal
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(render_json(body)).hexdigest()
+    return render_json({"schema": _SCHEMA, "sha256": digest, "body": body})
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    """The body of a journal whose every byte is as it was written."""
+    content = b""
+    try:
+        content = path.read_bytes()
+        data = json.loads(content)
+        schema = data["schema"]
+        body: dict[str, Any] = data["body"]
+        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "scan", "stages", "finished")]
+        whole = _sealed(body) == content and isinstance(fields[1], dict)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        schema, whole = _SCHEMA, False
+    if schema != _SCHEMA:
+        raise UserError(f"{path}: expected schema {_SCHEMA}, found {schema!r}: start again with --force")
+    if not whole:
+        raise UserError(
+            f"{path} is damaged: its content does not match its checksum; no work is lost: put {COPY} in its place and "
+            "try --resume again, or start again with --force"
+        )
+    return body
+
+
+def _check_file(folder: Path, name: str, record: dict[str, Any]) -> None:
+    path = folder / name
+    if Path(name).name != name or not path.is_file() or path.stat().st_size != record["bytes"]:
+        raise UserError(f"{path}: expected {record['bytes']} bytes as journalled, found none: start again with --force")
+    if sha256(path) != record["sha256"]:
+        raise UserError(
+            f"{path} is damaged: its content does not match the journal's checksum: start again with --force"
+        )
+
+
+def differences(before: Any, now: Any, path: str = "") -> str:
+    """The first few differences as a phrase; empty where there are none."""
+    changes = _compare(before, now, path)
+    more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more
+
+
+def _compare(before: Any, now: Any, path: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        out = []
+        for key in sorted(before.keys() | now.keys()):
+            out += _compare(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+        return out
+    if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
+        return [c for i, (a, b) in enumerate(zip(before, now, strict=True)) for c in _compare(a, b, f"{path}.{i}")]
+    return [] if before == now else [f"{path} was {before!r} and is {now!r}"]

@@ -1,0 +1,163 @@
+"""safetensors files, written so that nothing is ever half there, and joined without loading them.
+
+While a run works, every part (a block, or a tensor outside the blocks) is a file of its own; at the end the parts are
+joined into shards by copying bytes. The layout follows the safetensors library: larger element types first, then by
+name, so that every tensor is aligned.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from compress.artifact.files import sync_folder, whole, write_json
+
+SHARD_BYTES = 1_000_000_000
+INDEX = "model.safetensors.index.json"
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+WIDTHS = {name: dtype.itemsize for dtype, name in NAMES.items()}
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor: its place in the file `source` (or itself, where it is still in memory)."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    size: int
+    source: Path | Tensor
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file that was just written holds: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+def write_part(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Writes one safetensors file, synced and renamed into place."""
+    entries = [
+        _Entry(name, NAMES[tensor.dtype], list(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
+        for name, tensor in tensors.items()
+    ]
+    return _write(path, entries)
+
+
+def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[str]:
+    """Joins part files into `folder`/model.safetensors, or several shards of at most `limit` bytes and their index.
+
+    A single tensor larger than `limit` gets a shard of its own. Returns the names of the files. The parts stay.
+    """
+    shards: list[list[_Entry]] = [[]]
+    filled = 0
+    for part in parts:
+        for entry in _entries(part):
+            if shards[-1] and filled + entry.size > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(entry)
+            filled += entry.size
+    count = len(shards)
+    names = (
+        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
+    for name, entries in zip(names, shards, strict=True):
+        _write(folder / name, entries)
+    if count > 1:
+        weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        total = sum(entry.size for entries in shards for entry in entries)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(INDEX)
+    sync_folder(folder)
+    return names
+
+
+class Digesting:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._hash, self._bytes = file, hashlib.sha256(), 0
+
+    def write(self, content: Any) -> None:
+        """Writes bytes, or anything that has their buffer."""
+        self._file.write(content)
+        self._hash.update(content)
+        self._bytes += len(content)
+
+    def written(self) -> Written:
+        """What went in so far."""
+        return Written(self._bytes, self._hash.hexdigest())
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row after row."""
+    flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> Written:
+    ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in ordered:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
+        end += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with whole(path) as opened:
+        file = Digesting(opened)
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry in ordered:
+            if isinstance(entry.source, Tensor):
+                file.write(raw(entry.source))
+            else:
+                _copy(entry.source, entry.offset, entry.size, file)
+    return file.written()
+
+
+def _copy(source: Path, offset: int, size: int, into: Digesting) -> None:
+    with source.open("rb") as file:
+        file.seek(offset)
+        while size:
+            chunk = file.read(min(size, _CHUNK))
+            if not chunk:
+                raise OSError(f"{source} ends early")
+            into.write(chunk)
+            size -= len(chunk)
+
+
+def _entries(path: Path) -> list[_Entry]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    return [
+        _Entry(name, about["dtype"], about["shape"], end - begin, path, start + begin)
+        for name, about in header.items()
+        for begin, end in [about["data_offsets"]]
+    ]

@@ -1,0 +1,178 @@
+"""The activations between two blocks: in memory, or mapped from a file where they outgrow the budget.
+
+Either way they are in a file of the partial folder, which only the user may read: a run that was killed goes on from
+there. A window is copied into a buffer of its own before it is used, so that both ways give the same bits: what a
+product's order of additions is may depend on where its inputs lie.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.artifact.files import PRIVATE, whole
+from compress.artifact.safetensors import Digesting, raw
+from compress.errors import UserError
+from compress.model.block import Block
+
+
+@contextmanager
+def quick_products() -> Iterator[None]:
+    """Lets oneDNN compute float32 matrix products within, where it keeps all of their factors' bits.
+
+    torch leaves them to another library otherwise, which on some processors takes more than twice as long. The setting
+    that brings oneDNN in also permits it to round factors to bfloat16, which it does on processors with units for such
+    matrices (AMX): there products stay as they are, for what a block gives would be off by a percent.
+    """
+    if not _keeps_factors():
+        yield
+        return
+    with _onednn():
+        yield
+
+
+@contextmanager
+def _onednn() -> Iterator[None]:
+    mkldnn: Any = torch.backends.mkldnn  # whose annotations leave this setting out
+    matmul = mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@cache
+def _keeps_factors() -> bool:
+    """Whether a product under the setting is as near to the true one as float32 gets; true without oneDNN, too."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*shape, generator=generator) for shape in ((256, 512), (512, 256)))
+    exact = left.double() @ right.double()
+    with _onednn():
+        found = (left @ right).double()
+    # float32's rounding gives some 1e-7, bfloat16's 2e-3.
+    return float((found - exact).norm() / exact.norm()) < 1e-5
+
+
+_FLOAT = np.dtype("<f4")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the model hands to a decoder layer beside its input: the same for every window."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """(S, T, D) float32: what goes into block `block` for S windows of T tokens."""
+
+    block: int
+    data: np.ndarray[Any, np.dtype[np.float32]]
+
+    def __len__(self) -> int:
+        return int(self.data.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """S · T."""
+        return int(self.data.shape[0] * self.data.shape[1])
+
+    def window(self, number: int) -> Tensor:
+        """(1, T, D), a copy."""
+        out = torch.empty(1, *self.data.shape[1:])
+        np.copyto(out.numpy()[0], self.data[number])
+        return out
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What goes into a block, and how the model calls it."""
+
+    activations: Activations
+    call: Call
+
+    def __len__(self) -> int:
+        return len(self.activations)
+
+    def windows(self) -> Iterator[Tensor]:
+        """Each window's activations (1, T, D), copies."""
+        for number in range(len(self)):
+            yield self.activations.window(number)
+
+    def outputs(self, block: Block) -> Iterator[Tensor]:
+        """What the block as it is now makes of each window, (1, T, D). Raises UserError for NaN and infinity."""
+        for number, window in enumerate(self.windows()):
+            yield self._output(block, number, window)
+
+    def show(self, block: Block) -> Iterator[None]:
+        """Sends each window through the block, for hooks to see.
+
+        A hook that has seen all it wants of a window raises `Enough`: what comes after it is not computed. Raises
+        UserError as `outputs` does, where it comes that far.
+        """
+        for number, window in enumerate(self.windows()):
+            with suppress(Enough):
+                self._output(block, number, window)
+            yield
+
+    def _output(self, block: Block, number: int, window: Tensor) -> Tensor:
+        # What hooks compute belongs to the products: the Hessians.
+        with torch.no_grad(), quick_products():
+            out = block.module(window, *self.call.args, **self.call.kwargs)
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        check_window(hidden, number, f"what {block.prefix} gives")
+        return hidden
+
+
+class Enough(Exception):  # noqa: N818 (nothing is wrong)
+    """A hook has seen all that it wants of a window."""
+
+
+def check_window(values: Tensor, number: int, what: str) -> None:
+    """Raises UserError naming the window where values are NaN or infinite."""
+    # A sum says it at once, unless finite numbers add up to more than a float holds.
+    if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
+        found = "NaN" if bool(values.isnan().any()) else "an infinite number"
+        raise UserError(
+            f"calibration window {number + 1}: expected finite numbers in {what}, found {found}: check the model's "
+            "weights, or calibrate on other text with --calib or --seed"
+        )
+
+
+def file_name(block: int) -> str:
+    """The file in the partial folder that holds what goes into a block."""
+    return f"inputs-{block:05d}.bin"
+
+
+def save(folder: Path, block: int, windows: Iterable[Tensor], shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Writes what goes into block `block`, window by window, and returns the journal's record of it."""
+    name = file_name(block)
+    count = 0
+    with whole(folder / name, PRIVATE) as opened:
+        file = Digesting(opened)
+        for window in windows:
+            file.write(raw(window.to(torch.float32)))
+            count += 1
+    written = file.written()
+    if count != shape[0] or written.bytes != math.prod(shape) * _FLOAT.itemsize:
+        raise ValueError(f"block {block}: expected activations {shape}, found {count} windows, {written.bytes} bytes")
+    return {"block": block, "file": name, "bytes": written.bytes, "sha256": written.sha256, "shape": list(shape)}
+
+
+def load(folder: Path, record: dict[str, Any], mapped: bool) -> Activations:
+    """The activations of a journal's record; `mapped`: from the file, page by page, instead of in memory."""
+    shape = tuple(record["shape"])
+    path = folder / str(record["file"])
+    data = np.memmap(path, _FLOAT, "r", shape=shape) if mapped else np.fromfile(path, _FLOAT).reshape(shape)
+    return Activations(int(record["block"]), data)

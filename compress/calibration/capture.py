@@ -1,0 +1,129 @@
+"""What goes into the first block, and how the model calls each of its blocks, found by the model's own forward.
+
+Every layer's forward is replaced by one that notes its arguments and passes the hidden states on, so masks and position
+embeddings are whatever the architecture makes of them, layer by layer (Gemma's differ between its windows).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compress.calibration.activations import Call, check_window
+from compress.errors import UserError
+from compress.model.structure import Skeleton, make_buffers
+from runtime.formats.tensors import check_finite
+
+
+class _LastLayerError(Exception):
+    """Ends a forward at the last layer: nothing after it is wanted, or has weights."""
+
+
+class Capture:
+    """The model's front: embeddings in, the first block's inputs and every block's other arguments out."""
+
+    def __init__(self, skeleton: Skeleton, outside: Sequence[str]):
+        """outside: the checkpoint's tensors that belong to no block. The head is not needed and not loaded."""
+        self._body: Any = skeleton.model.base_model
+        self._layers = skeleton.layers
+        self.calls: list[Call] = []
+        for name, module in skeleton.model.named_modules():
+            if not f"{name}.".startswith(f"{skeleton.survey.blocks_at}."):
+                make_buffers(skeleton.model, module)
+        self._filled: list[tuple[nn.Module, str]] = []
+        self._hooks: list[RemovableHandle] = []
+        for name in outside:
+            parameter = skeleton.survey.find(name)
+            if parameter is None or parameter.kind == "head":
+                continue
+            tensor = skeleton.checkpoint.tensor(name)
+            check_finite(name, tensor)
+            place, _, leaf = parameter.name.rpartition(".")
+            module = skeleton.model.get_submodule(place)
+            # An embedding is large and only looked up: it stays in the file's memory and type.
+            is_embedding = parameter.kind == "embedding"
+            value = tensor if is_embedding else tensor.to(torch.float32, copy=True)
+            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+            self._filled.append((module, leaf))
+            if is_embedding:
+                self._hooks.append(module.register_forward_hook(_to_float))
+
+    def inputs(self, tokens: Tensor) -> Iterator[Tensor]:
+        """What goes into block 0, (1, T, D) float32, for each row of tokens (S, T) int64; fills `calls`.
+
+        Raises UserError for NaN and infinity, and for an architecture that hands its layers more than the hidden
+        states that depends on the text.
+        """
+        for number, row in enumerate(tokens):
+            hidden, calls = self._forward(row)
+            check_window(hidden, number, "the embeddings")
+            if not self.calls:
+                self.calls = calls
+            elif not all(_same(one, other) for one, other in zip(self.calls, calls, strict=True)):
+                raise UserError(
+                    f"{type(self._body).__name__}: expected layers that are given nothing of the text but their hidden "
+                    "states, found arguments that differ between texts: use a recipe that looks at no text"
+                )
+            yield hidden
+
+    def release(self) -> None:
+        """Lets go of the weights."""
+        for module, leaf in self._filled:
+            parameter = getattr(module, leaf)
+            setattr(module, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+        for hook in self._hooks:
+            hook.remove()
+
+    def _forward(self, row: Tensor) -> tuple[Tensor, list[Call]]:
+        seen: list[tuple[Tensor, Call]] = []
+        with _recording(self._layers, seen), torch.no_grad(), suppress(_LastLayerError):
+            self._body(input_ids=row.unsqueeze(0), use_cache=False)
+        first = seen[0][0] if seen else None
+        if first is None or len(seen) != len(self._layers) or any(h.shape != first.shape for h, _ in seen):
+            raise UserError(
+                f"{type(self._body).__name__}: expected a forward that hands hidden states from layer to layer, found "
+                f"another ({len(seen)} of {len(self._layers)} layers called): use a recipe that looks at no text"
+            )
+        return first.to(torch.float32), [call for _, call in seen]
+
+
+def _to_float(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return out.to(torch.float32)
+
+
+@contextmanager
+def _recording(layers: Sequence[nn.Module], seen: list[tuple[Tensor, Call]]) -> Iterator[None]:
+    """Replaces the layers' forwards meanwhile."""
+
+    def recorder(last: bool) -> Any:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append((hidden_states, Call(args, kwargs)))
+            if last:
+                raise _LastLayerError
+            return hidden_states
+
+        return forward
+
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = recorder(layer is layers[-1])
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _same(one: Call, other: Call) -> bool:
+    from torch.utils._pytree import tree_flatten
+
+    first, second = (tree_flatten((call.args, dict(call.kwargs)))[0] for call in (one, other))
+    return len(first) == len(second) and all(map(_equal, first, second))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.shape == other.shape and torch.equal(one, other))
+    return one is other or bool(one == other)

@@ -1,0 +1,152 @@
+"""The one pass of the calibration text through a block that feeds all of its stages."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.calibration.activations import Enough, Inputs, check_window
+from compress.model import experts
+from compress.model.block import Block, Statistics
+from compress.model.experts import FewTokens
+
+if TYPE_CHECKING:
+    from calib.moments import Moments, Wants
+
+
+def hessian_of(statistics: Statistics, path: str) -> Tensor:
+    found = statistics[path].hessian
+    if found is None:
+        raise ValueError(f"{path}: no Hessian was collected")
+    return found
+
+
+def rows_of(moments: "Moments") -> Tensor:
+    if moments.rows is None:
+        raise ValueError("no input rows were collected")
+    return moments.rows
+
+
+def absmean_of(moments: "Moments") -> Tensor:
+    if moments.absmean is None:
+        raise ValueError("no ranges were collected")
+    return moments.absmean
+
+
+def absmax_of(moments: "Moments") -> Tensor:
+    if moments.absmax is None:
+        raise ValueError("no ranges were collected")
+    return moments.absmax
+
+
+def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:
+    """What several stages want together, by path of a linear layer."""
+    out: dict[str, Wants] = {}
+    for wants in wanted:
+        for path, want in wants.items():
+            out[path] = want | out[path] if path in out else want
+    return out
+
+
+def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: FewTokens) -> dict[str, "Moments"]:
+    """Moments of the inputs of the linear layers in `wants`, by path.
+
+    Layers that read one tensor (q, k and v) share one Moments where they want the same. `few` says what becomes of
+    experts that saw too few tokens: their layers go to `block.starved` and have no moments, or they are shown every
+    token in a second pass. What each expert saw goes to `block.experts`.
+    Raises UserError for NaN and infinity, naming window and layer.
+    """
+    collector = _Collector(block, wants)
+    with experts.counted(block.module) as counts:
+        collector.run(inputs)
+    block.experts = experts.records(block.number, counts, few)
+    # An expert that no token reached has no moments, whatever the recipe asks for at least.
+    hungry = experts.starved(counts, max(few.least, 1))
+    layers = {path for path in wants for expert in hungry if path.startswith(f"{expert}.")}
+    collector.forget(layers)
+    if layers and few.few == "all-tokens":
+        everything = _Collector(block, {path: wants[path] for path in wants if path in layers})
+        with experts.counted(block.module, hungry):
+            everything.run(inputs)
+        return collector.moments | everything.moments
+    block.starved = frozenset(layers)
+    return collector.moments
+
+
+class _Collector:
+    """Hooks on linear layers that add what they see."""
+
+    def __init__(self, block: Block, wants: Mapping[str, "Wants"]):
+        self.block, self.wants = block, dict(wants)
+        self.moments: dict[str, Moments] = {}
+        # path → the layer whose Moments it shares, itself for one that has its own
+        self.leaders: dict[str, str] = {}
+        # id of a tensor of the window that runs → the first layer that read it, and the tensor: held, its id is its own
+        self.seen: dict[int, tuple[str, Tensor]] = {}
+        # path → the window in which it was seen first
+        self.began: dict[str, int] = {}
+        self.window = 0
+        # What comes out of the block is thrown away (these are the weights before the stages): a window is done when
+        # its last input was seen. How many there are the first one tells, which goes through to the end, as all windows
+        # of a mixture do: which experts are called is the text's affair.
+        self.calls = 0
+        self.last_call: int | None = None
+        self.steady = not any(isinstance(module, experts.UnfusedExperts) for module in block.module.modules())
+
+    def run(self, inputs: Inputs) -> None:
+        """Sends all windows through the block, as far as there is something to see."""
+        with self._hooked():
+            for number, _ in enumerate(inputs.show(self.block)):
+                self.window = number + 1
+                self.seen.clear()
+                self.last_call, self.calls = self.calls if self.steady else None, 0
+        self.seen.clear()
+
+    def forget(self, layers: Collection[str]) -> None:
+        """Drops what was seen of some layers."""
+        for path in layers:
+            self.moments.pop(path, None)
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = [self.block.linears[path].register_forward_pre_hook(self._hook(path)) for path in self.wants]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, path: str) -> Any:
+        def see(module: nn.Module, given: tuple[Any, ...]) -> None:
+            self._see(path, given[0])
+
+        return see
+
+    def _see(self, path: str, x: Tensor) -> None:
+        first, _ = self.seen.setdefault(id(x), (path, x))
+        leader = self.leaders.get(path)
+        if leader is None:
+            # Only one that has begun in this very window has missed nothing that the leader has seen.
+            shares = first != path and self.wants[first] == self.wants[path] and self._is_fresh(first)
+            leader = self.leaders[path] = first if shares else path
+            self.moments[path] = self.moments[leader] if shares else self._new(path, x)
+        if leader == path:
+            check_window(x, self.window, f"the inputs of {self.block.prefix}.{path}")
+            with torch.no_grad():
+                self.moments[path].add(x)
+        elif first != leader:
+            raise ValueError(f"{self.block.prefix}.{path} read {leader}'s inputs before and reads others now")
+        self.calls += 1
+        if self.calls == self.last_call:
+            raise Enough
+
+    def _is_fresh(self, path: str) -> bool:
+        return self.leaders.get(path) == path and self.began.get(path) == self.window
+
+    def _new(self, path: str, x: Tensor) -> "Moments":
+        from calib.moments import Moments
+
+        self.began[path] = self.window
+        return Moments(x.shape[-1], self.wants[path])

@@ -1,0 +1,204 @@
+"""A teacher's answers on disk: its k most probable tokens at every position, and what probability is left for others.
+
+One file of fixed records, memory-mapped, beside a JSON file that says what it holds and has its checksum. k + 1 classes
+with all of the probability make every divergence proper (`distributions.collapse`): without the last one, a student
+would be pushed to give all of its mass to the k tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress.artifact import files
+from compress.distill.divergences import Divergence, collapse, divergence
+from compress.distill.teacher import Teacher, of_model
+from compress.errors import UserError
+from compress.recipe.training import Settings
+from compress.recipe.training_stages import Answers
+from compress.training.contract import Progress
+from compress.training.data import PackedBatches
+from compress.training.parallel import World, alone, current
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TopLogits:
+    """What the cache has of some windows.
+
+    tokens     (n, T, k) int64, the most probable first.
+    log_probs  (n, T, k + 1) float32: theirs, and last that of all other tokens together. Their exponentials sum to 1.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    def to(self, device: torch.device) -> "TopLogits":
+        """The same on another device."""
+        return TopLogits(self.tokens.to(device), self.log_probs.to(device))
+
+    def divergence(self, student: Tensor, kind: Divergence, beta: float = 0.5, weights: Tensor | None = None) -> Tensor:
+        """The mean divergence over k + 1 classes of student logits (n, T, V) at the cache's temperature, in nats."""
+        rows = collapse(student.flatten(0, -2), self.tokens.flatten(0, -2))
+        return divergence(rows, self.log_probs.flatten(0, -2), kind, beta, weights=weights)
+
+
+class LogitsCache:
+    """Read-only; `write` makes one.
+
+    Raises UserError for a file that is missing, damaged, or of other windows or another teacher than `identity` says.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]):
+        about = _read(path)
+        if about["identity"] != dict(identity):
+            raise UserError(
+                f"{path} holds a teacher's answers to {about['identity']}, expected {dict(identity)}: remove it"
+            )
+        self.k, self.windows, self.length = (int(about[key]) for key in ("k", "windows", "length"))
+        expected = self.windows * self.length * _record(self.k).itemsize
+        if not path.is_file() or path.stat().st_size != expected or files.sha256(path) != about["sha256"]:
+            raise UserError(f"{path} is damaged or missing: expected {expected} bytes with its checksum: remove it")
+        self._records = np.memmap(path, dtype=_record(self.k), mode="r", shape=(self.windows, self.length))
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def take(self, windows: Tensor) -> TopLogits:
+        """Answers to the windows of these numbers (n,) int64."""
+        found = self._records[windows.numpy()]
+        tokens = torch.from_numpy(found["token"].astype(np.int64))
+        return TopLogits(tokens, torch.from_numpy(np.ascontiguousarray(found["log_prob"])))
+
+
+def write(
+    path: Path,
+    teacher: Teacher,
+    windows: Tensor,
+    k: int,
+    identity: Mapping[str, Any],
+    progress: Progress,
+    rows: int = 8,
+) -> None:
+    """Writes the k best answers to each token of `windows` (N, T) int64; the file is whole or not there.
+
+    identity  plain JSON data that says which teacher and which windows these are.
+    rows      windows in one call of the teacher.
+    Raises ValueError for k out of range and UserError for logits that are not finite.
+    """
+    count, length = windows.shape
+    digest = hashlib.sha256()
+    files.remove(_about(path))
+    with files.whole(path) as file:
+        for first in range(0, count, rows):
+            progress("teacher", first, count)
+            logits = teacher(windows[first : first + rows])
+            if not 0 < k < logits.shape[-1]:
+                raise ValueError(f"k must be from 1 to {logits.shape[-1] - 1}, found {k}")
+            records = _records(logits.flatten(0, 1), k, first)
+            raw = records.tobytes()
+            digest.update(raw)
+            file.write(raw)
+    progress("teacher", count, count)
+    sizes = {"schema": _SCHEMA, "k": k, "windows": count, "length": length}
+    files.write_json(_about(path), {**sizes, "sha256": digest.hexdigest(), "identity": dict(identity)})
+
+
+def _records(logits: Tensor, k: int, window: int) -> NDArray[np.void]:
+    if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
+        raise UserError(f"teacher: expected finite logits, found none in windows from {window + 1} on")
+    kept = logits.topk(k, dim=-1).indices
+    found = np.empty(len(logits), dtype=_record(k))
+    found["token"] = kept.cpu().numpy()
+    found["log_prob"] = collapse(logits, kept).float().cpu().numpy()
+    return found
+
+
+def _record(k: int) -> np.dtype[np.void]:
+    return np.dtype([("token", "<i4", (k,)), ("log_prob", "<f4", (k + 1,))])
+
+
+def _about(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(_about(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_about(path)} cannot be read: expected a cache of a teacher's answers: write it") from error
+    if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
+        raise UserError(f"{_about(path)}: expected a cache of schema {_SCHEMA}, found another one: remove it")
+    return about
+
+
+class NumberedBatches:
+    """The same windows in every epoch, each epoch in an order of its own; before a window stands its number.
+
+    windows  (N, length + 1) int64.
+    """
+
+    def __init__(self, windows: Tensor, settings: Settings, world: World | None = None):
+        self._windows, self._settings, self._world = windows, settings, world or alone()
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def take(self, step: int, micro: int) -> Tensor:
+        """This process's rows of micro-batch `micro` of a step: (B / processes, 1 + length + 1) int64."""
+        settings, world = self._settings, self._world
+        first = (step * settings.accumulate + micro) * settings.batch
+        numbers = torch.tensor([self._number(first + row) for row in range(world.rank, settings.batch, world.size)])
+        return torch.cat([numbers.unsqueeze(1), self._windows[numbers]], dim=1)
+
+    def _number(self, index: int) -> int:
+        epoch, place = divmod(index, len(self._windows))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._windows))
+        return int(self._order[place])
+
+
+def keep(
+    answers: Answers, teacher: Any, batches: PackedBatches, settings: Settings, folder: Path, progress: Progress
+) -> tuple[LogitsCache, NumberedBatches]:
+    """Asks the teacher, a transformers model, once, and gives what it said with the batches that go with it.
+
+    The windows are the first of `batches`. The file in `folder` is used again where it is of the same windows, as after
+    a run that was killed; of several processes the first one writes it. Raises UserError for more windows than the text
+    has, and where the teacher's vocabulary is no larger than `answers.top`.
+    """
+    if answers.windows > batches.windows:
+        raise UserError(
+            f"answers.windows: expected at most the {batches.windows} windows of the training text, found "
+            f"{answers.windows}: ask for fewer or name a longer text with training.source"
+        )
+    vocabulary = int(teacher.config.vocab_size)
+    if answers.top >= vocabulary:
+        raise UserError(f"answers.top: expected fewer than the teacher's {vocabulary} tokens, found {answers.top}")
+    windows = torch.from_numpy(np.stack([batches.window(index) for index in range(answers.windows)]))
+    identity = {"windows": hashlib.sha256(windows.numpy().tobytes()).hexdigest(), "top": answers.top}
+    path, world = folder / "answers", current()
+    if world.leads and not _there(path, identity):
+        # The teacher computes as it will in training without this: in the loop's autocast.
+        device = next(teacher.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
+            asked = windows[:, :-1].to(device)
+            write(path, of_model(teacher), asked, answers.top, identity, progress)
+    world.share(True)
+    return LogitsCache(path, identity), NumberedBatches(windows, settings, world)
+
+
+def _there(path: Path, identity: dict[str, Any]) -> bool:
+    try:
+        LogitsCache(path, identity)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""A draft out of its target: some of the target's blocks, with its embedding, its last norm and its head.
+
+A start for distillation, not yet a draft: layer-skipping models need training to agree with the whole (2404.16710).
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compress.artifact import safetensors
+from compress.model import directory
+from compress.model.structure import survey
+from compress.prune import depth
+from runtime.checkpoints.open import open_checkpoint
+
+# Tokens that influence is measured on.
+_TOKENS = 8192
+
+
+def choose_blocks(model: Any, windows: Tensor, count: int, how: Literal["influence", "even"]) -> tuple[int, ...]:
+    """Numbers of the `count` blocks to keep, ascending.
+
+    model    a transformers causal language model; windows (E, length) int64, read for "influence" only.
+    even     evenly spaced from the first on; influence: those that change their input most (depth.influence).
+    """
+    layers = int(model.config.num_hidden_layers)
+    if not 0 < count <= layers:
+        raise ValueError(f"count must be from 1 to {layers}, found {count}")
+    if how == "even":
+        return tuple(number * layers // count for number in range(count))
+    found = _influences(model, windows, layers)
+    return tuple(sorted(sorted(range(layers), key=lambda block: (-found[block], block))[:count]))
+
+
+def count_of(share: float, layers: int) -> int:
+    """Blocks that a share of them comes to: one at least."""
+    return max(1, min(layers, math.floor(share * layers + 0.5)))
+
+
+def write_draft(source: Path, kept: tuple[int, ...], out: Path, shard_bytes: int) -> None:
+    """Writes `out`: the plain model in `source` with the blocks of these numbers only.
+
+    Raises UserError for an architecture whose blocks cannot be renumbered.
+    """
+    checkpoint, structure = open_checkpoint(source), survey(source)
+    layers = 1 + max(number for name in structure.parameters if (number := structure.block(name)) is not None)
+    dropped = frozenset(range(layers)) - set(kept)
+    short = depth.shorten_config(dict(checkpoint.config), dropped)
+    out.mkdir(parents=True, exist_ok=True)
+    names = depth.renumber(checkpoint.names(), structure.blocks_at, dropped)
+    parts = []
+    for index, (old, new) in enumerate(names.items()):
+        if structure.is_tied(old):
+            continue
+        parts.append(out / f"part-{index:05d}.safetensors")
+        safetensors.write_part(parts[-1], {new: checkpoint.tensor(old)})
+    safetensors.join(parts, out, shard_bytes)
+    for part in parts:
+        part.unlink()
+    directory.write_config(source, out, None, short)
+    directory.copy_companions(source, out)
+
+
+@torch.no_grad()
+def _influences(model: Any, windows: Tensor, layers: int) -> list[float]:
+    device = next(model.parameters()).device
+    some = windows[: max(1, _TOKENS // windows.shape[1])].to(device)
+    states = [
+        model(input_ids=window.unsqueeze(0), use_cache=False, output_hidden_states=True).hidden_states
+        for window in some
+    ]
+    # The last block's output comes out of transformers with the final norm applied; ShortGPT measures it like that too.
+    return [depth.influence((one[block], one[block + 1]) for one in states) for block in range(layers)]

@@ -1,0 +1,212 @@
+"""What serving commands depend on, read from a run folder: its configs, its report, and what was exported."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from compress.artifact import Artifact, manifest
+from compress.errors import UserError
+from compress.records import ReportOptions
+
+DRAFTS = "serve/draft"
+"""Where the page's commands put forms of the draft: under exports/ they would count as the target's."""
+
+Vocabulary = Literal["same", "different", "unknown"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run, as engines see it.
+
+    name         what clients call the model.
+    method       its `quant_method`; None: plain weights (a cache's scheme does not count).
+    kinds        of its packed layers: int8, int4 (also int3 and int2), nf4, ternary, fp8.
+    bits         of its packed layers, ascending.
+    group        inputs that share a scale; 0: one per row, or nothing is packed.
+    activations  whether inputs are rounded, too: dynamic, static, or none.
+    asymmetric   whether any layer has zero points; reordered: whether any is in activation order.
+    cache        int8 or int4, where keys and values are to be kept so; declared: whether by kv_cache_scheme, too.
+    heads, kv_heads, layers, experts, widths, positions   of the model; widths: what tensor parallelism cuts.
+    draft        whether the run has one; vocabulary: whether it is the target's.
+    medusa       whether the run has Medusa heads.
+    length       γ to serve with; advised: whether a measurement says so; why: its words, or why there are none.
+    pays         False where the measurement advises against speculation.
+    exports, draft_exports   forms that are there.
+    """
+
+    name: str
+    model_type: str
+    method: str | None
+    kinds: frozenset[str]
+    bits: tuple[int, ...]
+    group: int
+    activations: Literal["none", "dynamic", "static"]
+    asymmetric: bool
+    reordered: bool
+    cache: str | None
+    declared: bool
+    heads: int
+    kv_heads: int
+    layers: int
+    experts: int
+    widths: tuple[int, ...]
+    positions: int
+    draft: bool
+    vocabulary: Vocabulary
+    medusa: bool
+    length: int
+    advised: bool
+    why: str
+    pays: bool
+    exports: frozenset[str] = frozenset()
+    draft_exports: frozenset[str] = frozenset()
+
+    @property
+    def tensor_parallel(self) -> int:
+        """2 where attention and every row's groups can be cut in two, else 1."""
+        whole = (self.heads, self.kv_heads, *(width // (self.group or 1) for width in self.widths))
+        fits = all(width % (2 * (self.group or 1)) == 0 for width in self.widths)
+        return 2 if fits and all(count % 2 == 0 for count in whole) else 1
+
+    @property
+    def pipeline_parallel(self) -> int:
+        """2 where there are blocks enough."""
+        return 2 if self.layers > 1 else 1
+
+
+def read(run: Path) -> Facts:
+    """The facts of a run folder. Raises UserError where it has no model or what it says cannot be read."""
+    config = _config(run / "model")
+    quantization = config.get("quantization_config") or {}
+    packed = _packed(quantization)
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+    hidden = int(config.get("hidden_size") or config.get("n_embd") or 0)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    intermediate = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
+    length, advised, why, pays = _draft_length(run)
+    declared = quantization.get("kv_cache_scheme") is not None
+    cache = (config.get("specpress") or {}).get("kv_cache", {}).get("kind")
+    return Facts(
+        name=_name(run),
+        model_type=re.sub(r"[^A-Za-z0-9_-]", "", str(config.get("model_type", ""))),
+        **packed,
+        cache=cache if cache is not None or not declared else "int8",
+        declared=declared,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        layers=int(config.get("num_hidden_layers") or config.get("n_layer") or 1),
+        experts=int(config.get("num_local_experts") or config.get("num_experts") or 0),
+        widths=(heads * head_dim, intermediate),
+        positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
+        draft=(run / "draft").is_dir(),
+        vocabulary=_vocabulary(run / "model", run / "draft") if (run / "draft").is_dir() else "unknown",
+        medusa=(run / "medusa").is_dir(),
+        length=length,
+        advised=advised,
+        why=why,
+        pays=pays,
+        exports=_forms(run / "exports"),
+        draft_exports=_forms(run / DRAFTS),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder.name}/config.json cannot be read ({error}): name a folder that a run wrote"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{folder.name}/config.json: expected a mapping, found something else: write the model again")
+    return content
+
+
+def _forms(folder: Path) -> frozenset[str]:
+    from compress.export import ABOUT
+
+    return frozenset(path.parent.name for path in folder.glob(f"*/{ABOUT}"))
+
+
+def _name(run: Path) -> str:
+    about = manifest.read(run)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{Path(str(about.get('model'))).name}-{about.get('recipe')}").strip("-")
+
+
+def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """`Facts`' fields on the weights, from config.json's quantization_config."""
+    method = quantization.get("quant_method", "bitsandbytes") if quantization else None
+    plain: dict[str, Any] = {
+        "method": method,
+        "kinds": frozenset(),
+        "bits": (),
+        "group": 0,
+        "activations": "none",
+        "asymmetric": False,
+        "reordered": False,
+    }
+    if method == "bitsandbytes":
+        eight = bool(quantization.get("load_in_8bit"))
+        return plain | {"kinds": frozenset({"int8" if eight else "nf4"}), "bits": (8 if eight else 4,)}
+    if method == "bitnet":
+        return plain | {"kinds": frozenset({"ternary"}), "bits": (2,), "activations": "dynamic"}
+    if method in ("gptq", "awq"):
+        bits = int(quantization.get("bits", 4))
+        return plain | {
+            "kinds": frozenset({"int8" if bits == 8 else "int4"}),
+            "bits": (bits,),
+            "group": max(int(quantization.get("group_size", 0)), 0),
+            "asymmetric": bool(quantization.get("zero_point")) or quantization.get("sym") is False,
+            "reordered": bool(quantization.get("desc_act")),
+        }
+    groups = [g for g in (quantization.get("config_groups") or {}).values() if isinstance(g, dict) and g.get("weights")]
+    if not groups:
+        return plain | {"method": None if method == "compressed-tensors" else method}
+    weights = [group["weights"] for group in groups]
+    inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
+    bits_found = tuple(sorted({int(weight["num_bits"]) for weight in weights}))
+    return plain | {
+        "kinds": frozenset(
+            "fp8" if weight.get("type") == "float" else "int8" if weight["num_bits"] == 8 else "int4"
+            for weight in weights
+        ),
+        "bits": bits_found,
+        "group": max(int(weight.get("group_size") or 0) for weight in weights),
+        "activations": "none" if not inputs else "dynamic" if all(i.get("dynamic") for i in inputs) else "static",
+        "asymmetric": not all(weight.get("symmetric", True) for weight in weights),
+        "reordered": any(weight.get("actorder") for weight in weights),
+    }
+
+
+def _draft_length(run: Path) -> tuple[int, bool, str, bool]:
+    """γ, whether it was measured, in what words, and whether speculation pays."""
+    default = ReportOptions().draft_length
+    speed = (Artifact(run).report if (run / "report.json").is_file() else {}).get("speed") or {}
+    asked = speed.get("draft_length") or default
+    advice = speed.get("advice")
+    if not advice:
+        return asked, False, f"Speculation was not measured, so {asked} drafted tokens are a start, not advice.", True
+    if not advice["draft_length"]:
+        return asked, True, advice["why"], False
+    if speed.get("drafter") == "medusa":
+        why = f"{advice['why']} That was with the run's Medusa heads; drafters of other kinds start with {asked}."
+        return asked, False, why, True
+    return int(advice["draft_length"]), True, advice["why"], True
+
+
+def _vocabulary(target: Path, draft: Path) -> Vocabulary:
+    """Whether two directories' tokenizers give every id to the same token, judged by their tokenizer.json."""
+    paths = [folder / "tokenizer.json" for folder in (target, draft)]
+    if not all(path.is_file() for path in paths):
+        return "unknown"
+    if _config(target).get("vocab_size") != _config(draft).get("vocab_size"):
+        return "different"
+    if paths[0].read_bytes() == paths[1].read_bytes():
+        return "same"
+    from tokenizers import Tokenizer
+
+    ours, theirs = (Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) for path in paths)
+    return "same" if ours == theirs else "different"

@@ -1,0 +1,285 @@
+"""Medusa heads (Cai et al. 2024, 2401.10774) for a packed model that stays as it is.
+
+The model is frozen, so its hidden states are computed once, by the kernels that will run it, and kept on
+disk; training is then as quick as the heads are small. Medusa-2 is in medusa_joint.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from compress.errors import UserError
+from compress.medusa import heads as medusa_tree
+from compress.medusa.heads import MedusaHeads
+from compress.medusa.hidden_states import HiddenStates, Source, StateBatches, collect
+from compress.recipe.training import Budget
+from compress.recipe.training_stages import Medusa
+from compress.training.contract import Group, Loss, Task
+from compress.training.data import AT_ONCE
+from compress.training.loop import Trained, train
+from compress.training.parallel import current
+from runtime import Model, Speculator, formats, load
+from runtime.checkpoints.medusa import Choice, weights_digest
+from runtime.checkpoints.open import open_checkpoint
+from runtime.engine.metrics import Metrics
+from runtime.engine.metrics import total as summed
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
+
+if TYPE_CHECKING:
+    from compress.training.contract import Given
+
+# Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
+_ASIDE, WATCHED = 64, 32
+# Held-out windows that measure what heads and tree are worth.
+_MEASURED = 64
+# Share of a budget in minutes that making the text may take.
+_COLLECTING = 0.25
+
+
+def run_frozen(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
+    """Medusa-1: trains heads for the packed model in `given.model` and writes them to `out`; the report's part.
+
+    Raises UserError for a text that is too short, and as the training loop does.
+    """
+    target = load(given.model, threads=torch.get_num_threads())
+    text = make_text(stage, given, target)
+    heads = new_heads(stage, given.model)
+    before = assess(stage, heads, target, text, given.work / "before")
+    task = HeadsTask(heads, stage, text, given.settings.autocast)
+    trained = train_on(task, text, given, budget_left(stage, given, text), given.work / "heads")
+    after = assess(stage, heads, target, text, out)
+    return summary(stage, text, before, after, trained)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What heads are trained on, and what not: `watched` is for the best weights and the tree, `measured` for figures.
+
+    aside   the windows of `watched` before the target went on from their prompts.
+    first   the first position whose hidden state is learned from: where the model's own text begins.
+    prompt  tokens of each window that are the text's own.
+    """
+
+    train: HiddenStates
+    watched: HiddenStates
+    aside: Tensor
+    measured: Tensor
+    first: int
+    prompt: int
+
+
+def make_text(stage: Medusa, given: "Given", target: Model) -> Text:
+    """The windows of the training text and of the held-out one, continued by the target as the stage says."""
+    length, prompt = given.settings.length, prompt_of(stage, given)
+    windows = cut(given.tokens, length, stage.samples + _ASIDE, given.seed, "the training text")
+    if len(windows) < 2:
+        raise UserError(f"the training text is too short: expected two windows of {length} tokens, found one")
+    measured = cut(given.held_out, length, _MEASURED, given.seed, "the held-out text")
+    aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
+    seconds = None if given.budget.minutes is None else 60 * given.budget.minutes * _COLLECTING
+    watched = continued(stage, given, target, aside, given.work / "watched")
+    train_on = continued(stage, given, target, rest[: stage.samples], given.work / "states", seconds)
+    given.note(
+        f"medusa: {len(train_on)} windows of {length} tokens to train on, continuations: {stage.continuations}; "
+        f"hidden states take {len(train_on) * length * target.decoder.hidden_size * 2 / 1e6:.0f} MB"
+    )
+    # Where windows are prompts with what the model wrote, only its own part is what it will be asked about.
+    return Text(train_on, watched, aside, measured, 0 if stage.continuations == "none" else prompt - 1, prompt)
+
+
+def continued(
+    stage: Medusa, given: "Given", target: Model, windows: Tensor, folder: Path, seconds: float | None = None
+) -> HiddenStates:
+    """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
+    source = Source(windows, stage.continuations, prompt_of(stage, given), given.seed)
+    about = {"target": weights_digest(target.path), "continuations": stage.continuations, "prompt": source.prompt}
+
+    def told(done: int, total: int) -> None:
+        given.progress("states", done, total)
+
+    return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told)
+
+
+def prompt_of(stage: Medusa, given: "Given") -> int:
+    """Tokens of each window that are the text's own. Raises UserError where too few are left for the heads."""
+    length = given.settings.length
+    prompt = max(1, int(length * stage.prompt))
+    if length - prompt < stage.heads + 2:
+        raise UserError(
+            f"training.length: expected at least {stage.heads + 2} tokens beside the prompt's {prompt} for "
+            f"{stage.heads} heads, found {length}: lengthen it"
+        )
+    return prompt
+
+
+def cut(tokens: Tensor | NDArray[np.integer], length: int, count: int, seed: int, name: str) -> Tensor:
+    """At most `count` windows (n, length) int64 of a stream, or of rows that are each cut by themselves.
+
+    Seeded, without overlap. Raises UserError for a text of less than one window.
+    """
+    rows = np.asarray(tokens)
+    rows = rows[None] if rows.ndim == 1 else rows
+    each = rows.shape[1] // length if length else 0
+    if not each * len(rows):
+        raise UserError(f"{name} is too short: expected one window of {length} tokens at least, found {rows.size}")
+    order = np.random.default_rng(seed).permutation(each * len(rows))[:count]
+    found = [rows[number // each, number % each * length :][:length] for number in order]
+    return torch.from_numpy(np.stack(found).astype(np.int64))
+
+
+def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
+    """Heads that repeat the model's own head. Raises UserError where its weights have no such table."""
+    checkpoint = open_checkpoint(model)
+    if checkpoint.tied:
+        table = checkpoint.tensor("model.embed_tokens.weight")
+    else:
+        found = checkpoint.weight("lm_head")
+        table = found if isinstance(found, Tensor) else formats.dequantize(found)
+    return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
+
+
+def budget_left(stage: Medusa, given: "Given", text: Text) -> Budget:
+    """The budget without what making the text took, which is kept with it: a resumed run trains as long.
+
+    Minutes end after the stage's passes over the text, too: a fast machine would have the heads learn it by heart.
+    """
+    if given.budget.minutes is None:
+        return given.budget
+    spent = min(_COLLECTING, text.train.seconds / 60 / given.budget.minutes)
+    most = stage.passes * len(text.train) * given.settings.length
+    return Budget(minutes=given.budget.minutes * (1 - spent), most_tokens=most)
+
+
+def train_on(task: Task, text: Text, given: "Given", budget: Budget, folder: Path) -> Trained:
+    """Trains on the text's windows until the budget ends; the task then holds the best weights."""
+    batches = StateBatches(len(text.train), given.settings, current())
+    return train(task, batches, budget, given.settings, folder, given.progress, given.note, stage="medusa")
+
+
+class HeadsTask:
+    """Medusa-1: heads over hidden states that were kept. `autocast`: evaluation computes in bfloat16, too."""
+
+    def __init__(self, heads: MedusaHeads, stage: Medusa, text: Text, autocast: bool = False) -> None:
+        self.heads, self.text, self.autocast = heads, text, autocast
+        self.decay, self._optimizer = stage.decay, stage.optimizer
+
+    def groups(self) -> list[Group]:
+        """The heads' parameters."""
+        return self.heads.groups(self._optimizer)
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """batch (B, 1): numbers of windows."""
+        value, each = self._loss(*self.text.train.read(batch.flatten().tolist()))
+        return Loss(value, {f"head {k + 1}": float(one) for k, one in enumerate(each)})
+
+    def evaluate(self) -> float:
+        """Mean loss over held-out windows, nats."""
+        total, count = 0.0, 0
+        for tokens, states in self.text.watched.blocks(self.at_once()):
+            with self.precision():
+                total += float(self._loss(tokens, states)[0]) * len(tokens)
+            count += len(tokens)
+            if count >= WATCHED:
+                break
+        return total / count
+
+    def at_once(self) -> int:
+        """Windows whose logits are there at once: every head has its own."""
+        return windows_at_once(self.text, self.heads)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What evaluation computes in."""
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+    def state(self) -> dict[str, Tensor]:
+        """The heads."""
+        return dict(self.heads.state_dict())
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        self.heads.load_state_dict(dict(state))
+
+    def _loss(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden, targets = pairs(tokens, states, self.text.first, len(self.heads.heads))
+        return heads_loss(self.heads(hidden), targets, self.decay)
+
+
+def windows_at_once(text: Text, heads: MedusaHeads) -> int:
+    """Windows for which all heads' logits take as much as one model's do in another evaluation."""
+    return max(1, AT_ONCE // (text.aside.shape[1] * len(heads.heads)))
+
+
+def pairs(tokens: Tensor, states: Tensor, first: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Hidden states (n, hidden) and what each head is to say there, (n, heads).
+
+    tokens (B, length); states (B, length, hidden). State i gives token i + 1 by the target's own head, so head k = 0,
+    1, … is to say token i + 2 + k; positions from `first` on of which all heads' tokens are in the window.
+    """
+    last = tokens.shape[1] - 1 - heads
+    following = [tokens[:, first + 2 + k : last + 2 + k] for k in range(heads)]
+    return states[:, first:last].flatten(0, 1), torch.stack([one.flatten() for one in following], dim=1)
+
+
+def heads_loss(logits: Sequence[Tensor], targets: Tensor, decay: float) -> tuple[Tensor, list[Tensor]]:
+    """Cross entropy of the heads, weighted by decay to the power k and divided by the weights' sum; and each head's.
+
+    logits: for each head (n, V); targets (n, heads) int64. Nats, mean over positions.
+    """
+    each = [functional.cross_entropy(row.float(), targets[:, k]) for k, row in enumerate(logits)]
+    weights = [decay**k for k in range(len(each))]
+    total = torch.stack([weight * one for weight, one in zip(weights, each, strict=True)]).sum()
+    return total / sum(weights), [one.detach() for one in each]
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """What heads are worth: each head's top-k accuracies, the tree, and what happened on held-out prompts with it."""
+
+    top_k: dict[str, list[float]]
+    choices: tuple[Choice, ...]
+    metrics: Metrics
+
+
+@torch.no_grad()
+def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Path) -> Assessed:
+    """Finds the tree, writes heads and tree to `out`, and decodes the held-out prompts greedily with them."""
+    found = []
+    for tokens, states in text.watched.blocks(windows_at_once(text, heads)):
+        hidden, targets = pairs(tokens, states, text.first, len(heads.heads))
+        found.append(medusa_tree.ranks(torch.stack(heads(hidden), dim=1), targets))
+    ranks = torch.cat(found)
+    choices = medusa_tree.grow(ranks, stage.nodes)
+    heads.save(out, heads.describe(choices, weights_digest(target.path)))
+    drafter = MedusaDrafter(load_heads(out, target))
+    prompts = text.measured[:, : text.prompt].tolist()
+    new = text.measured.shape[1] - text.prompt
+    results = Speculator(target, drafter, stage.nodes).generate(prompts, new, stop=())
+    return Assessed(medusa_tree.accuracies(ranks), choices, summed([result.metrics for result in results]))
+
+
+def summary(stage: Medusa, text: Text, before: Assessed, after: Assessed, trained: Trained) -> dict[str, Any]:
+    """The report's part."""
+
+    def both(figure: Callable[[Assessed], Any]) -> dict[str, Any]:
+        return {"before": figure(before), "after": figure(after)}
+
+    return {
+        **trained.to_dict(),
+        "kind": stage.kind,
+        "heads": stage.heads,
+        "continuations": stage.continuations,
+        "windows": len(text.train),
+        "tree": [list(choice) for choice in after.choices],
+        "top_k": both(lambda one: one.top_k),
+        "tokens_per_round": both(lambda one: one.metrics.tokens_per_round),
+        "accepted_by_position": both(lambda one: one.metrics.accepted_by_position),
+        "acceptance_rate": both(lambda one: one.metrics.acceptance_rate),
+    }

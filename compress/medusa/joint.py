@@ -1,0 +1,163 @@
+"""Medusa-2 (Cai et al. 2024, 2401.10774, section 2.2.2): heads and model trained together, then compressed again."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compress.logits import log_probabilities, token_nll
+from compress.medusa import frozen
+from compress.medusa.heads import MedusaHeads
+from compress.recipe.training import Budget
+from compress.recipe.training_stages import Joint, Medusa
+from compress.training import float_model
+from compress.training.contract import Group, Loss
+from runtime import load
+from runtime.contract import Decoder, Rows, integers
+
+if TYPE_CHECKING:
+    from compress.training.contract import Given
+
+_ROWS = 512
+
+
+def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
+    """Trains heads alone, then heads and model; writes the heads to `out`, and the model, packed again, to its model/.
+
+    The model learns to stay what it was (KL to the original, on the text that the heads learn from) while its hidden
+    states get easier to continue from. The report's part says what held-out perplexity became of it.
+
+    Raises UserError as medusa.run; ValueError where nothing can pack.
+    """
+    if given.pack is None:
+        raise ValueError("medusa-2 comes after packing, and needs to pack again")
+    joint = stage.joint or Joint()
+    target = load(given.model, threads=torch.get_num_threads())
+    text = frozen.make_text(stage, given, target)
+    heads = frozen.new_heads(stage, given.model)
+    before = frozen.assess(stage, heads, target, text, given.work / "before")
+    alone = frozen.HeadsTask(heads, stage, text, given.settings.autocast)
+    budget = frozen.budget_left(stage, given, text)
+    frozen.train_on(alone, text, given, share(budget, joint.warmup), given.work / "heads")
+    model, teacher = float_model.load(given.original), float_model.load(given.original)
+    both = JointTask(alone, model, teacher, joint)
+    trained = frozen.train_on(both, text, given, share(budget, 1 - joint.warmup), given.work / "joint")
+    plain = given.work / "plain"
+    for stale in (plain, out / "model"):
+        shutil.rmtree(stale, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    float_model.write(model, given.original, plain, given.shard_bytes)
+    given.pack(plain, out / "model")
+    packed = load(out / "model", threads=torch.get_num_threads())
+    perplexity = {
+        "before": perplexity_of(target.decoder, given.held_out),
+        "after": perplexity_of(packed.decoder, given.held_out),
+    }
+    lost = perplexity["after"] / perplexity["before"] - 1
+    given.note(f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after")
+    # The new model's own words and hidden states choose the tree.
+    watched = frozen.continued(stage, given, packed, text.aside, given.work / "after")
+    after = frozen.assess(stage, heads, packed, replace(text, watched=watched), out)
+    return frozen.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}
+
+
+def share(budget: Budget, part: float) -> Budget:
+    """A part of a budget; the most tokens stay, as they are of each part."""
+    if budget.minutes is not None:
+        return replace(budget, minutes=budget.minutes * part)
+    assert budget.tokens is not None
+    return Budget(tokens=max(1, int(budget.tokens * part)))
+
+
+class JointTask:
+    """Heads and the blocks of their model. Embedding and output head stay: the heads share them."""
+
+    def __init__(self, heads: frozen.HeadsTask, model: nn.Module, teacher: nn.Module, joint: Joint) -> None:
+        self._task, self._model, self._teacher, self._joint = heads, model.eval(), teacher.eval(), joint
+        self._teacher.requires_grad_(False)
+        kept = {id(parameter) for parameter in (*_embedding(model), *_output(model))}
+        self._trained = {name: p for name, p in model.named_parameters() if id(p) not in kept}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) not in kept)
+
+    @property
+    def heads(self) -> MedusaHeads:
+        return self._task.heads
+
+    def groups(self) -> list[Group]:
+        """The heads and the model, each at its share of the rate, the model without decay."""
+        parameters = list(self._trained.values())
+        own = Group("model", parameters, rate_factor=self._joint.rate_factor, weight_decay=0.0)
+        return [*(replace(group, rate_factor=self._joint.heads_factor) for group in self._task.groups()), own]
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """batch (B, 1): numbers of windows."""
+        tokens, _ = self._task.text.train.read(batch.flatten().tolist())
+        return self._loss(tokens)
+
+    def evaluate(self) -> float:
+        """Mean loss over held-out windows, nats."""
+        values, counts = [], []
+        for tokens in self._task.text.watched.tokens()[: frozen.WATCHED].split(self._task.at_once()):
+            with self._task.precision():
+                values.append(float(self._loss(tokens).value))
+            counts.append(len(tokens))
+        return sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+
+    def state(self) -> dict[str, Tensor]:
+        """Heads, and what of the model is trained."""
+        heads = {f"heads.{name}": tensor for name, tensor in self._task.state().items()}
+        return heads | {f"model.{name}": parameter.detach() for name, parameter in self._trained.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        parts = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+        self._task.load({name.removeprefix("heads."): tensor for name, tensor in parts.items()})
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(state[f"model.{name}"])
+
+    def _loss(self, tokens: Tensor) -> Loss:
+        with torch.no_grad():
+            wanted = self._teacher(tokens).logits.float()
+        found = self._model(tokens, output_hidden_states=True)
+        kl = functional.kl_div(
+            found.logits.float().log_softmax(-1).flatten(0, 1),
+            wanted.log_softmax(-1).flatten(0, 1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        states = found.hidden_states[-1]
+        hidden, targets = frozen.pairs(tokens, states, self._task.text.first, len(self.heads.heads))
+        heads, _ = frozen.heads_loss(self.heads(hidden), targets, self._task.decay)
+        parts = {"kl": float(kl.detach()), "heads": float(heads.detach())}
+        return Loss(kl + self._joint.weight * heads, parts)
+
+
+def _embedding(model: Any) -> list[nn.Parameter]:
+    return list(model.get_input_embeddings().parameters())
+
+
+def _output(model: Any) -> list[nn.Parameter]:
+    return list(model.get_output_embeddings().parameters())
+
+
+@torch.inference_mode()
+def perplexity_of(decoder: Decoder, windows: Tensor) -> float:
+    """exp of the mean loss over (n, length) windows, through the kernels."""
+    cache, losses = decoder.new_cache(), []
+    for window in windows:
+        handle = cache.open(len(window))
+        for first in range(0, len(window) - 1, _ROWS):
+            piece = window[first : min(first + _ROWS, len(window) - 1)]
+            rows = Rows.chains([(handle, first, len(piece))])
+            logits = decoder.forward(integers(piece.tolist()), rows, cache).logits
+            losses.append(token_nll(log_probabilities(logits), window[first + 1 : first + 1 + len(piece)]))
+        cache.close(handle)
+    return math.exp(float(torch.cat(losses).mean()))

@@ -1,0 +1,87 @@
+"""`model/` and `draft/`: normal Hugging Face directories."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.artifact.files import copy_synced, write_json
+from compress.model.plan import Plan
+from compress.quantize import rtn
+from runtime.cache import scheme
+from runtime.formats import hf_config
+
+# What a directory may have beside its weights. Code (*.py), pickles (*.bin, *.pt) and model cards are never copied.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+)
+_COMPUTE = ("float32", "float16", "bfloat16")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies tokenizer, generation config and licence: known file names only."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            copy_synced(source / name, target / name)
+
+
+def write_config(
+    source: Path, target: Path, quantization: Mapping[str, Any] | None, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Writes config.json with `quantization_config`, and without pointers to code, which is not copied.
+
+    changes  what the model's sizes are now, where a recipe has changed them.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    config |= changes or {}
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    write_json(target / "config.json", config)
+
+
+def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of the quantised layers, in the words of bitsandbytes, bitnet or compressed-tensors.
+
+    None where no layer is quantised.
+
+    config  the original's config.json: the loader computes in its dtype.
+    """
+    if not plan.layers:
+        return None
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    layers = {
+        layer.module: rtn.describe(layer.scheme, layer.group_size, layer.symmetric) for layer in plan.layers.values()
+    }
+    return hf_config(layers, plan.skipped, compute=dtype if dtype in _COMPUTE else "bfloat16")
+
+
+def copy_model(source: Path, target: Path, weights: Sequence[Path]) -> None:
+    """A model as it is: weights, what its caches take, index, config and tokenizer."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in weights:
+        copy_synced(path, target / path.name)
+    index = source / "model.safetensors.index.json"
+    if index.is_file() and len(weights) > 1:
+        copy_synced(index, target / index.name)
+    if (source / scheme.TENSORS).is_file():
+        (target / scheme.TENSORS).parent.mkdir(exist_ok=True)
+        copy_synced(source / scheme.TENSORS, target / scheme.TENSORS)
+    write_config(source, target, None)
+    copy_companions(source, target)

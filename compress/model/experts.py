@@ -1,0 +1,217 @@
+"""Mixtures of experts as separate linear layers, so that each expert is calibrated, counted and packed by itself.
+
+transformers 5 keeps the experts of a layer as two fused parameters: gate_up_proj (E, 2I, H) and down_proj (E, H, I).
+Nothing that quantises an nn.Linear sees them there. Which experts see enough text to be calibrated depends on the
+router; those that do not are named, never passed over in silence.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compress.errors import UserError
+from compress.records import ExpertRecord
+
+# What checkpoints call an expert's layers, and the mixture, where transformers' modules have other names.
+_LAYERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MIXTURES = {"block_sparse_moe": "mlp"}
+_EXPERT_TENSOR = re.compile(r"(?P<mixture>[A-Za-z0-9_]+)\.experts\.(?P<number>\d+)\.(?P<layer>[A-Za-z0-9_]+)\.weight$")
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """What a recipe wants for experts that fewer than `least` calibration tokens were routed to.
+
+    few  all-tokens: their statistics are of all calibration tokens; rtn: they are rounded to nearest, without any.
+    """
+
+    few: Literal["all-tokens", "rtn"] = "all-tokens"
+    least: int = 256
+
+
+class Expert(nn.Module):
+    """One expert: down(act(gate(x)) · up(x)), three linear layers without bias."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = _linear(gate), _linear(up), _linear(down)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, H) to (T, H). Hooks on the linear layers see `x`."""
+        hidden: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return hidden
+
+    def unseen(self, x: Tensor) -> Tensor:
+        """The same product with the same bits, past all hooks."""
+        gate, up = F.linear(x, self.gate_proj.weight), F.linear(x, self.up_proj.weight)
+        return F.linear(self.act(gate) * up, self.down_proj.weight)
+
+
+class UnfusedExperts(nn.ModuleList):
+    """Stands in for a fused experts module and gives its outputs, to float rounding: expert e is child "e".
+
+    counts  (E,) int64, tokens routed to each expert since `counted` began; None outside of it.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]):
+        """gate_up (E, 2I, H) and down (E, H, I); the experts' weights are views of them."""
+        size = down.shape[2]
+        super().__init__(Expert(g[:size], g[size:], d, act) for g, d in zip(gate_up, down, strict=True))
+        self.counts: Tensor | None = None
+        self.shown_all: frozenset[int] = frozenset()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states (T, H); top_k_index (T, k) int64 and top_k_weights (T, k): which experts, how much of each."""
+        if self.counts is not None:
+            self.counts += torch.bincount(top_k_index.flatten().cpu(), minlength=len(self))[: len(self)]
+        out = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(cast(Iterable[Expert], self)):
+            token, place = (top_k_index == number).nonzero(as_tuple=True)
+            if number in self.shown_all:
+                expert(hidden_states)  # for the statistics' hooks; what comes out is not used
+                share = expert.unseen(hidden_states[token])
+            elif len(token):
+                share = expert(hidden_states[token])
+            else:
+                continue
+            out.index_add_(0, token, (share * top_k_weights[token, place, None]).to(out.dtype))
+        return out
+
+
+def unfuse(block: nn.Module) -> tuple[str, ...]:
+    """Replaces every fused experts module inside a decoder layer; returns their paths ("mlp.experts").
+
+    Works on the meta device too: then the weights of single experts can be loaded into the new paths. Raises UserError
+    for fused experts of a form that this cannot split without changing what they compute.
+    """
+    found = [(path, module) for path, module in block.named_modules() if _is_fused(module)]
+    for path, module in found:
+        parent, _, name = path.rpartition(".")
+        unfused = UnfusedExperts(module.gate_up_proj.data, module.down_proj.data, module.act_fn)
+        setattr(block.get_submodule(parent), name, unfused.train(module.training))
+    return tuple(path for path, _ in found)
+
+
+@contextmanager
+def counted(block: nn.Module, all_tokens: Collection[str] = ()) -> Iterator[dict[str, int]]:
+    """Counts the tokens that are routed to each expert meanwhile; the mapping, by expert's path, is filled at the end.
+
+    all_tokens  experts ("mlp.experts.3") whose linear layers are shown every token, for hooks to see. What the block
+                computes stays the router's choice, in the same bits.
+    """
+    mixtures = {path: m for path, m in block.named_modules() if isinstance(m, UnfusedExperts)}
+    known = {f"{path}.{number}" for path, m in mixtures.items() for number in range(len(m))}
+    if not known.issuperset(all_tokens):
+        raise ValueError(f"no experts at {sorted(set(all_tokens) - known)}")
+    counts: dict[str, int] = {}
+    try:
+        for path, mixture in mixtures.items():
+            mixture.counts = torch.zeros(len(mixture), dtype=torch.int64)
+            mixture.shown_all = frozenset(n for n in range(len(mixture)) if f"{path}.{n}" in all_tokens)
+        yield counts
+    finally:
+        for path, mixture in mixtures.items():
+            assert mixture.counts is not None
+            counts |= {f"{path}.{number}": int(count) for number, count in enumerate(mixture.counts)}
+            mixture.counts, mixture.shown_all = None, frozenset()
+
+
+def starved(counts: Mapping[str, int], least: int) -> tuple[str, ...]:
+    """The experts, by path, that fewer than `least` tokens were routed to."""
+    return tuple(path for path, tokens in counts.items() if tokens < least)
+
+
+def records(block: int, counts: Mapping[str, int], policy: FewTokens) -> list[ExpertRecord]:
+    """A line of the report for each expert of block number `block`."""
+    few = set(starved(counts, policy.least))
+    otherwise: Literal["all tokens", "rounded to nearest"] = (
+        "all tokens" if policy.few == "all-tokens" else "rounded to nearest"
+    )
+    return [
+        ExpertRecord(block, int(path.rpartition(".")[2]), tokens, otherwise if path in few else "calibrated")
+        for path, tokens in counts.items()
+    ]
+
+
+def module_path(tensor: str) -> str | None:
+    """Where an expert's tensor of a checkpoint belongs in the unfused model, or None for any other tensor.
+
+    "…block_sparse_moe.experts.0.w1.weight" (Mixtral's) and "…mlp.experts.0.gate_proj.weight" are both
+    "…mlp.experts.0.gate_proj".
+    """
+    found = _EXPERT_TENSOR.search(tensor)
+    if found is None:
+        return None
+    mixture = _MIXTURES.get(found["mixture"], found["mixture"])
+    layer = _LAYERS.get(found["layer"], found["layer"])
+    return f"{tensor[: found.start()]}{mixture}.experts.{found['number']}.{layer}"
+
+
+def tensor_names(tensors: Iterable[str]) -> dict[str, str]:
+    """Path in the unfused model → name in the checkpoint, without ".weight", of every expert's linear layer.
+
+    Raises UserError where two tensors claim one place.
+    """
+    out: dict[str, str] = {}
+    for tensor in tensors:
+        path = module_path(tensor)
+        if path is None:
+            continue
+        if path in out:
+            raise UserError(
+                f"tensor {tensor}: expected one tensor for {path}, found {out[path]}.weight too: remove one of them"
+            )
+        out[path] = tensor.removesuffix(".weight")
+    return out
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether a module is fused experts of the known form. Raises UserError for those of another."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if not any(p.ndim == 3 and name.endswith("_proj") for name, p in parameters.items()):
+        return False
+    problem = _problem(module, parameters)
+    if problem is not None:
+        raise UserError(
+            f"{type(module).__name__}: expected experts as gate_up_proj (E, 2I, H) and down_proj (E, H, I), found "
+            f"{problem}: this mixture cannot be split; use the recipe nf4, which leaves experts alone"
+        )
+    return True
+
+
+def _problem(module: Any, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    if set(parameters) != {"gate_up_proj", "down_proj"}:
+        return f"the parameters {', '.join(sorted(parameters))}"
+    gate_up, down = parameters["gate_up_proj"].shape, parameters["down_proj"].shape
+    if gate_up != (down[0], 2 * down[2], down[1]):
+        return f"the shapes {tuple(gate_up)} and {tuple(down)}"
+    if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
+        return "another order of the same weights"
+    if getattr(module, "has_post_expert_norm", False) or not callable(getattr(module, "act_fn", None)):
+        return "more than gate, up, activation and down"
+    return _changed_gate(module, int(down[2]))
+
+
+def _changed_gate(module: Any, size: int) -> str | None:
+    """Some architectures clamp or shift between gate and up. Trying it tells, whatever it is called."""
+    if not hasattr(module, "_apply_gate"):
+        return None
+    probe = torch.linspace(-40, 40, 4 * size, device="cpu").view(2, 2 * size)
+    gate, up = probe.chunk(2, dim=-1)
+    same = torch.allclose(module._apply_gate(probe), module.act_fn(gate) * up)
+    return None if same else "a gate of its own"
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """A linear layer around a weight (N, K), without initialising or copying anything."""
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer

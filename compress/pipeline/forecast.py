@@ -1,0 +1,285 @@
+"""Before the work starts: what it will take of memory, disk and time, and whether that is there.
+
+A forecast counts what is large (weights in float32, statistics, activations, files) and adds what the process holds
+already. It is rough on purpose and a little on the safe side; nothing in the report comes from it.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from compress.calibration.activations import quick_products
+from compress.errors import UserError
+from compress.model.plan import Plan
+from compress.pipeline.sequential import Work
+from compress.quantize import rtn
+
+if TYPE_CHECKING:
+    from calib.moments import Wants
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+# Stored bits of a weight by scheme, without scales.
+_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "fp8": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0}
+_BITS |= {"nf4": 4.0, "ternary": 2.0}
+_FLOAT = 4
+# Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
+_LAYER_COPIES, _HESSIAN_COPIES = 5, 4
+# Of the speed of one large product: attention, norms and elementwise work are slower.
+_EFFICIENCY = 0.5
+_DISK_RATE = 300e6
+_TRIES = 6
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take.
+
+    memory   bytes at the most, with activations in their file; `held`: what they take besides when kept in memory.
+    disk     bytes that the partial folder grows to.
+    seconds  of the walk; quality and speed are measured after it.
+    training  seconds of all stages that train.
+    """
+
+    memory: int
+    held: int
+    disk: int
+    seconds: float
+    training: float = 0.0
+
+    def line(self, mapped: bool) -> str:
+        """The forecast for people."""
+        where = "" if not self.held else ", activations in a file" if mapped else ", activations in memory"
+        memory = self.memory + (0 if mapped else self.held)
+        return (
+            f"forecast: {_shown(memory)} of memory{where}, {_shown(self.disk)} of disk while it works, "
+            f"about {_time(self.seconds)} for the weights"
+            + (f" and {_time(self.training)} of training" if self.training else "")
+        )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4GB", "512 MiB" or "1000000". Raises UserError for anything else."""
+    found = _SIZE.fullmatch(text)
+    if not found or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise UserError(f"--memory-budget: expected a size such as 4GB or 512MiB, found {text!r}: correct it")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def forecast(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: Mapping[str, int], plan: Plan, work: Work | None, copied: int = 0
+) -> Forecast:
+    """What a run will take.
+
+    shapes, itemsize  of the checkpoint's tensors by name; copied: bytes of files that are copied beside (a draft).
+    """
+    numbers = {name: count(shape) for name, shape in shapes.items()}
+    stored = {name: stored_bytes(name, shapes[name], itemsize[name], plan) for name in shapes}
+    sizes = [sum(numbers[name] for name in names) for _, names in plan.parts]
+    kept = [sum(stored[name] for name in names) for _, names in plan.parts]
+    largest = max(numbers.values(), default=0)
+    # Tensor by tensor: the weight, its float32 form and codes, and what the part has become so far.
+    memory = max(kept, default=0) + largest * (2 * _FLOAT + 1)
+    held, flops = 0, 0.0
+    if work is not None:
+        blocks = [
+            size
+            for size, (_, names) in zip(sizes, plan.parts, strict=True)
+            if work.skeleton.survey.block(names[0]) is not None
+        ]
+        widest = max(blocks, default=0)
+        moments = max((_moments_bytes(work, number) for number in work.wants), default=0)
+        layers = [numbers[name] for name in plan.layers] or [largest]
+        factor = max((_hessian_bytes(work, number) for number in work.wants), default=0)
+        memory = widest * (_FLOAT + 1) + max(kept, default=0) + moments
+        memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
+        if work.looks_at_text:
+            windows, length = work.tokens.shape
+            width = _hidden_size(work)
+            held = windows * length * width * _FLOAT
+            memory += _window_bytes(work, length)
+            # Once for the statistics and once for the next block's inputs.
+            passes = (2 if work.wants else 0) + (1 if work.depth is not None else 0)
+            flops = passes * 2.0 * sum(blocks) * windows * length + _algorithm_flops(work)
+    total = sum(stored.values())
+    disk = 2 * total + copied + 2 * held
+    moved = sum(numbers[name] * itemsize[name] for name in shapes) + 3 * total + 2 * held * max(len(plan.parts), 1)
+    rounded = sum(numbers[name] for name in plan.layers)
+    seconds = compute_seconds(flops) + rounded * _seconds_per_weight(plan) + moved / _DISK_RATE
+    return Forecast(memory + resident(), held, disk, seconds)
+
+
+def check(need: Forecast, folder: Path, budget: int | None) -> bool:
+    """Whether activations are to stay in their file. Raises UserError where the run cannot fit, in one sentence.
+
+    folder  the partial folder; what it holds already counts for it. budget: bytes of memory; None: what is free.
+    """
+    have = budget if budget is not None else available()
+    if have is not None and need.memory > have:
+        given = "--memory-budget allows" if budget is not None else "are free"
+        raise UserError(
+            f"this run needs about {_shown(need.memory)} of memory and {_shown(have)} {given}: "
+            f"{'raise it' if budget is not None else 'free some'}, take a recipe that looks at no text, or a smaller "
+            "model"
+        )
+    there = _first_existing(folder)
+    used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    free = shutil.disk_usage(there).free + used
+    if need.disk > free:
+        raise UserError(
+            f"{folder}: this run needs about {_shown(need.disk)} of disk while it works, and {_shown(free)} are "
+            "free: free some or choose another place with --out"
+        )
+    return have is not None and need.memory + need.held > have
+
+
+def available() -> int | None:
+    """Bytes of memory that a process can still get; None where the system does not tell."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    if found is None:
+        return None
+    free = int(found[1]) * 1024 + resident()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        return min(free, int(limit)) if limit.isdecimal() else free
+    except OSError:
+        return free
+
+
+def resident() -> int:
+    """Bytes of anonymous memory that this process holds; 0 where the system does not tell."""
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    found = re.search(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> int:
+    """What a tensor takes as the plan stores it; `itemsize` bytes a number where it stays as it is."""
+    layer, numbers = plan.layers.get(name), count(shape)
+    if layer is None:
+        return numbers * itemsize
+    scales = numbers // layer.group_size if layer.group_size else max(shape)
+    return int(numbers * _BITS[layer.scheme] / 8) + scales * 2 * (1 if layer.symmetric else 2)
+
+
+def _moments_bytes(work: Work, number: int) -> int:
+    """Statistics of a block; layers that share an input share them, so this is rather too much."""
+    return _sum_wants(work, number, _bytes_of)
+
+
+def _hessian_bytes(work: Work, number: int) -> int:
+    wants = work.wants[number].items()
+    inputs = [_inputs(work, number, path) for path, want in wants if want.hessian]
+    return max(inputs, default=0) ** 2 * _FLOAT
+
+
+def _sum_wants(work: Work, number: int, measure: "Callable[[Wants, int], int]") -> int:
+    # q, k and v (gate and up) read one input: of those with equally many inputs in one module, one is counted.
+    seen: dict[tuple[str, int], int] = {}
+    for path, want in work.wants[number].items():
+        inputs = _inputs(work, number, path)
+        seen[path.rpartition(".")[0], inputs] = measure(want, inputs)
+    return sum(seen.values())
+
+
+def _bytes_of(want: "Wants", inputs: int) -> int:
+    from calib.moments import Moments
+
+    with torch.device("meta"):
+        return Moments(inputs, want).nbytes
+
+
+def _inputs(work: Work, number: int, path: str) -> int:
+    return work.bare[number].linears[path].in_features
+
+
+def _algorithm_flops(work: Work) -> float:
+    """Hessians, and what GPTQ and SparseGPT do with them."""
+    total = 0.0
+    tokens = work.tokens.numel()
+    for number, wants in work.wants.items():
+        for path, want in wants.items():
+            if want.hessian:
+                linear = work.bare[number].linears[path]
+                k, n = linear.in_features, linear.out_features
+                total += 2.0 * tokens * k * k + 2.0 * k**3 + 2.0 * n * k * k
+    return total
+
+
+def _window_bytes(work: Work, length: int) -> int:
+    """What one window's forward through a block holds: a few rows of the widest layer, and attention's scores."""
+    config = work.skeleton.config
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    linears = [work.bare[number].linears[path] for number in list(work.wants)[:1] for path in work.wants[number]]
+    widest = max((max(linear.in_features, linear.out_features) for linear in linears), default=0)
+    return _FLOAT * length * (6 * widest + heads * length)
+
+
+def _hidden_size(work: Work) -> int:
+    return int(work.skeleton.config.hidden_size)
+
+
+def compute_seconds(flops: float) -> float:
+    """What so many floating-point operations take in float32 on this machine, now."""
+    return flops / (_flops_rate() * _EFFICIENCY) if flops else 0.0
+
+
+def _flops_rate() -> float:
+    """Floating-point operations a second of a large product on this machine, now."""
+    a, b = torch.ones(512, 512), torch.ones(512, 512)
+    with quick_products():
+        return 2 * 512**3 / _shortest(lambda: a @ b)
+
+
+def _seconds_per_weight(plan: Plan) -> float:
+    """What rounding to nearest takes for a weight on this machine, now."""
+    layer = next(iter(plan.layers.values()), None)
+    if layer is None:
+        return 0.0
+    # Rounding in any other form takes about as long.
+    sample, scheme = torch.ones(512, 512), layer.scheme if layer.scheme in ("nf4", "int8-dynamic") else "int4"
+    group = 64 if scheme == "nf4" else 128 if scheme == "int4" else 0
+    return _shortest(lambda: rtn.quantize(sample, scheme, group)) / sample.numel()
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    """Seconds of the quickest of some tries: beside other programs a single one can take twenty times as long."""
+    taken = []
+    for _ in range(_TRIES):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return max(min(taken), 1e-9)
+
+
+def count(shape: Sequence[int]) -> int:
+    """How many numbers a tensor of that shape has."""
+    return torch.Size(shape).numel()
+
+
+def _first_existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _shown(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,315 @@
+"""The walk: from the shards to the partial folder, part by part, each of them written, committed and released.
+
+A part is a tensor outside the blocks or a block. Calibrated recipes take a block's inputs through it twice: once as it
+was, for the statistics of all stages, and once as the stages have left it, for the next block's inputs.
+"""
+
+import ctypes
+import math
+import statistics as mathematics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from compress.artifact import files, safetensors
+from compress.artifact.journal import Journal
+from compress.calibration import activations
+from compress.calibration.activations import Activations, Call, Inputs
+from compress.calibration.capture import Capture
+from compress.calibration.statistics import collect, union
+from compress.model.block import Block, Statistics
+from compress.model.experts import FewTokens
+from compress.model.plan import Plan
+from compress.model.structure import Skeleton
+from compress.prune.depth import choose, influence
+from compress.records import ExpertRecord, LayerRecord
+from compress.stages import quantize
+from compress.stages.contract import BlockStage
+from compress.stages.depth import Shortening
+from runtime.checkpoints.directory import Checkpoint
+
+if TYPE_CHECKING:
+    from calib.moments import Wants
+
+Progress = Callable[[str, int, int], None]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done to blocks.
+
+    stages  in order; of which each block's `wants` ask for statistics of `tokens` (S, T) int64.
+    few     what becomes of experts that too few tokens reach.
+    mapped  whether activations stay in their file instead of in memory.
+    wants   by block, what the stages want together; a block that wants nothing is missing.
+    bare    all blocks without weights.
+    depth   share of the blocks' weights that goes with whole blocks, before any stage; None: all blocks stay.
+    """
+
+    skeleton: Skeleton
+    stages: Sequence[BlockStage]
+    tokens: Tensor
+    few: FewTokens = field(default_factory=FewTokens)
+    mapped: bool = False
+    wants: Mapping[int, Mapping[str, "Wants"]] = field(default_factory=dict)
+    bare: Mapping[int, Block] = field(default_factory=dict)
+    depth: float | None = None
+
+    @property
+    def looks_at_text(self) -> bool:
+        """Whether anything is sent through the blocks."""
+        return bool(self.wants) or self.depth is not None
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What came of it: a record of every packed layer and every expert, and what config.json has to say otherwise.
+
+    plan     what was done in the end: of the blocks that are still there, by their new numbers.
+    linears  linear layers of those blocks that are tensors of their own, as the artifact calls them.
+    """
+
+    plan: Plan
+    layers: tuple[LayerRecord, ...]
+    experts: tuple[ExpertRecord, ...]
+    config: Mapping[str, Any]
+    linears: tuple[str, ...] = ()
+
+
+def make_work(
+    skeleton: Skeleton,
+    plan: Plan,
+    stages: Sequence[BlockStage],
+    tokens: Tensor,
+    few: FewTokens | None = None,
+    depth: float | None = None,
+) -> Work:
+    """The work of some stages on the blocks of a model: asks each stage what it wants to know of each block.
+
+    Raises UserError for experts that cannot be taken apart.
+    """
+    wants: dict[int, Mapping[str, Wants]] = {}
+    bare: dict[int, Block] = {}
+    for _, names in plan.parts:
+        number = skeleton.survey.block(names[0])
+        if number is not None:
+            block = skeleton.bare(number, names)
+            asked = [found for stage in stages if (found := stage.wants(block))]
+            bare[number] = block
+            if asked:
+                wants[number] = union(asked)
+    return Work(skeleton, stages, tokens, few or FewTokens(), wants=wants, bare=bare, depth=depth)
+
+
+def walk(
+    checkpoint: Checkpoint, plan: Plan, work: Work | None, journal: Journal, progress: Progress, note: Note
+) -> Walked:
+    """Writes every part that the journal does not have yet. `work` None: rounding to nearest, tensor by tensor.
+
+    note  is given a line after every block.
+    Raises UserError for weights or activations that are not finite, naming them.
+    """
+    walker = None if work is None else _Walker(plan, work, journal, note)
+    short = Shortening(frozenset(), "") if walker is None else walker.scan(progress)
+    count = len(plan.parts)
+    for index, (part, names) in enumerate(plan.parts):
+        progress("quantize", index, count)
+        number = None if walker is None else walker.work.skeleton.survey.block(names[0])
+        if part in journal.parts or number in short.dropped:
+            continue
+        file = f"part-{index:05d}.safetensors"
+        if walker is not None and number is not None:
+            walker.block(part, number, names, file, short)
+            continue
+        tensors, records = quantize.part(checkpoint, plan, names)
+        written = safetensors.write_part(journal.folder / file, tensors)
+        del tensors
+        journal.commit(part, _record(file, written, records))
+        release()
+    progress("quantize", count, count)
+    return _walked(short.plan(plan), journal, short.config(checkpoint.config))
+
+
+class _Walker:
+    """Takes blocks in order; holds what goes into the next one."""
+
+    def __init__(self, plan: Plan, work: Work, journal: Journal, note: Note):
+        self.plan, self.work, self.journal, self.note = plan, work, journal, note
+        self.count = len(work.skeleton.layers)
+        self.kept = sorted(work.bare)
+        # After the last block that wants statistics nothing needs its outputs.
+        self.last = max(work.wants, default=-1)
+        self.calls: list[Call] = []
+        self.activations: Activations | None = None
+
+    def scan(self, progress: Progress) -> Shortening:
+        """Chooses the blocks that go, where the recipe takes some: each block's influence, block after block."""
+        blocks_at = self.work.skeleton.survey.blocks_at
+        if self.work.depth is None:
+            return Shortening(frozenset(), blocks_at)
+        names = {number: names for _, names in self.plan.parts if (number := self._number(names)) is not None}
+        if "dropped" not in self.journal.scan:
+            for number in range(len(self.journal.scan.get("influences", [])), self.count):
+                progress("scan", number, self.count)
+                self._look(number, names[number])
+            weights = [self._weights(names[number]) for number in range(self.count)]
+            outside = sum(self._weights(ns) for _, ns in self.plan.parts if self._number(ns) is None)
+            found = self.journal.scan["influences"]
+            dropped = choose(found, weights, outside, self.work.depth)
+            self.journal.keep_scan({"influences": found, "dropped": list(dropped)}, None)
+            files.remove(self.journal.folder / activations.file_name(self.count - 1))
+            self.activations = None
+            progress("scan", self.count, self.count)
+            self.note(f"blocks {', '.join(str(number + 1) for number in dropped)} of {self.count} go: least influence")
+        gone = frozenset(self.journal.scan["dropped"])
+        self.kept = [number for number in self.kept if number not in gone]
+        self.last = max((number for number in self.work.wants if number not in gone), default=-1)
+        return Shortening(gone, blocks_at)
+
+    def _look(self, number: int, names: Sequence[str]) -> None:
+        """Measures what one block changes, and saves what the next one is given."""
+        inputs, block = self._inputs(number), self.work.skeleton.block(number, names)
+        found: list[float] = []
+
+        def watched() -> Iterator[Tensor]:
+            for before, after in zip(inputs.windows(), inputs.outputs(block), strict=True):
+                found.append(influence([(before, after)]))
+                yield after
+
+        following = self._save(number + 1, inputs, watched()) if number + 1 < self.count else self.journal.inputs
+        if number + 1 == self.count:
+            for _ in watched():
+                pass
+        # Windows are of one length: the mean of their means is the mean over tokens.
+        influences = [*self.journal.scan.get("influences", []), mathematics.mean(found)]
+        self.journal.keep_scan({"influences": influences}, following)
+        if number + 1 < self.count:
+            self._forget(number, following)
+        release()
+
+    def block(self, part: str, number: int, names: Sequence[str], file: str, short: Shortening) -> None:
+        """Works on one block, writes it and what goes into the next, and commits both together."""
+        begun = time.monotonic()
+        inputs = self._inputs(number) if number <= self.last else None
+        block = self.work.skeleton.block(number, names)
+        self._stages(block, inputs)
+        tensors, records = short.renamed(*self.work.skeleton.stored(block, names))
+        written = safetensors.write_part(self.journal.folder / file, tensors)
+        del tensors
+        record = _record(file, written, records) | {
+            "experts": [asdict(expert) | {"block": self.kept.index(number)} for expert in block.experts],
+            "config": block.config,
+            "linears": short.names([name for name in block.names.values() if f"{name}.weight" in names]),
+        }
+        following = None
+        if inputs is not None and number < self.last:
+            after = self.kept[self.kept.index(number) + 1]
+            following = self._save(after, inputs, inputs.outputs(block))
+        self.journal.commit(part, record, following)
+        if inputs is not None:
+            self._forget(number, following)
+        self.note(_line(number, self.count, records, time.monotonic() - begun))
+        del block, inputs
+        release()
+
+    def _stages(self, block: Block, inputs: Inputs | None) -> None:
+        wants = self.work.wants.get(block.number, {})
+        found: Statistics = collect(block, inputs, wants, self.work.few) if wants and inputs is not None else {}
+        for stage in self.work.stages:
+            stage.apply(block, found, inputs)
+
+    def _inputs(self, number: int) -> Inputs:
+        """What goes into block `number`: at hand, from the journal's file, or from the text for the first one."""
+        if not self.calls or self.journal.inputs is None:
+            self._capture()
+        if self.activations is None:
+            assert self.journal.inputs is not None
+            self.activations = activations.load(self.journal.folder, self.journal.inputs, self.work.mapped)
+        if self.activations.block != number:
+            raise ValueError(f"block {number}: expected its inputs, found those of block {self.activations.block}")
+        return Inputs(self.activations, self.calls[number])
+
+    def _capture(self) -> None:
+        outside = [name for _, names in self.plan.parts if self._number(names) is None for name in names]
+        capture = Capture(self.work.skeleton, outside)
+        tokens = self.work.tokens
+        if self.journal.inputs is None:
+            shape = (*tokens.shape, _width(capture, tokens))
+            first = self.kept[0]
+            self.journal.keep_inputs(activations.save(self.journal.folder, first, capture.inputs(tokens), shape))
+        else:
+            # The inputs are as they were saved; how blocks are called does not depend on the text.
+            next(capture.inputs(tokens[:1]))
+        self.calls = capture.calls
+        capture.release()
+
+    def _number(self, names: Sequence[str]) -> int | None:
+        return self.work.skeleton.survey.block(names[0])
+
+    def _weights(self, names: Sequence[str]) -> int:
+        return sum(math.prod(self.work.skeleton.checkpoint.shape(name)) for name in names)
+
+    def _save(self, number: int, inputs: Inputs, outputs: Iterable[Tensor]) -> dict[str, Any]:
+        shape = inputs.activations.data.shape
+        return activations.save(self.journal.folder, number, outputs, (shape[0], shape[1], shape[2]))
+
+    def _forget(self, number: int, following: dict[str, Any] | None) -> None:
+        """Lets go of a block's inputs, which no resumed run asks for any more."""
+        self.activations = None
+        if following is not None:
+            files.remove(self.journal.folder / activations.file_name(number))
+
+
+def release() -> None:
+    """Gives memory that is free back to the system: the allocator would keep it in pieces between blocks.
+
+    Blocks hold no reference cycles, so they are gone when their last name is; a garbage collection would take longer
+    than a small block.
+    """
+    with suppress(OSError, AttributeError):  # another C library has no such function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _width(capture: Capture, tokens: Tensor) -> int:
+    return int(next(capture.inputs(tokens[:1])).shape[-1])
+
+
+def _record(file: str, written: safetensors.Written, records: Sequence[LayerRecord]) -> dict[str, Any]:
+    return {
+        "file": file,
+        "bytes": written.bytes,
+        "sha256": written.sha256,
+        "layers": [asdict(record) for record in records],
+    }
+
+
+def _walked(plan: Plan, journal: Journal, config: dict[str, Any]) -> Walked:
+    parts = [journal.parts[part] for part, _ in plan.parts]
+    for part in parts:
+        for key, value in part.get("config", {}).items():
+            if config.setdefault(key, value) != value:
+                raise ValueError(f"config.json: blocks disagree about {key}: {config[key]} and {value}")
+    return Walked(
+        plan,
+        tuple(LayerRecord(**record) for part in parts for record in part["layers"]),
+        tuple(ExpertRecord(**record) for part in parts for record in part.get("experts", [])),
+        config,
+        tuple(name for part in parts for name in part.get("linears", [])),
+    )
+
+
+def _line(number: int, count: int, records: Sequence[LayerRecord], seconds: float) -> str:
+    """What one block came to, for people."""
+    text = f"block {number + 1} of {count}"
+    if records:
+        outputs = [record.output_error for record in records if record.output_error is not None]
+        worst = max(records, key=lambda record: record.output_error or record.error)
+        errors = outputs or [record.error for record in records]
+        what = "output error" if outputs else "weight error"
+        text += f": mean {what} {mathematics.mean(errors):.4f}, most {max(errors):.4f} in {worst.name}"
+    return f"{text}, {seconds:.1f} s"

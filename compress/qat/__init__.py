@@ -1,0 +1,1 @@
+"""Training of quantised weights: BitNet's ternary layers, and quantisation-aware training of integers."""

@@ -1,0 +1,173 @@
+"""A transformers model with layers that are trained rounded, and back: what its directory holds once it is packed.
+
+The plan says which layers (compress.plan: by the recipe's targets and ignore). Only linear layers of their own can be
+replaced. Experts that transformers fuses into one tensor are left alone, and named among what is; they are not trained
+either, because their tensors come back from the checkpoint as they were.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.artifact import safetensors
+from compress.errors import UserError
+from compress.model import directory
+from compress.model.block import cast
+from compress.model.plan import Layer, Plan
+from compress.model.structure import Survey
+from compress.qat.layers import BitLinear, Codes, QuantizedLinear
+from compress.quantize import rtn
+from compress.records import LayerRecord
+from runtime.checkpoints.directory import Checkpoint
+from runtime.formats import dequantize
+
+RoundedLinear = BitLinear | QuantizedLinear
+# What a layer becomes: given its plan, the layer and the dtype that the model is stored in. Without weights yet.
+Make = Callable[[Layer, nn.Linear, torch.dtype], RoundedLinear]
+
+_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
+
+
+def bit_linear(codes: Codes) -> Make:
+    """Layers with ternary or binary weights."""
+
+    def make(layer: Layer, linear: nn.Linear, stored: torch.dtype) -> RoundedLinear:
+        bias = linear.bias is not None
+        return BitLinear(linear.in_features, linear.out_features, bias, codes=codes, stored=stored, device="meta")
+
+    return make
+
+
+def quantized_linear(int8_inputs: bool) -> Make:
+    """Layers with the integer weights that the plan says."""
+
+    def make(layer: Layer, linear: nn.Linear, stored: torch.dtype) -> RoundedLinear:
+        return QuantizedLinear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            scheme=rtn.describe(layer.scheme, layer.group_size, layer.symmetric),
+            stored=stored,
+            int8_inputs=int8_inputs,
+            device="meta",
+        )
+
+    return make
+
+
+def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) -> None:
+    """Replaces the plan's layers in place; their parameters stay the same objects, in the dtype that they have.
+
+    checkpoint  the model's: scales are rounded to what its dtype holds.
+    Raises UserError for a layer that is no nn.Linear.
+    """
+    for layer in plan.layers.values():
+        linear = model.get_submodule(layer.module)
+        if not isinstance(linear, nn.Linear) or layer.transposed:
+            raise UserError(
+                f"layer {layer.module}: expected an ordinary linear layer to train, found a {type(linear).__name__}: "
+                "add it to the stage's ignore"
+            )
+        made = make(layer, linear, stored_dtype(checkpoint, layer.tensor))
+        made.weight, made.bias = linear.weight, linear.bias
+        model.set_submodule(layer.module, made)
+
+
+def freeze_experts(model: nn.Module, structure: Survey) -> list[str]:
+    """Keeps fused experts, whose tensors `RoundedModel` takes from the checkpoint, from training; their names."""
+    frozen = [name for name, found in structure.parameters.items() if found.kind == "experts"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def rounded_layers(model: nn.Module) -> Iterator[RoundedLinear]:
+    """The layers that `convert` has put in."""
+    for module in model.modules():
+        if isinstance(module, BitLinear | QuantizedLinear):
+            yield module
+
+
+def set_share(model: nn.Module, share: float) -> None:
+    """Sets λ of every BitLinear. Layers for quantisation-aware training have none: they are always rounded."""
+    for module in rounded_layers(model):
+        if isinstance(module, BitLinear):
+            module.share = share
+
+
+def stored_dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
+    """What the checkpoint holds a tensor in."""
+    return _DTYPES[checkpoint.shards.entry(tensor).dtype]
+
+
+@dataclass(frozen=True)
+class RoundedModel:
+    """A converted model and where it comes from.
+
+    model       with the plan's layers converted.
+    checkpoint  the plain directory that it was read from; survey and plan are of that.
+    """
+
+    model: Any
+    checkpoint: Checkpoint
+    survey: Survey
+    plan: Plan
+
+    def tensors(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
+        """What takes the place of the checkpoint's tensors `names`, and a record of every packed layer.
+
+        The model's other weights become what the checkpoint's dtype makes of them. A record's error is that of rounding
+        the trained weight. Raises UserError for a weight that the checkpoint's dtype cannot hold.
+        """
+        stored: dict[str, Tensor] = {}
+        records = []
+        for name in names:
+            layer, dtype = self.plan.layers.get(name), stored_dtype(self.checkpoint, name)
+            if layer is not None:
+                made, record = self._packed(layer, dtype)
+                stored |= made
+                records.append(record)
+                continue
+            parameter = self.survey.find(name)
+            if parameter is None or parameter.kind == "experts":
+                stored[name] = self.checkpoint.tensor(name)
+            else:
+                weight = self.model.get_parameter(parameter.name)
+                stored[name] = cast(weight.detach().cpu(), dtype, name)
+                # The model goes on with what the file holds, so that what is measured is what is written.
+                weight.data.copy_(stored[name])
+        return stored, records
+
+    def _packed(self, layer: Layer, dtype: torch.dtype) -> tuple[dict[str, Tensor], LayerRecord]:
+        module: RoundedLinear = self.model.get_submodule(layer.module)
+        packed = module.packed()
+        made = rtn.to_tensors(packed, layer.prefix, dtype)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
+        error = rtn.relative_error(module.weight.detach(), dequantize(packed))
+        return made, LayerRecord(layer.prefix, layer.scheme, layer.group_size, packed.codes.numel(), size, error)
+
+    def write(self, folder: Path, parts: Path, shard_bytes: int = safetensors.SHARD_BYTES) -> tuple[LayerRecord, ...]:
+        """Writes the packed model's directory, `folder`, by way of one file for each part of the plan in `parts`.
+
+        `parts` is a folder of its own, which is gone in the end.
+        """
+        folder.mkdir(parents=True)
+        parts.mkdir(parents=True, exist_ok=True)
+        files, records = [], []
+        for index, (_, names) in enumerate(self.plan.parts):
+            tensors, found = self.tensors(names)
+            files.append(parts / f"part-{index:05d}.safetensors")
+            safetensors.write_part(files[-1], tensors)
+            records += found
+        safetensors.join(files, folder, shard_bytes)
+        for file in files:
+            file.unlink()
+        parts.rmdir()
+        quantization = directory.quantization_config(self.plan, self.checkpoint.config)
+        directory.write_config(self.checkpoint.path, folder, quantization)
+        directory.copy_companions(self.checkpoint.path, folder)
+        return tuple(records)

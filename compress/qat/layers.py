@@ -1,0 +1,220 @@
+"""BitLinear: ternary (b1.58, 2402.17764) and binary (BitNet, 2310.11453) weights over int8 inputs, to be trained.
+
+A layer keeps float weights and computes with what they round to; gradients pass the rounding as if it were not there.
+Rounding is the packed format's (`runtime.formats.ternary`), stored scale and all, so that the packed layer computes
+what the trained one did. Products are made of codes and scaled afterwards, as kernels do. A share λ below 1 stands
+between the float layer and the rounded one, for weights and inputs alike: x + λ(q(x) − x).
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.formats import dequantize, int4, int8, ternary
+from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.tensors import stored_scale_dtype
+
+# Largest code of an input.
+LIMIT = 127
+
+
+def blend(value: Tensor, rounded: Tensor, share: float) -> Tensor:
+    """value + λ(rounded − value) for the share λ, in `rounded`'s very bits at λ = 1.
+
+    Both of one shape and dtype. The gradient goes to `value` alone, whole, whatever λ is.
+    """
+    blended: Tensor = _Blend.apply(value, rounded, share)  # type: ignore[no-untyped-call]
+    return blended
+
+
+class _Blend(torch.autograd.Function):
+    """A sum with a detached term would do, but for its last bits: w + (q − w) is not q."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rounded: Tensor, share: float) -> Tensor:
+        # A function must not hand back its input itself.
+        return rounded.view_as(rounded) if share == 1 else torch.lerp(value, rounded, share)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return grads[0], None, None
+
+
+def pass_through(value: Tensor, share: float = 1.0) -> Tensor:
+    """Whole numbers nearest to `value`, or the `share` of the way there."""
+    return blend(value, torch.round(value.detach()), share)
+
+
+def input_steps(x: Tensor) -> Tensor:
+    """(…, 1) float32: absmax / 127 of each row of x (…, K); codes are round(x · (1 / step)), as kernels have it.
+
+    1 for a row of zeros (or of subnormal numbers), whose codes are 0 by any step.
+    """
+    step = x.detach().float().abs().amax(dim=-1, keepdim=True) / LIMIT
+    return torch.where(step >= torch.finfo(torch.float32).tiny, step, 1.0)
+
+
+def round_inputs(x: Tensor, group_size: int = 0) -> Tensor:
+    """(…, K) float32: what kernels make of x, int8 with a step for each token and `group_size` inputs (0: for a token).
+
+    Raises ValueError where groups do not divide K.
+    """
+    width = group_size or x.shape[-1]
+    if x.shape[-1] % width:
+        raise ValueError(f"groups of {width} do not divide {x.shape[-1]} inputs")
+    grouped = x.float().unflatten(-1, (-1, width))
+    step = input_steps(grouped)
+    return (pass_through(grouped * (1.0 / step)) * step).flatten(-2)
+
+
+def pack_rounded(weight: Tensor, scheme: Scheme, stored: torch.dtype) -> PackedWeight:
+    """A weight (N, K) of any float dtype rounded to nearest, with scales as a model of dtype `stored` holds them.
+
+    Raises ValueError for schemes other than int8 (per token), int4, int3 and int2, and for scales that overflow.
+    """
+    dtype = stored_scale_dtype(stored)
+    if scheme == int8.scheme():
+        return int8.pack(weight.detach(), scale_dtype=dtype)
+    if scheme.kind != "int4":
+        raise ValueError(f"training knows int8 per token and the int4 container, found {scheme}")
+    return int4.pack(
+        weight.detach(), scheme.group_size, bits=scheme.bits, symmetric=scheme.symmetric, scale_dtype=dtype
+    )
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer that is trained to be stored quantised.
+
+    scheme       what it will be stored as.
+    stored       the dtype of the model that it will be packed for.
+    int8_inputs  whether inputs are rounded as kernels do: int8 per token, and for int4 per token and group.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        *,
+        scheme: Scheme,
+        stored: torch.dtype = torch.bfloat16,
+        int8_inputs: bool = True,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(inputs, outputs, bias=bias, device=device)
+        self.scheme, self.stored, self.int8_inputs = scheme, stored, int8_inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, K) to (…, N)."""
+        with torch.no_grad():
+            rounded = dequantize(self.packed()).to(self.weight.dtype)
+        if self.int8_inputs:
+            x = round_inputs(x, self.scheme.group_size).to(x.dtype)
+        return F.linear(x, blend(self.weight, rounded, 1.0), self.bias)
+
+    @torch.no_grad()
+    def packed(self) -> PackedWeight:
+        """The layer as its format has it, without its bias, which is a tensor of its own."""
+        return pack_rounded(self.weight, self.scheme, self.stored)
+
+
+Codes = Literal["ternary", "binary"]
+"""ternary: −1, 0 and 1 (1.58 bits of information); binary: −1 and 1."""
+
+
+def absmean(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """() float32: the mean magnitude of a weight (N, K), as a file gives it back that holds its inverse in `dtype`.
+
+    It is `ternary.storable` of the mean without its check, which would take the value out of a compiled graph.
+    """
+    # Summed in float64, as the format does: the codes at the borders depend on the last bit.
+    mean = weight.detach().float().abs().mean(dtype=torch.float64)
+    inverse = (1.0 / mean.clamp(min=ternary.SMALLEST)).clamp(max=torch.finfo(dtype).max)
+    return 1.0 / inverse.to(dtype).float()
+
+
+def weight_codes(weight: Tensor, scale: Tensor, codes: Codes) -> Tensor:
+    """(N, K) float32 codes of a weight (N, K), which times `scale` () is what stands for it.
+
+    ternary: clip(round(W / scale), −1, 1). binary: the sign of W − mean(W), where 0 counts as negative.
+    """
+    values = weight.detach().float()
+    if codes == "ternary":
+        return torch.round(values / scale).clamp_(-1, 1)
+    centre = values.mean(dtype=torch.float64).float()
+    return torch.where(values > centre, 1.0, -1.0)
+
+
+def bit_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, codes: Codes, dtype: torch.dtype, share: float
+) -> Tensor:
+    """x (…, K) by a weight (N, K) that counts as its codes; (…, N) in the dtype that F.linear gives.
+
+    codes  which ones the weight has.
+    dtype  what the weight's scale will be stored in.
+    share  λ: 0 is the float layer, 1 the rounded one, whose packed form computes the same but for float rounding.
+    """
+    scale, step = absmean(weight, dtype), input_steps(x)
+    rounded = blend(weight / scale, weight_codes(weight, scale, codes), share)
+    products = F.linear(pass_through(x.float() * (1.0 / step), share), rounded)
+    y = (products.float() * (step * scale)).to(products.dtype)
+    return y if bias is None else y + bias
+
+
+class BitLinear(nn.Linear):
+    """A linear layer that is trained to be stored in two bits a weight.
+
+    codes    ternary or binary.
+    stored   the dtype of the model that the layer will be packed for.
+    share    λ, which whoever trains raises from 0 to 1 (`convert.set_share`).
+    norm     None, or an RMS norm of the inputs (BitNet's SubLN): for models that are trained from scratch as such.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        *,
+        codes: Codes = "ternary",
+        stored: torch.dtype = torch.bfloat16,
+        norm: float | None = None,
+        device: torch.device | str | None = None,
+    ):
+        """`norm`: the norm's epsilon; None: no norm."""
+        super().__init__(inputs, outputs, bias=bias, device=device)
+        self.codes: Codes = codes
+        self.stored = stored
+        self.share = 1.0
+        self.norm = None if norm is None else nn.RMSNorm(inputs, eps=norm, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, K) to (…, N)."""
+        if self.norm is not None:
+            x = self.norm(x)
+        return bit_linear(x, self.weight, self.bias, self.codes, stored_scale_dtype(self.stored), self.share)
+
+    @torch.no_grad()
+    def packed(self) -> PackedWeight:
+        """The layer as its format has it, without its bias, which is a tensor of its own.
+
+        Raises ValueError for a norm, which packed layers do not have, and for weights that are not finite.
+        """
+        if self.norm is not None:
+            raise ValueError("the format's kernels know no norm inside a linear layer: train one without")
+        return pack_ternary(self.weight, self.codes, self.stored)
+
+
+def pack_ternary(weight: Tensor, codes: Codes, stored: torch.dtype) -> PackedWeight:
+    """A weight (N, K) of any float dtype in two bits a weight, for a model of dtype `stored`.
+
+    Raises ValueError for a weight that is not finite.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("the weight has values that are NaN or infinite")
+    scale = absmean(weight, stored_scale_dtype(stored))
+    rounded = weight_codes(weight, scale, codes).to(torch.int8)
+    rows = scale.reshape(1, 1).expand(len(rounded), 1).contiguous()
+    return PackedWeight(ternary.scheme(), rounded, rows)

@@ -1,0 +1,162 @@
+"""What is trained when a model's layers are rounded: by the text, by the original's answers, or both."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.distill.cached_logits import LogitsCache, keep
+from compress.distill.objective import Objective, objective_loss
+from compress.model.plan import make_plan
+from compress.model.structure import survey
+from compress.qat.convert import (
+    RoundedModel,
+    bit_linear,
+    convert,
+    freeze_experts,
+    quantized_linear,
+    rounded_layers,
+    set_share,
+)
+from compress.recipe.training_stages import Qat, Ternary
+from compress.training import float_model
+from compress.training.contract import Batches, Group, Loss
+from compress.training.data import PackedBatches
+from compress.training.loop import train
+from runtime.checkpoints.open import open_checkpoint
+
+if TYPE_CHECKING:
+    from compress.training.contract import Given
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the weights are trained.
+
+    ramp           share of the steps over which λ goes from 0 to 1; 0: layers are rounded from the first step.
+    optimizer      of the rounded matrices; everything else has AdamW.
+    rest           everything else's rate, as a share of the settings'; 0: it is not trained.
+    checkpointing  activations are computed again in the backward pass instead of kept: slower, in less memory.
+    """
+
+    ramp: float = 0.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    rest: float = 1.0
+    checkpointing: bool = False
+
+
+class RoundedTask:
+    """The task of training a converted model (`compress.training.task.Task`)."""
+
+    def __init__(
+        self,
+        model: Any,
+        teacher: Any | None,
+        held_out: Tensor,
+        objective: Objective,
+        manner: Manner,
+        autocast: bool = False,
+    ):
+        """
+        model     a transformers causal language model, converted; float32.
+        teacher   the original, or its kept answers; None where the objective does not ask for it.
+        held_out  (E, length) int64: windows to evaluate on.
+        autocast  whether evaluation, too, computes in bfloat16.
+        """
+        self.model, self.teacher, self.held_out = model, teacher, held_out
+        self.objective, self.manner, self.autocast = objective, manner, autocast
+        if teacher is not None and not isinstance(teacher, LogitsCache):
+            teacher.eval().requires_grad_(False)
+        if manner.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def groups(self) -> list[Group]:
+        """The rounded matrices; and the rest, without weight decay."""
+        matrices = [cast("nn.Parameter", layer.weight) for layer in rounded_layers(self.model)]
+        known = {id(weight) for weight in matrices}
+        rest = [p for p in self.model.parameters() if p.requires_grad and id(p) not in known]
+        groups = [Group("rounded", matrices, optimizer=self.manner.optimizer)] if matrices else []
+        if rest and self.manner.rest:
+            groups.append(Group("rest", rest, self.manner.rest, weight_decay=0.0))
+        return groups
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """See `Task.loss`."""
+        ramp = self.manner.ramp
+        set_share(self.model, min(1.0, progress / ramp) if ramp else 1.0)
+        self.model.train()
+        return objective_loss(self.objective, self.model, self.teacher, batch)
+
+    def evaluate(self) -> float:
+        """Mean cross entropy of the held-out windows, fully rounded whatever λ training has come to."""
+        set_share(self.model, 1.0)
+        return float_model.held_out_loss(self.model, self.held_out, self.autocast)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state[name])
+        set_share(self.model, 1.0)
+
+
+def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
+    """Trains the model at `given.model` with its layers rounded and writes the packed directory `out`.
+
+    Returns, for the report: what the loop says of the run; `perplexity` of the held-out windows for the original, for
+    the same layers rounded without training, and trained (computed in float32, of the model as it is written);
+    `warning`, two sentences on these; the packed `layers`, what was `left_alone`, and `frozen`, parameters that were
+    not trained.
+    Raises UserError for layers that cannot be trained so, and for whatever stops the loop.
+    """
+    kind = "ternary" if isinstance(stage, Ternary) else "qat"
+    checkpoint, structure = open_checkpoint(given.model), survey(given.model)
+    plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
+    original, model = (float_model.load(folder, given.device) for folder in (given.original, given.model))
+    before = float_model.held_out_loss(original, given.held_out)
+    make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
+    convert(model, plan, checkpoint, make)
+    frozen = freeze_experts(model, structure)
+    rounded = float_model.held_out_loss(model, given.held_out)
+    objective = Objective.of(stage)
+    teacher: Any = original if objective.needs_teacher else None
+    del original
+    packed = PackedBatches(given.tokens, given.settings)
+    batches: Batches = packed
+    if stage.answers is not None:
+        teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
+    ramp = stage.ramp if isinstance(stage, Ternary) else 0.0
+    manner = Manner(ramp, stage.optimizer, stage.rest, stage.checkpointing)
+    task = RoundedTask(model, teacher, given.held_out, objective, manner, given.settings.autocast)
+    result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage=kind)
+    written = RoundedModel(model, checkpoint, structure, plan)
+    records = written.write(out, given.work / "parts", given.shard_bytes)
+    after = float_model.held_out_loss(model, given.held_out)
+    perplexity = float_model.perplexities(original=before, rounded_without_training=rounded, trained=after)
+    return {
+        **result.to_dict(),
+        "perplexity": perplexity,
+        "warning": warning(stage, perplexity),
+        "layers": [asdict(record) for record in records],
+        "left_alone": [asdict(left) for left in plan.left_alone],
+        "frozen": frozen,
+    }
+
+
+def warning(stage: Ternary | Qat, perplexity: dict[str, float]) -> str:
+    """What rounding without training would have done to this model, in two sentences for people."""
+    weights = stage.weights if isinstance(stage, Ternary) else stage.scheme
+    original, rounded, trained = (perplexity[key] for key in ("original", "rounded_without_training", "trained"))
+    verb = "RUINS" if rounded > 2 * original else "changes"
+    return (
+        f"Rounding to {weights} weights without training {verb} this model: perplexity {rounded:.2f} instead of "
+        f"{original:.2f} on held-out text. Training has brought it to {trained:.2f}, {trained / original:.2f} times "
+        "the original's."
+    )

@@ -1,0 +1,158 @@
+"""What a training run is told: how much it may take, and how it goes."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from compress.errors import UserError
+from compress.recipe.block_stages import Strict
+
+MOST_MINUTES = 1_000_000.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long training goes on: exactly one of tokens and minutes.
+
+    tokens       predicted tokens, over all processes.
+    minutes      wall time on this machine. It becomes a number of steps once the first few have been timed, and that
+                 number is kept in the checkpoint: a resumed run follows the same schedule, however fast it is then.
+    most_tokens  with minutes: training ends there if the time does not end it before. At least a step is made.
+    """
+
+    tokens: int | None = None
+    minutes: float | None = None
+    most_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.minutes is None):
+            found = "both" if self.tokens is not None else "none"
+            raise UserError(f"training: expected a budget of either tokens or minutes, found {found}: name one")
+        if self.tokens is not None and self.tokens < 1:
+            raise UserError(f"training.tokens: expected at least 1, found {self.tokens}: raise it")
+        if self.minutes is not None and not 0 < self.minutes <= MOST_MINUTES:
+            raise UserError(f"training.minutes: expected more than 0, found {self.minutes}: correct it")
+        if self.most_tokens is not None and (self.minutes is None or self.most_tokens < 1):
+            raise ValueError(f"most_tokens: expected at least 1, with minutes, found {self.most_tokens}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the loop trains.
+
+    rate            the optimiser's peak learning rate.
+    schedule        cosine: down to the floor from the warm-up on; wsd: warm-up, stable, decay (linear).
+    warmup, decay   shares of the steps; decay is of wsd only.
+    floor           the last step's rate, as a share of the peak.
+    clip            the largest norm of all gradients together; larger ones are scaled down to it.
+    batch           windows in a micro-batch, over all processes together.
+    accumulate      micro-batches in a step.
+    length          predicted tokens in a window, which has one token more.
+    evaluate_every, save_every   steps.
+    autocast        whether the loss is computed under bfloat16 autocast; weights and moments stay as they are.
+    """
+
+    rate: float = 3e-4
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: float = 0.03
+    decay: float = 0.3
+    floor: float = 0.05
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    batch: int = 8
+    accumulate: int = 1
+    length: int = 256
+    seed: int = 0
+    evaluate_every: int = 100
+    save_every: int = 100
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "length", "evaluate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        for name in ("warmup", "decay", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a share from 0 to 1, found {getattr(self, name)}")
+        if self.rate <= 0 or self.clip <= 0:
+            raise ValueError(f"expected a rate and a clip above 0, found {self.rate} and {self.clip}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens in a step, over all processes."""
+        return self.batch * self.accumulate * self.length
+
+
+Share = Annotated[float, Field(ge=0, le=1, strict=False)]
+Count = Annotated[StrictInt, Field(ge=1, le=1_000_000)]
+Minutes = Annotated[float, Field(gt=0, le=MOST_MINUTES, strict=False)]
+Tokens = Annotated[StrictInt, Field(ge=1, le=10**15)]
+
+
+class Training(Strict):
+    """How long a stage trains, on what, and how. A stage has a subclass of its own where its defaults differ.
+
+    minutes, tokens  the budget: one of the two (training/settings.py says what they mean).
+    source           text to train on (calib/training_text.py); default: the run's own, without what is measured on.
+    The other keys are the loop's `Settings`.
+    """
+
+    default_minutes: ClassVar[float] = 20.0
+
+    minutes: Minutes | None = None
+    tokens: Tokens | None = None
+    source: StrictStr | None = None
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 5e-4
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: Share = 0.03
+    decay: Share = 0.3
+    floor: Share = 0.05
+    weight_decay: Share = 0.0
+    clip: Annotated[float, Field(gt=0, strict=False)] = 1.0
+    batch: Count = 8
+    accumulate: Count = 1
+    length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 256
+    evaluate_every: Count = 100
+    save_every: Count = 100
+    autocast: StrictBool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Fills in the budget, so that the recipe that is kept says everything."""
+        if isinstance(data, dict) and data.get("minutes") is None and data.get("tokens") is None:
+            return {**data, "minutes": cls.default_minutes}
+        return data
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "Training":
+        if self.minutes is not None and self.tokens is not None:
+            raise ValueError("minutes: expected a budget of either minutes or tokens, found both")
+        return self
+
+    def budget(self) -> Budget:
+        """How long."""
+        return Budget(self.tokens, self.minutes)
+
+    def settings(self, seed: int) -> Settings:
+        """How."""
+        mine = self.model_dump(exclude={"minutes", "tokens", "source"})
+        return Settings(seed=seed, **mine)
+
+    def with_budget(self, budget: Budget) -> "Training":
+        """The same with another budget."""
+        return self.model_copy(update={"minutes": budget.minutes, "tokens": budget.tokens})
+
+
+class Trained(Strict):
+    """A stage that trains."""
+
+    training: Training = Field(default_factory=Training)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_training(cls, data: Any) -> Any:
+        """A stage without the key trains as long as its kind does by default."""
+        return {**data, "training": {}} if isinstance(data, dict) and data.get("training") is None else data

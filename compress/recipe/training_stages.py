@@ -1,0 +1,297 @@
+"""What the stages ternary and qat of a recipe may say."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+
+from compress.recipe.block_stages import Quantize, Strict, check_patterns
+from compress.recipe.training import Count, Trained, Training
+
+Share = Annotated[float, Field(ge=0, le=1, strict=False)]
+
+
+class DraftTraining(Training):
+    """Minutes are what the embedded pair's draft takes on two cores, its teacher's samples included."""
+
+    default_minutes: ClassVar[float] = 15.0
+
+    # On the embedded pair with its ternary target: half of it was 0.003 of agreement behind after two million tokens,
+    # two and a half times it 0.02 of acceptance after half a million.
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 2e-3
+    batch: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 8
+    autocast: StrictBool = True
+
+
+class Draft(Trained):
+    """A stage that aligns the draft with its compressed target, by distillation on the texts that both write.
+
+    loss           divergence of the draft's next-token distribution from the target's; minillm: the policy gradient of
+                   the reverse KL of whole texts, on the student's batches (reverse_kl on the others).
+    beta           jsd: its β.
+    temperature    of both softmaxes.
+    cross_entropy  weight of the text itself, beside the divergence.
+    student        share of the batches that the draft writes itself at temperature 1 (GKD's λ).
+    teacher        share of the batches that the target has written, half of it greedily, half at temperature 1.
+    samples        texts that the target writes for that, once, of the training's length; fewer where they would take
+                   more than a fifth of the minutes.
+    prompt         tokens of training text that such texts begin with.
+    teacher_mix    minillm: share of the target in the distribution that its texts are drawn from.
+    optimizer      of the blocks' matrices.
+    keep           share of the target's blocks that a draft is made of where the run has none; one at least.
+    blocks         which ones: influence, those that change their input most; even, evenly spaced ones.
+    """
+
+    training: DraftTraining = Field(default_factory=DraftTraining)
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "minillm"] = "forward_kl"
+    beta: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.5
+    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
+    cross_entropy: Annotated[float, Field(ge=0, strict=False)] = 0.0
+    # On the embedded pair with its int4 target, after 300,000 tokens: a quarter of the draft's own text was 0.002 of
+    # agreement behind training text alone, half of the target's 0.006. Both cost time to write besides.
+    student: Share = 0.1
+    teacher: Share = 0.0
+    samples: Annotated[StrictInt, Field(ge=1, le=10_000_000)] = 1024
+    prompt: Annotated[StrictInt, Field(ge=1, le=65_536)] = 64
+    teacher_mix: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.2
+    optimizer: Literal["adamw", "muon"] = "muon"
+    keep: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.25
+    blocks: Literal["influence", "even"] = "influence"
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Draft":
+        if self.student + self.teacher > 1:
+            raise ValueError(
+                f"student: expected shares of student and teacher that sum to 1 at most, found {self.student} and "
+                f"{self.teacher}"
+            )
+        if self.loss == "minillm" and not self.student:
+            raise ValueError("student: expected a share above 0 with loss minillm, which learns on them, found 0")
+        if self.loss == "minillm" and self.temperature != 1:
+            raise ValueError(f"temperature: expected 1 with loss minillm, found {self.temperature}")
+        if self.prompt >= self.training.length:
+            raise ValueError(
+                f"prompt: expected fewer tokens than training.length ({self.training.length}), found {self.prompt}"
+            )
+        return self
+
+
+Weight = Annotated[float, Field(ge=0, strict=False)]
+
+
+class Answers(Strict):
+    """The teacher is asked once, before training, and is then no longer held in memory.
+
+    windows  of the training text, which are trained on over and over.
+    top      most probable tokens that are kept at each of their positions, in 8 bytes each; what probability the others
+             have together is kept, too.
+    """
+
+    windows: Annotated[StrictInt, Field(ge=1, le=10_000_000)] = 2048
+    top: Annotated[StrictInt, Field(ge=1, le=100_000)] = 32
+
+
+class AnswersKey(Strict):
+    """The key `answers` of a stage with a teacher; without it the teacher is run beside the student."""
+
+    answers: Answers | None = None
+
+    @model_validator(mode="after")
+    def _answers_are_logits(self) -> "AnswersKey":
+        if self.answers is None:
+            return self
+        hidden, temperature, kl = (getattr(self, name) for name in ("hidden", "temperature", "kl"))
+        if hidden or temperature != 1 or not kl:
+            raise ValueError(
+                "answers: expected kl above 0, hidden 0 and temperature 1, which is all that kept answers are good "
+                f"for, found kl {kl}, hidden {hidden}, temperature {temperature}"
+            )
+        return self
+
+
+class HealTraining(Training):
+    """Minutes are for the embedded pair on two cores. bfloat16 takes a third of float32's time where the CPU has it."""
+
+    default_minutes: ClassVar[float] = 20.0
+
+    autocast: StrictBool = True
+
+
+class Heal(Trained, AnswersKey):
+    """A stage that teaches a pruned model to answer like the original again, by distillation.
+
+    kl             weight of the forward KL to the original's next-token distribution, at `temperature`.
+    cross_entropy  weight of the text itself.
+    hidden         weight of the squared distance to the original's hidden states over their mean square: after every
+                   block, or after the last one where blocks are gone.
+    answers        keeps the original's answers to some windows on disk, and trains on these (`Answers`).
+    optimizer      of the blocks' matrices; muon needs matrices of which no single weights were pruned.
+    """
+
+    training: HealTraining = Field(default_factory=HealTraining)
+    kl: Weight = 1.0
+    cross_entropy: Weight = 0.0
+    hidden: Weight = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+    @model_validator(mode="after")
+    def _some(self) -> "Heal":
+        if not (self.kl or self.cross_entropy or self.hidden):
+            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
+        return self
+
+
+OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
+
+
+class Joint(Strict):
+    """How medusa-2 trains heads and model together.
+
+    warmup       the share of the budget in which the heads are trained alone.
+    weight       λ: how much the heads' loss counts beside the model's own.
+    rate_factor  the model's learning rate as a share of the training's, which is for the heads' matrices.
+    heads_factor the heads' rate beside the model, likewise: at the full rate they forget what the warm-up taught them.
+    """
+
+    warmup: OpenShare = 0.5
+    weight: Annotated[float, Field(gt=0, le=10, strict=False)] = 0.2
+    rate_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.03
+    heads_factor: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.3
+
+
+class MedusaTraining(Training):
+    """bfloat16 is three times as quick."""
+
+    default_minutes: ClassVar[float] = 30.0
+
+    # On the embedded pair, 4,096 windows three times: held-out loss 3.58, and 3.77 at three times the rate.
+    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
+    batch: Count = 4
+    length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 192
+    evaluate_every: Count = 250
+    save_every: Count = 500
+    autocast: StrictBool = True
+
+
+class Medusa(Trained):
+    """A stage that trains Medusa heads (Cai et al. 2024, 2401.10774) beside the compressed model.
+
+    kind           medusa-1: the model stays as it is; medusa-2: heads and model are trained together, and the model is
+                   compressed again.
+    heads, layers  how many heads, and residual blocks of each.
+    projection     shared: the model's own output projection follows the blocks and one square matrix of each head; own:
+                   every head has an output projection, which costs a round as much as the model's, once per head.
+    nodes          of the tree that the heads draft.
+    continuations  what follows a prompt in the text to train on: what the compressed model writes by itself, the most
+                   probable token each time (greedy) or drawn (sampled); none: the text as it stands.
+    prompt         share of each window that is text in any case.
+    samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
+                   the time at most.
+    passes         of a budget in minutes: how often each window is learned from at most.
+    decay          head k's loss counts decay to the power k.
+    optimizer      of the matrices within the heads.
+    joint          of medusa-2 only.
+    """
+
+    training: MedusaTraining = Field(default_factory=MedusaTraining)
+    kind: Literal["medusa-1", "medusa-2"] = "medusa-1"
+    heads: Annotated[StrictInt, Field(ge=1, le=8)] = 4
+    layers: Annotated[StrictInt, Field(ge=1, le=4)] = 1
+    projection: Literal["shared", "own"] = "shared"
+    nodes: Annotated[StrictInt, Field(ge=1, le=64)] = 24
+    continuations: Literal["greedy", "sampled", "none"] = "greedy"
+    prompt: OpenShare = 0.25
+    samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
+    # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 passes, 4.13 after 6.5 and 5.23
+    # after 17, the rate falling to its floor in each.
+    passes: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 3
+    decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.8
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    joint: Joint | None = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Medusa":
+        if self.joint is not None and self.kind != "medusa-2":
+            raise ValueError(f"joint: expected with kind medusa-2 only, found kind {self.kind}")
+        return self
+
+
+class RoundedTraining(Training):
+    """Minutes are for the embedded pair on two cores."""
+
+    default_minutes: ClassVar[float] = 60.0
+
+
+class Rounded(Trained, AnswersKey):
+    """Keys that both stages have.
+
+    targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
+    kl, cross_entropy, hidden, temperature  how much each loss counts (`compress.distill.objective.Objective`): to the
+                     original's next-token distribution, on the text itself, to the original's hidden states.
+    answers          keeps the original's answers to some windows on disk, and trains on these (`Answers`).
+    optimizer        of the rounded matrices.
+    rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
+    checkpointing    activations are computed twice instead of kept: slower, in less memory.
+    """
+
+    training: RoundedTraining = Field(default_factory=RoundedTraining)
+    targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
+    ignore: tuple[StrictStr, ...] = ()
+    kl: Weight = 1.0
+    cross_entropy: Weight = 0.0
+    hidden: Weight = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    rest: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
+    checkpointing: StrictBool = False
+
+    @field_validator("targets", "ignore")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return check_patterns(patterns)
+
+    @model_validator(mode="after")
+    def _some(self) -> "Rounded":
+        if not (self.kl or self.cross_entropy or self.hidden):
+            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
+        return self
+
+
+class Ternary(Rounded):
+    """A stage that trains the blocks' linear layers as BitNet has them, and stores them in two bits a weight.
+
+    weights  ternary: −1, 0 and 1 (BitNet b1.58); binary: −1 and 1 (BitNet), which the file does not store smaller.
+    ramp     share of the training over which rounding sets in; 0: all of it from the first step.
+    """
+
+    weights: Literal["ternary", "binary"] = "ternary"
+    ramp: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+
+    def quantize(self) -> Quantize:
+        """The quantise stage that rounds the same layers without training: what the plan is made from."""
+        return Quantize(scheme="ternary", targets=self.targets, ignore=self.ignore)
+
+
+class Qat(Rounded):
+    """A stage that trains the blocks' linear layers as they will be stored quantised.
+
+    scheme       int8-dynamic (a scale per output channel), int4, int3 or int2 (a scale per group).
+    group_size   as quantize has it.
+    symmetric    int4, int3, int2: whether groups have no zero point.
+    int8_inputs  whether inputs are rounded in training too, as the kernels do when they run the model.
+    """
+
+    scheme: Literal["int8-dynamic", "int4", "int3", "int2"]
+    group_size: StrictInt | None = None
+    symmetric: StrictBool | None = None
+    int8_inputs: StrictBool = True
+
+    @model_validator(mode="after")
+    def _fit(self) -> "Qat":
+        self.quantize()
+        return self
+
+    def quantize(self) -> Quantize:
+        """The quantise stage that rounds the same layers without training: what the plan is made from."""
+        keys: dict[str, Any] = {"scheme": self.scheme, "group_size": self.group_size, "symmetric": self.symmetric}
+        return Quantize.model_validate({**keys, "targets": self.targets, "ignore": self.ignore})

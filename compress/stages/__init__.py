@@ -1,0 +1,1 @@
+"""Stages that work on blocks, one file each."""

@@ -1,0 +1,311 @@
+"""Calibrates key/value caches: per-channel key factors for our caches, static scales per head for other engines.
+
+A quantised cache rounds a key's channels with one step per token and head, which its largest channel sets. So keys are
+divided by fixed factors first. Which factors lose least is searched, head by head, by the error of the attention
+logits q · k that the rounding leaves on calibration text. The candidates are powers of the channels' root mean square,
+0 (no factors) to 1 (all channels equally large). SmoothQuant (2211.10438) shares a range between two channels by such
+an exponent, and KIVI (2402.02750) found that it is channels in which keys are uneven.
+
+Rotation moves energy between the two channels of a pair and keeps its sum, so a pair shares a factor: what was
+calibrated on short windows holds at every position.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from compress.artifact import safetensors
+from compress.artifact.files import write_json
+from compress.errors import UserError
+from runtime import load
+from runtime.cache import scheme
+from runtime.cache.quantizer import LIMITS
+from runtime.checkpoints.architecture import describe
+from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.safetensors import Shards
+from runtime.kernels.dispatch import choose
+from runtime.kernels.reference import quantize_rows, rms_norm
+from runtime.model.native import NativeDecoder
+from runtime.model.reference import LlamaDecoder
+from runtime.model.rotary import frequencies
+
+Kind = Literal["int8", "int4"]
+EXPONENTS = tuple(n / 8 for n in range(9))
+# A channel that was silent on the calibration text is taken to have this share of its head's root mean square.
+_FLOOR = 1 / 64
+
+
+# ------------------------------------------------------------------------------------------------- the mathematics
+def pair_rms(keys: Tensor, rotated: int) -> Tensor:
+    """Root mean square (heads, d) of the channels of keys (n, heads, d) float32; the two of a rotary pair share theirs.
+
+    rotated  leading channels that rotate, even: i and i + rotated / 2 are a pair (0: none).
+    """
+    energy = keys.double().square().mean(0)
+    half = rotated // 2
+    shared = (energy[:, :half] + energy[:, half:rotated]) / 2
+    return torch.cat((shared, shared, energy[:, rotated:]), dim=1).sqrt().float()
+
+
+def factors_of(rms: Tensor, exponent: float) -> Tensor:
+    """Factors rms^exponent (…, d) of channels' root mean squares, geometric mean 1 in each head; 1 where all is 0."""
+    whole = rms.double().square().mean(-1, keepdim=True).sqrt()
+    logs = (rms / whole).clamp_min(_FLOOR).where(whole > 0, 1.0).log()
+    return (exponent * (logs - logs.mean(-1, keepdim=True))).exp().float()
+
+
+def logit_error(keys: Tensor, moment: Tensor, factor: Tensor, kind: Kind) -> float:
+    """Relative error of the logits of a head's keys (n, d) that are stored by a factor (d,).
+
+    moment  (d, d) mean of q qᵀ over the queries that read the head. With e the error of a key, the mean square error of
+            its logits is eᵀ · moment · e; it is set against that of forgetting the key. 0 where all keys are 0.
+    """
+    codes, scale = quantize_rows(keys / factor, LIMITS[kind])
+    lost = (codes.float() * scale[:, None]) * factor - keys
+    error, whole = (float(((x @ moment) * x).sum(dtype=torch.float64)) for x in (lost, keys))
+    return (max(error, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """One key/value head: the exponent that was chosen, and the logits' relative error with and without factors."""
+
+    layer: int
+    head: int
+    exponent: float
+    error: float
+    uncalibrated_error: float
+
+
+def search(keys: Tensor, moments: Tensor, rotated: int, kind: Kind, layer: int = 0) -> tuple[Tensor, list[HeadRecord]]:
+    """The factors (heads, d) of a layer's keys (n, heads, d) float32, with the least `logit_error` of all EXPONENTS.
+
+    moments  (heads, d, d), see `logit_error`. Of equal errors the smaller exponent wins, so a head that gains nothing
+             has no factors.
+    """
+    rms = pair_rms(keys, rotated)
+    chosen, records = [], []
+    for head in range(keys.shape[1]):
+        own = keys[:, head].contiguous()
+        candidates = [factors_of(rms[head], exponent) for exponent in EXPONENTS]
+        errors = [logit_error(own, moments[head], factor, kind) for factor in candidates]
+        best = errors.index(min(errors))
+        chosen.append(candidates[best])
+        records.append(HeadRecord(layer, head, EXPONENTS[best], errors[best], errors[0]))
+    return torch.stack(chosen), records
+
+
+def static_scale(absmax: Tensor) -> Tensor:
+    """Scales (heads,) of symmetric int8 codes from the largest |x| of each head; 1 for a head of zeros."""
+    return torch.where(absmax > 0, absmax / scheme.STATIC_RANGE, 1.0).float()
+
+
+# --------------------------------------------------------------------------------------------- the calibration text
+@dataclass(frozen=True)
+class Heads:
+    """What a layer's attention saw on all windows, float32.
+
+    keys     (tokens, kv_heads, d), as the cache takes them: after rotation.
+    moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group.
+    values   (kv_heads,), the largest |value|.
+    """
+
+    keys: Tensor
+    moments: Tensor
+    values: Tensor
+
+
+@torch.inference_mode()
+def attention_inputs(decoder: LlamaDecoder, windows: Tensor, config: Any) -> Iterator[Heads]:
+    """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what each block's attention saw.
+
+    Memory, in floats: of all windows the residual stream (W · L · hidden) and one layer's keys (W · L · kv_heads · d);
+    of one window the activations of one block.
+    """
+    a = decoder.architecture
+    inverse, by = frequencies(config)
+    angle = torch.arange(windows.shape[1], dtype=torch.float32)[:, None] * inverse
+    cos, sin = angle.cos() * by, angle.sin() * by
+    stream = [decoder.embed(window) for window in windows]
+    for block in decoder.parts.blocks:
+        weights = block.attention
+        keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
+        seen = _visible(windows.shape[1], weights.window)
+        for number, x in enumerate(stream):
+            normed = rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
+            q, k, v = decoder.project(normed, weights, cos, sin)
+            keys.append(k)
+            grouped = q.view(len(q), a.kv_heads, -1, a.head_dim).transpose(0, 1).flatten(1, 2)
+            moments += grouped.transpose(1, 2) @ grouped / (grouped.shape[1] * len(windows))
+            highest = torch.maximum(highest, v.abs().amax((0, 2)))
+            mixed = scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                attn_mask=seen,
+                is_causal=seen is None,
+                scale=a.head_dim**-0.5,
+                enable_gqa=True,
+            )
+            x = x + weights.out(mixed[0].transpose(0, 1).reshape(len(x), -1))
+            stream[number] = x + decoder.feed_forward(x, block)
+        yield Heads(torch.cat(keys), moments, highest)
+
+
+def _visible(length: int, window: int | None) -> Tensor | None:
+    """(length, length) bool, which keys a row sees; None: all up to its own."""
+    if window is None or window >= length:
+        return None
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < window)
+
+
+# --------------------------------------------------------------------------------------------------------- the stage
+@dataclass(frozen=True)
+class Calibrated:
+    """What `attach` writes.
+
+    key_factor  (layers, kv_heads, head_dim) float32.
+    key_scale   (layers, kv_heads) float32, and value_scale: static, symmetric, of 8 bits.
+    heads       one record per layer and head.
+    samples     windows used, and `tokens` of them.
+    """
+
+    kind: Kind
+    key_factor: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+    heads: tuple[HeadRecord, ...]
+    samples: int
+    tokens: int
+
+    def factors(self) -> dict[str, Tensor]:
+        """The key factors by name."""
+        return {scheme.factor_name(i): factor for i, factor in enumerate(self.key_factor)}
+
+    def scales(self) -> dict[str, Tensor]:
+        """The static scales by name, (kv_heads, 1, 1) as compressed-tensors has them."""
+        both = (("k", self.key_scale), ("v", self.value_scale))
+        return {scheme.scale_name(i, part): scale[:, None, None] for part, rows in both for i, scale in enumerate(rows)}
+
+
+def calibrate(
+    model: str | Path,
+    kind: Kind,
+    windows: Tensor,
+    threads: int | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Calibrated:
+    """Calibrates a finished model directory on windows (W, L) int64 of text. Equal calls give equal tensors.
+
+    The model runs as it will run: packed weights, the runtime's kernels. Memory as `attention_inputs` has it, besides
+    the packed weights. `on_step` is told (layers done, layers) after each layer.
+
+    Raises UserError for a model that the runtime's own decoder does not run, for no windows or windows that are longer
+    than the model's positions, and for keys or values that are NaN or infinite (the layer is named).
+    """
+    loaded = load(model, threads=threads)
+    path = loaded.path
+    if not isinstance(loaded.decoder, (NativeDecoder, LlamaDecoder)):
+        raise UserError(
+            f"{path.name}: a quantised cache needs Specpress' own decoder, and transformers runs this model: "
+            "remove the recipe's key kv"
+        )
+    a, positions = loaded.decoder.architecture, loaded.decoder.max_positions
+    if windows.ndim != 2 or not windows.numel() or windows.shape[1] > positions:
+        raise UserError(
+            f"kv: expected one window or more of at most {positions} tokens, found {list(windows.shape)}: "
+            "change samples or seq_len"
+        )
+    parts = loaded.decoder.parts
+    embedding = parts.embedding
+    if embedding is None:  # the native kernels keep a tied table in their own layout
+        embedding = open_checkpoint(path).tensor("model.embed_tokens.weight")
+    # The same layers, whose own calls leave queries and keys in sight.
+    decoder = LlamaDecoder(
+        a, loaded.config, embedding, parts.blocks, parts.norm, parts.head, choose("reference", "cpu")
+    )
+    rotated = 2 * len(frequencies(loaded.config)[0])
+    factors, key_scales, value_scales = [], [], []
+    records: list[HeadRecord] = []
+    for layer, heads in enumerate(attention_inputs(decoder, windows, loaded.config)):
+        if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
+            raise UserError(
+                f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
+                "calibration text: check the weights"
+            )
+        factor, found = search(heads.keys, heads.moments, rotated, kind, layer)
+        factors.append(factor)
+        records += found
+        key_scales.append(static_scale(heads.keys.abs().amax((0, 2))))
+        value_scales.append(static_scale(heads.values))
+        if on_step is not None:
+            on_step(layer + 1, a.layers)
+    return Calibrated(
+        kind,
+        torch.stack(factors),
+        torch.stack(key_scales),
+        torch.stack(value_scales),
+        tuple(records),
+        len(windows),
+        windows.numel(),
+    )
+
+
+def attach(model: Path, found: Calibrated, shard_bytes: int = safetensors.SHARD_BYTES) -> None:
+    """Writes what was calibrated into a model directory that nobody reads yet (a run's partial folder).
+
+    config.json gets the keys of kv_scheme.py, and kv_cache/ the factors. The static scales join the weights where
+    config.json has a word for them (compressed-tensors, or plain weights), else the factors. The same result attached
+    again changes nothing. What an interrupted call leaves behind is to be made anew.
+
+    Raises ValueError for a directory that has other static scales already.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    beside = found.factors()
+    if scheme.holds_scales(config):
+        _join(model, found.scales(), shard_bytes)
+    else:
+        beside |= found.scales()
+    extra = model / scheme.TENSORS
+    extra.parent.mkdir(exist_ok=True)
+    safetensors.write_part(extra, beside)
+    write_json(model / "config.json", scheme.to_config(config, found.kind))
+
+
+def _join(model: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
+    """Writes the shards again with more tensors: in a folder beside, since their names change with their number."""
+    held = Shards(model)
+    if present := [name for name in tensors if name in held]:
+        if len(present) < len(tensors) or not all(torch.equal(held[name], tensors[name]) for name in present):
+            raise ValueError(f"{model.name} has other static scales already, {present[0]} for one")
+        return
+    old = held.files
+    aside = model / ".joined"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    part = aside / "part.safetensors"
+    safetensors.write_part(part, tensors)
+    names = safetensors.join([*old, part], aside, shard_bytes)
+    part.unlink()
+    for path in (*old, model / safetensors.INDEX):
+        path.unlink(missing_ok=True)
+    for name in names:
+        (aside / name).replace(model / name)
+    aside.rmdir()
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raises UserError for a config.json whose model can have no quantised cache, before a run starts."""
+    if describe(dict(config)) is None:
+        raise UserError(
+            f"kv: a quantised cache needs Specpress' own decoder, which does not run {config.get('model_type')!r}: "
+            "remove the recipe's key kv"
+        )

@@ -1,0 +1,138 @@
+"""Pruning as stages: single weights of every linear layer, or whole heads and channels of the block."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.calibration.activations import Inputs
+from compress.calibration.statistics import hessian_of
+from compress.model.block import Block, Statistics
+from compress.model.plan import Plan
+from compress.model.structure import Skeleton
+from compress.recipe import Prune
+
+if TYPE_CHECKING:
+    from calib.moments import Wants
+    from compress.prune.width import Sizes
+
+# What says a block's width in a config.json.
+_WIDTH_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class MaskPrune:
+    """Single weights become zeros: the smallest (magnitude), the least felt (Wanda), with the others mending it
+    (SparseGPT)."""
+
+    stage: Prune
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        if self.stage.method == "magnitude":
+            return {}
+        from calib.moments import Wants
+
+        want = Wants(norms=True) if self.stage.method == "wanda" else Wants(hessian=True)
+        return dict.fromkeys(block.linears, want)
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        for path, linear in block.linears.items():
+            weight = self._pruned(linear.weight.detach(), statistics, path, path in block.starved)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        return block
+
+    def _pruned(self, weight: Tensor, statistics: Statistics, path: str, starved: bool) -> Tensor:
+        sparsity = _sparsity(self.stage)
+        if self.stage.method == "magnitude" or starved:
+            from compress.prune import masks
+
+            return weight * masks.magnitude_mask(weight, sparsity)
+        if self.stage.method == "wanda":
+            from compress.prune import masks
+
+            norms = statistics[path].norms
+            if norms is None:
+                raise ValueError(f"{path}: no norms were collected")
+            return weight * masks.wanda_mask(weight, norms, sparsity)
+        from compress.prune import sparsegpt
+
+        return sparsegpt.prune(weight, hessian_of(statistics, path), sparsity).weight
+
+
+@dataclass(frozen=True)
+class WidthPrune:
+    """Heads and MLP channels go, and what is left is fitted to what the block gave.
+
+    before, after  the sizes of a block.
+    config         what config.json says of the new ones; model_config: that and all of the rest, for transformers.
+    """
+
+    before: "Sizes"
+    after: "Sizes"
+    config: Mapping[str, Any]
+    model_config: Any
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        from calib.moments import Wants
+        from compress.prune.width import DOWN_PROJ, O_PROJ
+
+        return {path: Wants(hessian=True) for path in (O_PROJ, DOWN_PROJ)}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.prune import width
+
+        tensors = {path: parameter.detach() for path, parameter in block.module.named_parameters()}
+        hessians = {path: hessian_of(statistics, path) for path in (width.O_PROJ, width.DOWN_PROJ)}
+        found = width.narrow(tensors, hessians, self.before, self.after)
+        with torch.device("meta"):
+            # transformers' own layer at the new sizes: its forward knows them from the configuration.
+            narrow: Any = type(block.module)
+            module: nn.Module = narrow(self.model_config, block.number).eval()
+        parameters = {path: nn.Parameter(tensor, requires_grad=False) for path, tensor in found.tensors.items()}
+        module.load_state_dict(parameters, strict=True, assign=True)
+        block.module = module
+        block.linears = {path: _linear(module, path) for path in block.linears}
+        block.config |= self.config
+        # Of other sizes now, or of other inputs.
+        statistics.clear()
+        return block
+
+
+def width_prune(skeleton: Skeleton, plan: Plan, stage: Prune) -> WidthPrune:
+    """The stage for a model. Raises UserError for one whose blocks cannot be narrowed, or not by so much."""
+    from compress.prune import width
+
+    assert stage.share is not None
+    config = skeleton.checkpoint.config
+    before, shapes, outside = width.sizes(config), dict[str, tuple[int, ...]](), 0
+    for _, names in plan.parts:
+        for name in names:
+            slot, number = skeleton.slot(name), skeleton.survey.block(name)
+            if number == 0 and slot is not None:
+                shapes[f"{slot.path}.{slot.leaf}"] = skeleton.checkpoint.shape(name)
+            elif number is None:
+                outside += torch.Size(skeleton.checkpoint.shape(name)).numel()
+    after = width.shrink(config, shapes, outside, stage.share)
+    changed = {key: width.narrow_config(config, after)[key] for key in _WIDTH_KEYS}
+    narrow = copy.deepcopy(skeleton.config)
+    for key, value in changed.items():
+        setattr(narrow, key, value)
+    return WidthPrune(before, after, changed, narrow)
+
+
+def _linear(module: nn.Module, path: str) -> nn.Linear:
+    found = module.get_submodule(path)
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def _sparsity(stage: Prune) -> float | tuple[int, int]:
+    """The share that becomes zero, or (kept, of)."""
+    if stage.pattern is None:
+        assert stage.sparsity is not None
+        return stage.sparsity
+    kept, _, of = stage.pattern.partition(":")
+    return int(kept), int(of)

@@ -1,0 +1,328 @@
+"""How much each layer's rounding damages the model, and which bits each layer therefore gets.
+
+Damage is measured one layer at a time: the layer is rounded, everything else stays, and KL(original ‖ changed) of the
+model's output is averaged over calibration text. Damages of different layers are taken to add up, as HAWQ-V3 (Yao et
+al., 2021) and many others do; the sum is a ranking, no forecast. Where a model does not fit in memory, the cheaper
+proxy from its Hessian (`output_error`) takes the place of the divergence.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import UserError
+from compress.logits import kl_rows, log_probabilities
+from compress.model.plan import Plan
+from compress.model.structure import Survey
+from compress.quantize.knapsack import choose
+from compress.recipe.block_stages import Quantize
+from runtime.formats.tensors import group_width, round_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Progress = Callable[[str, int, int], None]
+
+# Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
+_LOGITS = 1 << 26
+_ROWS = 256
+# What engines compute in one product must have one scheme.
+_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a layer may become: symmetric integers of `bits`; `group_size` inputs share a scale, 0: a whole row."""
+
+    bits: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that change together. damage[c] and stored_bits[c] are those of candidate c, stored_bits with scales."""
+
+    name: str
+    layers: tuple[str, ...]
+    weights: int
+    damage: tuple[float, ...]
+    stored_bits: tuple[int, ...]
+
+    def per_saved_bit(self, original_bits: int = 16) -> tuple[float, ...]:
+        """Damage over the bits that each candidate saves against `original_bits` a weight."""
+        saved = (original_bits * self.weights - bits for bits in self.stored_bits)
+        return tuple(d / bits if bits > 0 else float("inf") for d, bits in zip(self.damage, saved, strict=True))
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The damage of every unit by every candidate; `tokens` predicted to measure it."""
+
+    candidates: tuple[Candidate, ...]
+    units: tuple[Unit, ...]
+    tokens: int
+
+
+# (layer's name, weight (N, K), candidate) → the weight as it would be read back, float32, and its bytes in the file.
+Rounding = Callable[[str, Tensor, Candidate], tuple[Tensor, int]]
+
+
+def nearest(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
+    """Round to nearest, the formats' symmetric rule: a range of absmax is 2^bits − 1 steps, scales in bfloat16.
+
+    Raises ValueError where the groups do not divide a row.
+    """
+    n, k = weight.shape
+    width = group_width(k, candidate.group_size)
+    values = weight.float().view(n, -1, width)
+    half = 1 << candidate.bits - 1
+    scale = round_scale(values.abs().amax(dim=-1, keepdim=True) / (half - 0.5), torch.bfloat16)
+    rounded = torch.round(values / scale).clamp_(-half, half - 1) * scale
+    return rounded.view(n, k), stored_bytes(n, k, candidate)
+
+
+def stored_bytes(outputs: int, inputs: int, candidate: Candidate) -> int:
+    """Bytes of a layer in compressed-tensors' layouts: codes, 16-bit scales, and the shape beside packed codes."""
+    scales = 2 * outputs * (inputs // group_width(inputs, candidate.group_size))
+    if candidate.bits == 8 and candidate.group_size == 0:
+        return outputs * inputs + scales
+    words = -(-inputs * candidate.bits // 32)
+    return 4 * outputs * words + scales + 16
+
+
+def single_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Each layer by itself."""
+    return {name: (name,) for name in names}
+
+
+def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Layers that engines fuse, together: q, k and v; gate and up; all experts, whose loader has one scheme for all."""
+    out: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        if re.search(r"\.experts\.\d+\.", name):
+            unit = "experts"
+        else:
+            unit = f"{parent}.{_TOGETHER[leaf]}" if leaf in _TOGETHER else name
+        out.setdefault(unit, []).append(name)
+    return {unit: tuple(layers) for unit, layers in out.items()}
+
+
+def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    """tr(E H Eᵀ) / tr(W H Wᵀ), E = rounded − weight: the share of a layer's mean squared output that the rounding
+    changes. weight, rounded (N, K); hessian (K, K), the mean of x xᵀ. 0 for a layer that puts out zeros either way.
+    """
+    exact, h = weight.double(), hessian.double()
+    error = rounded.double() - exact
+    changed, whole = (float(((m @ h) * m).sum()) for m in (error, exact))
+    if whole <= 0:
+        return 0.0 if changed <= 0 else float("inf")
+    return max(changed, 0.0) / whole
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    windows: Tensor,
+    units: Mapping[str, Sequence[str]],
+    candidates: Sequence[Candidate],
+    blocks_at: str,
+    rounding: Rounding = nearest,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Rounds one unit at a time to each candidate and measures what that does to the model's output.
+
+    model      a transformers causal LM in float32, in eval mode; it is the same afterwards.
+    windows    (S, T) int64 calibration tokens: a few thousand tokens rank layers.
+    units      name → the names of its nn.Linear modules (`fused_units`).
+    blocks_at  the module that holds the decoder layers ("model.layers", as Survey has it). A forward begins at the
+               unit's block: what comes before it is replayed.
+    progress   told ("sensitivity", forwards done, forwards).
+
+    Raises UserError where the output is not finite (unit and candidate named).
+    """
+    blocks = list(model.get_submodule(blocks_at))
+    layers = {name: model.get_submodule(name) for names in units.values() for name in names}
+    for name, layer in layers.items():
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"{name}: expected an nn.Linear, found {type(layer).__name__}")
+    firsts = {unit: _first_block(names, blocks_at) for unit, names in units.items()}
+    rows = max(1, _LOGITS // (int(model.config.vocab_size) * windows.shape[1]))
+    batches = windows.split(rows)
+    damage = torch.zeros(len(units), len(candidates), dtype=torch.float64)
+    stored = torch.zeros(len(units), len(candidates), dtype=torch.int64)
+    done, total = 0, len(batches) * damage.numel()
+    for batch in batches:
+        outputs, reference = _recorded(model, blocks, batch)
+        for u, (unit, names) in enumerate(units.items()):
+            for c, candidate in enumerate(candidates):
+                with _rounded({name: layers[name] for name in names}, candidate, rounding) as size:
+                    with _replayed(blocks[: firsts[unit]], outputs):
+                        logits = model(batch, use_cache=False).logits.flatten(0, 1)
+                    found = _divergence(reference, logits)
+                    if not torch.isfinite(found):
+                        raise UserError(
+                            f"{unit}: expected finite logits after rounding it to {candidate.bits} bits, found "
+                            f"{float(found)}: check the weights for NaN or infinity"
+                        )
+                    damage[u, c] += found
+                    stored[u, c] = 8 * size[0]
+                done += 1
+                if progress is not None:
+                    progress("sensitivity", done, total)
+    damage /= windows.numel()
+    found_units = tuple(
+        Unit(
+            unit,
+            tuple(names),
+            sum(layers[name].weight.numel() for name in names),
+            tuple(map(float, damage[u])),
+            tuple(map(int, stored[u])),
+        )
+        for u, (unit, names) in enumerate(units.items())
+    )
+    return Sensitivity(tuple(candidates), found_units, windows.numel())
+
+
+def allocate(
+    found: Sensitivity, *, bits_per_weight: float | None = None, damage: float | None = None
+) -> dict[str, Candidate]:
+    """The candidate of every layer, by layer's name.
+
+    bits_per_weight  a size budget: the least damage within so many stored bits a weight, scales included.
+    damage           a quality budget: the fewest bits within such a sum of damages.
+
+    Raises UserError where the budget is below what the candidates can reach, ValueError unless one budget is given.
+    """
+    if (bits_per_weight is None) == (damage is None):
+        raise ValueError("expected one budget: bits_per_weight or damage")
+    costs, sizes = [unit.damage for unit in found.units], [unit.stored_bits for unit in found.units]
+    weights = sum(unit.weights for unit in found.units)
+    if bits_per_weight is not None:
+        least = sum(map(min, sizes)) / weights
+        if least > bits_per_weight:
+            raise UserError(
+                f"bits_per_weight: expected at least {least:.3f}, which the smallest candidates take, found "
+                f"{bits_per_weight:g}: raise the budget or allow fewer bits"
+            )
+        picks = choose(costs, sizes, bits_per_weight * weights)
+    else:
+        assert damage is not None
+        best = sum(map(min, costs))
+        if best > damage:
+            raise UserError(
+                f"damage: expected at least {best:.3g}, which the best candidates do, found {damage:g}: raise the "
+                "budget or allow more bits"
+            )
+        picks = choose(sizes, costs, damage)
+    pairs = zip(found.units, picks, strict=True)
+    return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
+
+
+def _first_block(names: Sequence[str], blocks_at: str) -> int:
+    """The number of the first block that any of the layers is in; 0 for layers outside of the blocks."""
+    numbers = [re.match(rf"{re.escape(blocks_at)}\.(\d+)\.", name) for name in names]
+    return min(int(number[1]) if number else 0 for number in numbers)
+
+
+def _recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Any], Tensor]:
+    """Every block's output, and the logits (rows, vocabulary)."""
+    outputs: list[Any] = []
+    hooks = [block.register_forward_hook(lambda _, given, out: outputs.append(out)) for block in blocks]
+    try:
+        logits = model(tokens, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs, logits.flatten(0, 1)
+
+
+@contextmanager
+def _replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+    """Lets blocks put out what they did before, without computing. Everything else about them stays in sight."""
+    for block, output in zip(blocks, outputs, strict=False):
+        block.forward = lambda *given, _output=output, **named: _output
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+@contextmanager
+def _rounded(layers: Mapping[str, nn.Linear], candidate: Candidate, rounding: Rounding) -> Iterator[list[int]]:
+    """The layers rounded, and put back afterwards; yields the bytes that they would take."""
+    before = {name: layer.weight for name, layer in layers.items()}
+    size = [0]
+    try:
+        for name, layer in layers.items():
+            weight, taken = rounding(name, before[name].detach(), candidate)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            size[0] += taken
+        yield size
+    finally:
+        for name, layer in layers.items():
+            layer.weight = before[name]
+
+
+def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """The sum over rows of KL(reference ‖ logits), nats, float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for p, q in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True):
+        total += kl_rows(log_probabilities(p), log_probabilities(q)).sum()
+    return total
+
+
+# A few thousand tokens rank layers; more change nothing but the time.
+_TOKENS = 4096
+_SCHEMES = {3: "int3", 4: "int4"}
+
+
+def choose_schemes(
+    folder: Path,
+    plan: Plan,
+    model: Survey,
+    stage: Quantize,
+    windows: "Tensor",
+    progress: Callable[[str, int, int], None],
+) -> Plan:
+    """The plan with the scheme for each layer that costs the model's output the least within `stage.bits_per_weight`.
+
+    folder   the model's directory, of safetensors.
+    plan     of int4 layers with the group sizes that divide their rows. Candidates are 3 and 4 bits with these, and 8
+             bits per row.
+    windows  (S, T) int64 calibration tokens, of which the first few thousand are looked at.
+
+    Raises UserError for a budget that nothing fits, fused experts, and a model that transformers cannot load.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if any(".experts." in layer.module for layer in plan.layers.values()):
+        raise UserError("quantize.method: sensitivity does not take experts apart yet: leave them out with ignore")
+    assert stage.bits_per_weight is not None
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    ).eval()
+    names = [layer.module for layer in plan.layers.values()]
+    by_group: dict[int, list[str]] = {}
+    for layer in plan.layers.values():
+        by_group.setdefault(layer.group_size, []).append(layer.module)
+    group = max(by_group, key=lambda size: len(by_group[size]))
+    fitting = [name for name in names if name in by_group[group]]
+    candidates = (Candidate(3, group), Candidate(4, group), Candidate(8, 0))
+    count = max(1, _TOKENS // windows.shape[1])
+    found = measure(loaded, windows[:count], fused_units(fitting), candidates, model.blocks_at, progress=progress)
+    chosen = allocate(found, bits_per_weight=stage.bits_per_weight)
+    return plan.with_schemes({name: _scheme(candidate) for name, candidate in chosen.items()})
+
+
+def _scheme(candidate: Candidate) -> tuple[str, int]:
+    """As plan.Layer has it."""
+    return _SCHEMES.get(candidate.bits, "int8-dynamic"), candidate.group_size

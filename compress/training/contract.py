@@ -1,0 +1,232 @@
+"""Stages on whole models: healing, and whatever else trains. What each is given, and how a finished one is kept.
+
+A stage works in its own folder of the partial one: `out/` becomes its result, `work/` is for its checkpoints. A
+finished stage is in the journal with a checksum of every file, so that a resumed run takes it as it is.
+"""
+
+import importlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from compress.artifact import STAGES, files
+from compress.artifact.journal import Journal
+from compress.artifact.safetensors import SHARD_BYTES
+from compress.errors import UserError
+from compress.recipe.training import Budget, Settings
+
+if TYPE_CHECKING:
+    from calib.training_text import Stream
+    from compress.recipe.stages import Stage
+
+# (stage, done, total), as everywhere in a run.
+Progress = Callable[[str, int, int], None]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are trained alike.
+
+    rate_factor   of the settings' rate.
+    weight_decay  None: the settings'.
+    optimizer     muon (Jordan et al. 2024) is for matrices inside the blocks; its rate is on AdamW's scale.
+    """
+
+    name: str
+    parameters: list[nn.Parameter]
+    rate_factor: float = 1.0
+    weight_decay: float | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`value` is the mean over the micro-batch, a scalar with its graph; `parts`, for people, what it is made of."""
+
+    value: Tensor
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """Something that can be trained. It may use torch's random numbers: the loop seeds them before each loss."""
+
+    def groups(self) -> list[Group]:
+        """The parameters; the same ones in the same order every time."""
+        ...
+
+    def loss(self, batch: Tensor, progress: float) -> Loss:
+        """batch (B, length + 1) int64 on the parameters' device; progress 0 to 1 is the share of steps done."""
+        ...
+
+    def evaluate(self) -> float:
+        """Held-out loss in nats of what would be written now; lower is better."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights that a checkpoint has to keep, the trained ones and what else changes."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        ...
+
+
+class Batches(Protocol):
+    """Where batches come from: a pure function, so that a resumed run needs no reader's state."""
+
+    def take(self, step: int, micro: int) -> Tensor:
+        """This process's rows of a micro-batch: (B / processes, length + 1) int64."""
+        ...
+
+
+def matrices_and_rest(parameters: Iterable[tuple[str, nn.Parameter]], matrix_decay: float | None = None) -> list[Group]:
+    """Two groups of the parameters that want gradients: matrices, with weight decay, and norms and biases without."""
+    wanted = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for _, parameter in wanted if parameter.dim() >= 2]
+    rest = [parameter for _, parameter in wanted if parameter.dim() < 2]
+    groups = [Group("matrices", matrices, weight_decay=matrix_decay), Group("norms and biases", rest, weight_decay=0.0)]
+    return [group for group in groups if group.parameters]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a stage has to work with.
+
+    original   the uncompressed model's directory.
+    model      what the stages before have left: a plain directory for heal, ternary and qat, the finished model/ for
+               draft and medusa.
+    draft      the draft's directory, where the run has one.
+    tokens     (n,) text to train on, one stream; none of it is calibrated or evaluated on.
+    held_out   (E, length) int64: windows that choose the best weights; nothing else reads them.
+    work       the stage's own folder for checkpoints.
+    pack       packs a plain directory as the run has packed the original: pack(plain, out) writes `out`, which is not
+               there yet. None for stages before packing.
+    """
+
+    original: Path
+    model: Path
+    draft: Path | None
+    tokens: "Stream"
+    held_out: Tensor
+    tokenizer: Any
+    work: Path
+    settings: Settings
+    budget: Budget
+    seed: int
+    progress: Progress
+    note: Note
+    device: str = "cpu"
+    threads: int | None = None
+    shard_bytes: int = SHARD_BYTES
+    pack: Callable[[Path, Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of stage: the module whose function `run(stage, given, out)` does it, and what `out` is in the artifact.
+
+    after_packing  whether it works on the finished model/, beside which its result is put. Where that holds a folder
+                   model/, it takes the place of the artifact's.
+    parallel       whether several processes can do it together.
+    """
+
+    module: str
+    result: str
+    after_packing: bool = False
+    parallel: bool = False
+
+
+# Modules are imported when a recipe asks for them.
+KINDS: dict[str, Kind] = {
+    "heal": Kind("compress.distill.heal", "model", parallel=True),
+    "ternary": Kind("compress.qat.stage", "model", parallel=True),
+    "qat": Kind("compress.qat.stage", "model", parallel=True),
+    "draft": Kind("compress.distill.draft", "draft", after_packing=True),
+    "medusa": Kind("compress.medusa", "medusa", after_packing=True),
+}
+Run = Callable[[Any, Given, Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage's result directory, and what the report says of it."""
+
+    out: Path
+    told: dict[str, Any]
+
+
+def place(folder: Path, index: int, kind: str) -> Path:
+    """The folder of stage `index` of a recipe in the partial folder."""
+    return folder / STAGES / f"{index:02d}-{kind}"
+
+
+def run_stage(stage: "Stage", home: Path, journal: Journal, given: Given, text: dict[str, Any]) -> Finished:
+    """Does a stage in its folder `home` and puts it into the journal. `text` is what the report says of its text."""
+    out, making = home / "out", home / "out.tmp"
+    for stale in (out, making):
+        if stale.exists():
+            shutil.rmtree(stale)
+    told = work(stage, given, making)
+    told = _without_nulls({"budget": asdict(given.budget), "text": text, **told})
+    _sync(making)
+    files.rename(making, out)
+    files.sync_folder(home)
+    journal.commit_stage(home.name, {"files": _listed(out), "told": told})
+    # Its checkpoints are of no more use.
+    shutil.rmtree(given.work)
+    return Finished(out, told)
+
+
+def work(stage: "Stage", given: Given, out: Path) -> dict[str, Any]:
+    """Does a stage: writes `out`, and returns what the report says of it."""
+    run: Run = importlib.import_module(KINDS[stage.kind].module).run
+    given.work.mkdir(parents=True, exist_ok=True)
+    return run(getattr(stage, stage.kind), given, out)
+
+
+def finished(home: Path, journal: Journal) -> Finished:
+    """A stage that a run before has finished. Raises UserError where its files are not what was written."""
+    record = journal.stages[home.name]
+    _check(home / "out", record["files"])
+    return Finished(home / "out", record["told"])
+
+
+def _without_nulls(value: Any) -> Any:
+    """The report's nulls are figures that are missing; here they are keys that do not apply."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _listed(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _sync(folder: Path) -> None:
+    """Makes what a library has written last, before the journal says that it is there."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                files.sync(file)
+
+
+def _check(folder: Path, expected: dict[str, dict[str, Any]]) -> None:
+    found = _listed(folder) if folder.is_dir() else {}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise UserError(f"{folder / name} is not what the journal says was written: start again with --force")
+
+
+def for_manifest(told: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says of a stage: no times, so that equal runs give equal bytes."""
+    kept = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
+    return {key: told[key] for key in kept if key in told}

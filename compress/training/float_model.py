@@ -1,0 +1,112 @@
+"""Plain models in float32, in and out of training: read, measured, written with the tensors their checkpoint had."""
+
+import math
+from collections.abc import Collection
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.artifact import safetensors
+from compress.model import directory
+from compress.model.block import cast
+from compress.model.structure import survey
+from compress.training.contract import Group
+from compress.training.data import portions
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.open import open_checkpoint
+from runtime.formats.tensors import check_finite
+
+_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
+
+
+def load(folder: Path, device: str = "cpu") -> Any:
+    """A transformers causal language model in float32. Code that comes with a checkpoint is never run."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    return model.eval().to(device)
+
+
+def freeze_fused(model: Any, folder: Path) -> list[str]:
+    """Stops training of parameters that the checkpoint in `folder` has no tensor for (fused experts); their names."""
+    checkpoint, structure = open_checkpoint(folder), survey(folder)
+    found = {parameter.name for name in checkpoint.names() if (parameter := structure.find(name)) is not None}
+    frozen = [name for name, _ in model.named_parameters() if name not in found]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def write(model: Any, source: Path, out: Path, shard_bytes: int) -> None:
+    """Writes `out`: the directory `source` with the model's weights, by the names and in the types that it has there.
+
+    Raises UserError for a weight that is not finite or that its type cannot hold.
+    """
+    checkpoint, structure = open_checkpoint(source), survey(source)
+    parameters = dict(model.named_parameters())
+    out.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for index, name in enumerate(checkpoint.names()):
+        if structure.is_tied(name):
+            continue
+        found = structure.find(name)
+        trained = parameters.get(found.name) if found is not None else None
+        tensor = checkpoint.tensor(name) if trained is None else _stored(trained, checkpoint, name)
+        parts.append(out / f"part-{index:05d}.safetensors")
+        safetensors.write_part(parts[-1], {name: tensor})
+    safetensors.join(parts, out, shard_bytes)
+    for part in parts:
+        part.unlink()
+    directory.write_config(source, out, None)
+    directory.copy_companions(source, out)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, windows: Tensor, autocast: bool = False) -> float:
+    """Mean cross entropy in nats of all predicted tokens of windows (E, length) int64."""
+    model.eval()
+    device = next(model.parameters()).device
+    losses = []
+    for rows in portions(windows):
+        tokens = rows.to(device)
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            logits = model(input_ids=tokens, use_cache=False).logits
+        found = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+        losses.append(float(found))
+    return math.fsum(losses) / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+def perplexities(**losses: float) -> dict[str, float]:
+    """Perplexity of each loss in nats."""
+    return {name: math.exp(loss) for name, loss in losses.items()}
+
+
+def block_matrices(model: Any, folder: Path) -> list[tuple[str, Any]]:
+    """Names and parameters of the blocks' linear layers' weights."""
+    structure = survey(folder)
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if structure.block(name) is not None and parameter.dim() == 2 and structure.parameters[name].is_linear
+    ]
+
+
+def _stored(parameter: Tensor, checkpoint: Checkpoint, name: str) -> Tensor:
+    tensor = cast(parameter.detach().cpu(), _DTYPES[checkpoint.shards.entry(name).dtype], name)
+    check_finite(name, tensor)
+    return tensor
+
+
+def parameter_groups(model: Any, blocks: Collection[str], optimizer: Literal["adamw", "muon"]) -> list[Group]:
+    """What is trained: the blocks' matrices, by their names, the other matrices, and norms and biases without decay."""
+    wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        Group("blocks", [p for name, p in wanted if name in blocks], optimizer=optimizer),
+        Group("outside", [p for name, p in wanted if name not in blocks and p.dim() >= 2]),
+        Group("norms and biases", [p for name, p in wanted if name not in blocks and p.dim() < 2], weight_decay=0.0),
+    ]
+    return [group for group in groups if group.parameters]
