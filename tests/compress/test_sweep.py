@@ -17,7 +17,7 @@ from compress.sweep import Ended, Say, app, check_words, launch, load_recipes, s
 
 Tiny = Callable[..., Path]
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLE = Path(__file__).with_name("report_example.json")
+EXAMPLE = Path(__file__).parent.joinpath("report", "report_example.json")
 
 
 @pytest.fixture
