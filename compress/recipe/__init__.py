@@ -92,7 +92,7 @@ def _not_allowed(key: str, found: Any, shown: str, expected: str) -> str:
     return f"{key}: expected {expected}, found {shown}: " + (f"did you mean {near[0]}?" if near else "change it")
 
 
-_BUILT_IN = Path(__file__).parent / "recipes"
+_BUILT_IN = Path(__file__).parents[1] / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -125,8 +125,6 @@ def gather(recipe: Recipe, measured: "Measured") -> dict[int, StageText]:
     """
     from calib.training_text import gather as read
 
-    pass  # IMPORT GONE
-
     found: dict[str | None, tuple[TrainingText, Tensor]] = {}
     out = {}
     for index, stage in enumerate(recipe.stages):
