@@ -1,6 +1,6 @@
 """Text to train on, apart from the text that calibration and evaluation read, as one stream of tokens on disk.
 
-    stdlib   the files of this machine's standard library that calib.library does not hold out
+    stdlib   the files of this machine's standard library that calib.sources does not hold out
     python   these, and the Python source of installed packages with permissive licences
     other    a file, directory or dataset, as calib.corpora.load takes it
 

@@ -1,4 +1,4 @@
-"""TODO-DOC compress/report/quality.py"""
+"""What is computed of logits wherever models are compared: log-probabilities, losses of tokens, KL divergence."""
 
 import torch
 from torch import Tensor

@@ -127,7 +127,7 @@ class Decoder(Protocol):
     kernels: str  # a name of kernels.available(), or "transformers" or "onnxruntime"
     exact: bool  # a row's bits are the same at every width (our kernels); False: `measured`
     device: torch.device
-    kv: CacheScheme  # what its artifact says of caches (kv_scheme.py)
+    kv: CacheScheme  # what its artifact says of caches (runtime/cache/scheme.py)
 
     @property
     def threads(self) -> int:

@@ -1,4 +1,4 @@
-"""`Speculator`: prompts in, texts out, as a stream or as a batch; the rounds themselves are in batching.py."""
+"""`Speculator`: prompts in, texts out, as a stream or as a batch; engine/engine.py has the rounds."""
 
 import dataclasses
 import itertools

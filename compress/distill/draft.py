@@ -97,7 +97,7 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
 
 
 class DraftTask:
-    """Distillation of a teacher into a transformers model (`compress.training.task.Task`).
+    """Distillation of a teacher into a transformers model (`compress.training.contract.Task`).
 
     held_out  (E, length) int64: windows to evaluate on.
     blocks    names of the blocks' matrices.

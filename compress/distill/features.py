@@ -92,7 +92,7 @@ def output_gradient(outputs: Tensor, inputs: Tensor, *, learn: bool) -> Tensor:
 
     outputs  a scalar or one number for each row (the label's log-probability, say), made of `inputs`.
     learn    the gradient is part of the graph, so that a loss on it trains the student; False: a constant, for the
-             teacher. The divergences of distributions.py have no second derivative: take outputs in plain torch.
+             teacher. The divergences of divergences.py have no second derivative: take outputs in plain torch.
     """
     [found] = torch.autograd.grad(outputs.sum(), inputs, create_graph=learn)
     return found if learn else found.detach()

@@ -45,7 +45,7 @@ def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
 
 
 class HealTask:
-    """Distillation of a transformers model into a smaller one (`compress.training.task.Task`).
+    """Distillation of a transformers model into a smaller one (`compress.training.contract.Task`).
 
     teacher   a model, or its kept answers.
     held_out  (E, length) int64: windows to evaluate on.

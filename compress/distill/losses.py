@@ -1,4 +1,4 @@
-"""All distillation losses by name, in one place: distributions.py, features.py and relations.py hold them."""
+"""All distillation losses by name, in one place: divergences.py, features.py and relations.py hold them."""
 
 from compress.distill.divergences import (
     DIVERGENCES,

@@ -1,7 +1,7 @@
 """Exports: a finished model in the forms that other engines read. One line of `FORMATS` per form.
 
 An exporter is a function `(model, out, progress) -> Exported`: `model` is the artifact's `model/` (any directory that
-`runtime.checkpoint.open_checkpoint` takes), `out` an empty folder that it fills, `progress` counts layers as
+`runtime.checkpoints.open.open_checkpoint` takes), `out` an empty folder that it fills, `progress` counts layers as
 `progress("export NAME", done, total)`. It repacks calibrated codes wherever its form can hold them; where it rounds
 again it says so, layer by layer, in `Exported.losses`; where it can do neither it raises UserError. `run` makes the
 folder, so that a failed export leaves nothing. A module may also have `refusal(kinds) -> str | None`, which says before

@@ -1,7 +1,7 @@
 """Medusa heads (Cai et al. 2024, 2401.10774) for a packed model that stays as it is.
 
 The model is frozen, so its hidden states are computed once, by the kernels that will run it, and kept on
-disk; training is then as quick as the heads are small. Medusa-2 is in medusa_joint.py.
+disk; training is then as quick as the heads are small. Medusa-2 is in joint.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

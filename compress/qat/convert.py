@@ -1,8 +1,8 @@
 """A transformers model with layers that are trained rounded, and back: what its directory holds once it is packed.
 
-The plan says which layers (compress.plan: by the recipe's targets and ignore). Only linear layers of their own can be
-replaced. Experts that transformers fuses into one tensor are left alone, and named among what is; they are not trained
-either, because their tensors come back from the checkpoint as they were.
+The plan says which layers (compress.model.plan: by the recipe's targets and ignore). Only linear layers of their own
+can be replaced. Experts that transformers fuses into one tensor are left alone, and named among what is; they are not
+trained either, because their tensors come back from the checkpoint as they were.
 """
 
 from collections.abc import Callable, Iterator

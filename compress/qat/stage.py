@@ -49,7 +49,7 @@ class Manner:
 
 
 class RoundedTask:
-    """The task of training a converted model (`compress.training.task.Task`)."""
+    """The task of training a converted model (`compress.training.contract.Task`)."""
 
     def __init__(
         self,

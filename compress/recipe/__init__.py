@@ -5,7 +5,7 @@ A recipe is a mapping with the keys
     name         what the run is called (default: the file's name)
     about        one line on when to choose it
     extends      a recipe to start from: a built-in name, or a path relative to this file
-    stages       what to do, in order (recipe_order.py): to blocks (recipe_stages.py) and by training (training/)
+    stages       what to do, in order (stages.py): to blocks (block_stages.py) and by training (training_stages.py)
     kv           how the runtime is to keep keys and values: scheme
     calibration  source, samples, seq_len: defaults for --calib, --samples and --seq-len
     export       forms that other engines read, made of the finished model (compress.export), as --export does

@@ -55,7 +55,7 @@ class Quantize(Strict):
     """A stage that rounds linear layers.
 
     scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out. ternary ruins a
-                model that was not trained for it: the stage ternary (compress.ternary) trains one.
+                model that was not trained for it: the stage ternary (compress.qat) trains one.
     group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
                 divides a row is taken). nf4 has 64, int8 and fp8 one scale per output channel, ternary one
                 per layer.

@@ -94,7 +94,7 @@ Tokens = Annotated[StrictInt, Field(ge=1, le=10**15)]
 class Training(Strict):
     """How long a stage trains, on what, and how. A stage has a subclass of its own where its defaults differ.
 
-    minutes, tokens  the budget: one of the two (training/settings.py says what they mean).
+    minutes, tokens  the budget: one of the two (`Budget` says what they mean).
     source           text to train on (calib/training_text.py); default: the run's own, without what is measured on.
     The other keys are the loop's `Settings`.
     """

@@ -262,7 +262,7 @@ def calibrate(
 def attach(model: Path, found: Calibrated, shard_bytes: int = safetensors.SHARD_BYTES) -> None:
     """Writes what was calibrated into a model directory that nobody reads yet (a run's partial folder).
 
-    config.json gets the keys of kv_scheme.py, and kv_cache/ the factors. The static scales join the weights where
+    config.json gets the keys of cache/scheme.py, and kv_cache/ the factors. The static scales join the weights where
     config.json has a word for them (compressed-tensors, or plain weights), else the factors. The same result attached
     again changes nothing. What an interrupted call leaves behind is to be made anew.
 

@@ -218,7 +218,7 @@ def tune(
     rounds: Rounds = 8,
     json_file: Json = None,
 ) -> None:
-    """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tables.py."""
+    """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tile_sizes.py."""
     with without_traceback():
         from runtime.bench.output import finish, show
         from runtime.bench.tune import tune as tried

@@ -1,4 +1,4 @@
-"""Layers of a shape on each implementation that could run them: ours, and the libraries' of runtime/kernels/choices.py.
+"""Layers of a shape on each implementation that could run them: ours, and the libraries' (kernels/libraries.py).
 
 All are made as a decoder makes them, float32 in and out, on equal weights: what is timed is what would be gained.
 """
@@ -33,7 +33,7 @@ _WRONG = 0.1
 class Contender:
     """One implementation of a scheme's products, and how to make it of a weight: the layer and the bytes it reads.
 
-    implementation  as choices.py has it; None: our own kernels.
+    implementation  as library_choice.py has it; None: our own kernels.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""Tile sizes of the linear kernels, tried one by one: the figures for runtime/kernels/triton/tables.py."""
+"""Tile sizes of the linear kernels, tried one by one: the figures for runtime/kernels/triton/tile_sizes.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

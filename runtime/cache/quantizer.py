@@ -1,4 +1,4 @@
-"""TODO-DOC runtime/kv.py"""
+"""Keys and values in and out of a store, rounded to int8 or int4 per token and head where the cache is quantised."""
 
 from dataclasses import dataclass
 

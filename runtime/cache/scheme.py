@@ -4,7 +4,7 @@ config.json says it twice. Ours, whatever the weights' format:
 
     "specpress": {"kv_cache": {"kind": "int4", "tensors": "kv_cache/scales.safetensors"}}
 
-    kind     int8 or int4: per token and head, as kv.py rounds.
+    kind     int8 or int4: per token and head, as quantizer.py rounds.
     tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N.
 
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as

@@ -75,7 +75,7 @@ def transformers_configuration(checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-# The Llama family: one block structure, small differences. Everything else goes through adapter.py.
+# The Llama family: one block structure, small differences. Everything else goes through hf_adapter.py.
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
 
 

@@ -16,7 +16,7 @@ from runtime.formats.packed import PackedWeight
 class Checkpoint:
     """A model directory whose headers have been read and checked.
 
-    path    the directory itself (for a run folder its `model/`); or a GGUF file (runtime/gguf/).
+    path    the directory itself (for a run folder its `model/`); or a GGUF file (runtime/checkpoints/gguf/).
     config  config.json, or what the GGUF file's metadata says in its words.
     shards  the tensors, read when asked for.
     """

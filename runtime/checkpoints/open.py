@@ -1,4 +1,4 @@
-"""TODO-DOC runtime/checkpoint.py"""
+"""`open_checkpoint`: a path or a hub name becomes a checkpoint, its configuration and headers read and checked."""
 
 import re
 from pathlib import Path
@@ -79,7 +79,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         found = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
-        # The one folder that our artifacts have (kv_scheme.py); patterns cannot say "all folders but this".
+        # The one folder that our artifacts have (runtime/cache/scheme.py); patterns cannot say "all folders but this".
         if (found / "config.json").is_file() and '"specpress"' in (found / "config.json").read_text(encoding="utf-8"):
             snapshot_download(name, allow_patterns=["kv_cache/*.safetensors"])
         return found

@@ -1,4 +1,4 @@
-"""int4, and int3 and int2 in the same container: a scale per output row and group of inputs, codes in words (words.py).
+"""int4, and int3 and int2 in the same container: a scale per output row and group of inputs, codes in words (codes.py).
 
 Symmetric: scale = absmax / ((2^b − 1) / 2), compressed-tensors' rule, and codes round(w / scale). Asymmetric: scale =
 (max − min) / (2^b − 1) over a range that holds 0, a zero point per group, zero = round(−2^(b−1) − min / scale), and

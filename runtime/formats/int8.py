@@ -5,7 +5,7 @@
     weight_zero_point  int8 [N, 1]: read, never written
     input_scale        float32 [1], only with static activations
 
-Experts are written as `pack-quantized` (words.py, 8 bits) instead: transformers 5 fuses them when it loads, and takes
+Experts are written as `pack-quantized` (codes.py, 8 bits) instead: transformers 5 fuses them when it loads, and takes
 nothing but `weight_packed` for that.
 
 scale = absmax / 127.5, compressed-tensors' own rule ((2^8 − 1) / 2), and codes round(w / scale). Ours stay within ±127:

@@ -1,5 +1,5 @@
-"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, but for
-layers for which choices.py holds a measurement that a library is faster; without Triton bitsandbytes or torch."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, but
+for layers of which library_choice.py knows a faster library; without Triton bitsandbytes or torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""`load`: a model directory, ours or anybody's, becomes a decoder and its tokenizer."""
+"""From a checkpoint to a decoder: its weights packed for the kernels that run, block by block."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace

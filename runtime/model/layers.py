@@ -1,4 +1,4 @@
-"""The nested draft's view of a target: its own weights, of which int8 layers read the upper four bits alone.
+"""The parts of a decoder, and its view for the nested draft: the same weights, int8 layers by their upper four bits.
 
 Self-speculation without a second model. A view holds the tensors of the decoder that it was made from, and no others.
 """
@@ -43,7 +43,7 @@ class Stacked(Protocol):
     """All experts of a mixture in one, on kernels that know no others than the device sends rows to."""
 
     def upper(self) -> "Stacked":
-        """The same on the upper planes of int8 weights (upper.py)."""
+        """The same on the upper planes of int8 weights (`upper_linear`)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""TODO-DOC runtime/loading.py"""
+"""`load`: a model directory, a run folder, a GGUF file or a hub name becomes a decoder with its tokenizer."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +86,7 @@ def load(
     device   "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one).
     threads  of the native kernels (None: physical cores) and, for the whole process, torch's (None: as they are).
     kernels  "auto", or the name of one set of kernels (kernels.available says which run here, and why).
-    adapter  run through transformers even where the decoder knows the architecture; a `Through` (adapter.py) says in
+    adapter  run through transformers even where the decoder knows the architecture; a `Through` (hf_adapter.py) says in
              which type it computes, and whether it is spread over devices.
     planes   lay int8 weights out so that the `nested` drafter can run on their upper four bits; results stay the same.
 

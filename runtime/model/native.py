@@ -1,4 +1,4 @@
-"""The Llama family in one native call per forward: decoder.py's meaning, with nothing of Python inside the layers."""
+"""The Llama family in one native call per forward: reference.py's meaning, with nothing of Python inside the layers."""
 
 import ctypes
 import weakref
@@ -108,7 +108,7 @@ MOST = 1024
 
 
 class NativeDecoder:
-    """A Decoder (rows.py) on native kernels: a row's bits are the same at every width, on any number of threads."""
+    """A `Decoder` on native kernels: a row's bits are the same at every width, on any number of threads."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class NativeDecoder:
         return weight_bytes(self.parts)
 
     def upper(self) -> "NativeDecoder":
-        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
 
         Raises UserError where it was not loaded with planes.
         """

@@ -55,7 +55,7 @@ class Assembled:
         return weight_bytes(self.parts)
 
     def upper(self) -> Self:
-        """This decoder on the upper planes of its int8 weights (upper.py): no weights of its own, caches of its own.
+        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
 
         Raises UserError where it was not loaded with planes.
         """
@@ -84,7 +84,7 @@ _TILES_AT_ONCE = 32
 
 
 class LlamaDecoder(Assembled):
-    """A Decoder (rows.py) whose rows have the same bits at every width."""
+    """A `Decoder` whose rows have the same bits at every width."""
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
         """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).

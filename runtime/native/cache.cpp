@@ -1,4 +1,4 @@
-// Keys and values into the cache and back, in float32, int8 or int4: runtime/kv.py's rules, operation by operation.
+// Keys and values into the cache and back, in float32, int8 or int4: runtime/kv_store.py's rules.
 #include "cache.h"
 
 namespace SPECPRESS_PATH {

@@ -1,4 +1,4 @@
-// What passes between the decoder, the kernels of each instruction path, and Python (structs.py mirrors it).
+// What passes between the decoder, the kernels of each instruction path, and Python (binding.py mirrors it).
 #pragma once
 
 #include <cstdint>

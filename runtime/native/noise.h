@@ -1,4 +1,4 @@
-// Random numbers keyed by where they are used (runtime/noise.py).
+// Random numbers keyed by where they are used (runtime/sampling/noise.py).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""TODO-DOC runtime/sampling.py"""
+"""From rows of logits to probabilities and greedy choices, by the steps that params.py lists."""
 
 import math
 from collections.abc import Collection, Sequence

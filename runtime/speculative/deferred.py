@@ -1,4 +1,4 @@
-"""TODO-DOC runtime/device_rounds.py"""
+"""Drafts that stay on the device: the host reads their tokens together with the target's choices (on_device.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """`gguf`: one file for llama.cpp and what is built on it, with tokenizer, chat template and rotary factors.
 
-Codes are repacked (gguf_blocks.py); rows of queries and keys go into llama.cpp's order (runtime/gguf/names.py).
+Codes are repacked (blocks.py); rows of queries and keys go into llama.cpp's order (checkpoints/gguf/names.py).
 K-quants are read and not written: the gguf package does not quantise to them, and no grid of ours is theirs.
 """
 

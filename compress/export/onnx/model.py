@@ -1,6 +1,6 @@
 """`onnx` and `onnx-fp16`: a model as an ONNX graph over our codes, for ONNX Runtime and ONNX Runtime GenAI.
 
-    model.onnx            the graph (onnx_graph.py: names and axes), its layers as onnx_layers.py says
+    model.onnx            the graph (graph.py: names and axes), its layers as layers.py says
     model.onnx.data       its weights, where they are too many for one file
     genai_config.json     for ONNX Runtime GenAI
     config.json, tokenizer files

@@ -1,4 +1,4 @@
-"""Attention of few rows (plain decoding, verifying chains and trees, batches) over the caches of runtime/kv.py.
+"""Attention of few rows (plain decoding, verifying chains and trees, batches) over the caches of runtime/kv_store.py.
 
 Keys are split by absolute logical position, a program for each split, and the splits' results are added first to last
 (flash-decoding: Dao, Haziza, Massa and Sizov, 2023). A row's bits are a function of its query and the keys it sees in

@@ -1,9 +1,10 @@
-"""Attention of many rows of a request (prompts): the same steps in the same order as attention.py, all splits in one
+"""Attention of many rows of a request (prompts): attention_decode.py's steps in the same order, all splits in one
 program.
 
 A tile's rows walk the same splits and blocks of keys, each split's result is added to that of the splits before it as
-the second kernel of attention.py adds them, and products use the same instruction, m16n8k16: a tile has 32 rows at
-most, where 64 would be given to another unit (wgmma) with another order. So a row has the bits that `attend` gives it.
+the second kernel of attention_decode.py adds them, and products use the same instruction, m16n8k16: a tile has 32 rows
+at most, where 64 would be given to another unit (wgmma) with another order. So a row has the bits that `attend` gives
+it.
 """
 
 import math

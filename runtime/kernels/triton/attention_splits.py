@@ -1,6 +1,7 @@
 """What the attention kernels do with one split of the keys, and how the splits' results are joined, first to last.
 
-attention.py launches `split_kernel` and `combine_kernel`; prefill.py takes the same steps in its own order of programs.
+attention_decode.py launches `split_kernel` and `combine_kernel`; attention_prefill.py takes the same steps in its own
+order of programs.
 """
 
 import triton

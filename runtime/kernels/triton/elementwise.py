@@ -1,4 +1,4 @@
-"""What a block does between its products: norms, activations, the embedding. The bits are those of reference.py.
+"""What a block does between its products: norms, activations, the embedding. The bits of kernels/reference.py.
 
 Single IEEE operations in the reference's order, launched without contraction; a program works on one row, and nothing
 in it is specialised to the number of rows.

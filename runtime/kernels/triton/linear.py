@@ -1,8 +1,8 @@
 """Layers on Triton's kernels, alone or several over one input. Usable inside the capture of a CUDA graph.
 
-Same bits at every width: all packed weights, whatever the number of rows, and those of reference.py where K is one
-split (tables.splits) or one group. Float weights: by construction up to `tables.NARROW` rows; beyond that the tiles are
-wider and the tensor cores' steps the same, which the tests check on the machine at hand.
+Same bits at every width: all packed weights, whatever the number of rows, and those of kernels/reference.py where K is
+one split (tile_sizes.splits) or one group. Float weights: by construction up to `tile_sizes.NARROW` rows; beyond that
+the tiles are wider and the tensor cores' steps the same, which the tests check on the machine at hand.
 """
 
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ class TritonLinear:
     ) -> Tensor:
         """The product with rounded inputs, plus `residual` (T, N) float32, into `out` (T, N) float32 where given.
 
-        `residual` may be `out`. picks: the weight is a stack of experts (experts.py), the inputs have a row for each
-        row or for each pair, and the output has one for each pair.
+        `residual` may be `out`. picks: the weight is a stack of experts (expert_rows.py), the inputs have a row for
+        each row or for each pair, and the output has one for each pair.
         Raises ValueError for inputs that were rounded for another kind of weight or have not those rows, and for
         outputs that are not contiguous.
         """

@@ -1,4 +1,4 @@
-"""The position-keyed random numbers of runtime/noise.py, made on the device: the same bits.
+"""The position-keyed random numbers of runtime/sampling/noise.py, made on the device: the same bits.
 
 Philox with four words of 64 bits and ten rounds (Salmon et al., SC 2011), as numpy counts: the first block of a stream
 is that of its counter plus one, and a block gives its four words in order.

@@ -86,7 +86,7 @@ def chunk_of(packed, lower, pairs, PART: tl.constexpr, KIND: tl.constexpr, TEXTS
     packed  (rows, chunk) int8: the unit's bytes.
     lower   of planes: the same of the lower plane.
     pairs   of nf4: 256 int16, for every byte its two levels (the first in the low half).
-    TEXTS   what does it four bytes at a time (words.py); none: byte by byte, as Triton says it.
+    TEXTS   what does it four bytes at a time (the functions on words above); none: byte by byte, as Triton says it.
     """
     if KIND == "int8":
         codes = packed

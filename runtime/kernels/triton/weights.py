@@ -33,7 +33,7 @@ class GpuWeight:
                  planes of nibbles) and "upper" (the upper one alone, as `reference.upper_codes`).
     shape        (N outputs, K inputs).
     codes        float: (N, K) as the file has it; fp8 likewise, as bytes (uint8). Else (N, cut.row_bytes) int8,
-                 packed as layout.py says.
+                 packed as weight_layout.py says.
     cut          how the inputs are cut; None for float and fp8.
     lower        planes: the lower nibbles, packed as `codes` are.
     pairs        nf4: (256,) int16, the two int8 levels of each byte, for the interpreter.

@@ -1,4 +1,4 @@
-"""Layers whose products run on Triton's kernels or on a library's, by the number of rows, as choices.py says."""
+"""Layers whose products run on Triton's kernels or on a library's, by the number of rows, as library_choice.py says."""
 
 import warnings
 from collections.abc import Callable, Sequence

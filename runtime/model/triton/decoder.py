@@ -1,4 +1,4 @@
-"""The Llama family on a GPU: decoder.py's meaning over kernels in Triton, one graph per shape of a forward or draft.
+"""The Llama family on a GPU: model/reference.py's meaning over kernels in Triton, one graph per shape.
 
 Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
 the same whatever shares the call. Nothing here waits for the device but what says so.
@@ -58,7 +58,7 @@ _LEAST_TABLE = 32
 
 
 class TritonDecoder(Assembled, Clock):
-    """A Decoder (rows.py) whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
+    """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
         self,

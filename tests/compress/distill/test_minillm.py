@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 class Chain:
-    """A decoder (runtime/rows.py) whose next token depends on the last one only."""
+    """A decoder (runtime/contract.py) whose next token depends on the last one only."""
 
     def __init__(self, seed: int):
         self.table = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)) * 1.5

@@ -1,4 +1,4 @@
-"""What the compressors' environment does for test_export_peers.py: a process of its own, which imports nothing of ours.
+"""What the compressors' environment does for test_peers.py: a process of its own, which imports nothing of ours.
 
 python export_peer.py read MODEL OUT.safetensors DTYPE     transformers: dequantised weights, and logits
 python export_peer.py write MODEL OUT '{"method": …}'      GPTQModel: compresses and saves

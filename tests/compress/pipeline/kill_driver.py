@@ -2,9 +2,9 @@
 
 python kill_driver.py JOB.json: {model, recipe, text, folder, points: [n …] | "all", random: n, seed}
 
-Point n is just before a run's n-th step of making files last: syncing, renaming, removing (compress.files). Prints one
-JSON object: steps of an uninterrupted run, and for each kill where it was, and whether model/ and the manifest were the
-same bytes in the end.
+Point n is just before a run's n-th step of making files last: syncing, renaming, removing (compress.artifact.files).
+Prints one JSON object: steps of an uninterrupted run, and for each kill where it was, and whether model/ and the
+manifest were the same bytes in the end.
 """
 
 import importlib
@@ -111,7 +111,7 @@ class Counter:
         self.at, self.count = at, 0
 
     def watch(self, name: str) -> None:
-        """Counts calls of a function of compress.files, also where another module has imported it by name."""
+        """Counts calls of a function of compress.artifact.files, also where another module has imported it by name."""
         original = getattr(files, name)
 
         def step(*given: Any) -> Any:

@@ -51,7 +51,7 @@ def test_the_textbook_form_at_certainty() -> None:
 
 
 def test_the_docs_example_of_a_rate_that_is_no_probability() -> None:
-    # design.md: at γ = 4 a per-token probability of 0.81 gives α = 0.6.
+    # At γ = 4 a per-token probability of 0.81 gives α = 0.6.
     assert sum(independent(0.81, 4)) / 4 == pytest.approx(0.6, abs=0.01)
 
 

@@ -15,7 +15,7 @@ def report() -> dict[str, Any]:
     return found
 
 
-# design.md's list, section by section.
+# The stable keys, section by section.
 KEYS = {
     "": "schema recipe model draft machine versions seed size quality speed lossless calibration left_alone",
     "machine": "cpu cores instruction_path",

@@ -1,7 +1,7 @@
 """A task small enough to train in a moment, and a program that trains it: for kills and for several processes.
 
 python training_driver.py FOLDER JOB: one import serves many forks. JOB is JSON: steps; points [n …]: kills just before
-a run's n-th step of making files last (compress.files), each gone on with; processes: how many train together;
+a run's n-th step of making files last (compress.artifact.files), each gone on with; processes: how many train together;
 as_it_is: this process trains, as torchrun has started it. What was found goes to FOLDER/found.json.
 """
 

@@ -1,6 +1,6 @@
 """compressed-tensors in both directions: what its compressor wrote is read exactly, and what we write it loads exactly.
 
-Zero points, 4, 3 and 2 bits, mixed bits, static int8 and activation order. (test_formats_int8_int4.py has the rest.)
+Zero points, 4, 3 and 2 bits, mixed bits, static int8 and activation order. (test_int8_int4.py has the rest.)
 """
 
 import dataclasses

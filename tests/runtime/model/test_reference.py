@@ -1,6 +1,6 @@
 """The decoder against transformers, and its promise: a row's bits do not depend on what shares the forward.
 
-On the reference and on the kernels that `auto` takes; every native path has test_native_decoder.py.
+On the reference and on the kernels that `auto` takes; every native path has test_native.py.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ def test_is_a_float32_product_of_the_same_bits_at_every_width(
     exact = x.double() @ dense.t() + weight.bias.double()
     size = x.double().abs() @ dense.abs().t() + weight.bias.double().abs()
     whole = mine(x.to(device)).cpu()
-    # As floats.py has it, and one more rounding: the scale's.
+    # As product_float.py has it, and one more rounding: the scale's.
     assert ((whole.double() - exact).abs() <= (k + splits + 3) * 2.0**-23 * size).all()
     assert ((whole.double() - exact).norm() / exact.norm()) < 1e-6
     assert torch.allclose(whole, packed_linear(weight)(x), rtol=1e-4, atol=1e-5 * float(size.max()))

@@ -27,7 +27,7 @@ def layer(dtype: torch.dtype, n: int, k: int, device: torch.device, splits: int 
 
 
 def bound(layer: TritonLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The exact product, and how far one of float32 sums may be from it (floats.py)."""
+    """The exact product, and how far one of float32 sums may be from it (product_float.py)."""
     weight, bias = layer.weight.codes.double().cpu(), layer.weight.bias
     assert bias is not None
     exact = x.double() @ weight.t() + bias.double().cpu()

@@ -1,6 +1,6 @@
 """Damages ONNX exports and loads them, in a process of its own: ONNX Runtime could take its process along.
 
-    python onnx_fuzz.py COUNT SEED FOLDER…
+    python fuzz_driver.py COUNT SEED FOLDER…
 
 A FOLDER has model.onnx, model.onnx.data and config.json; the damaged ones are in FOLDER/damaged, COUNT of each. Before
 every attempt its folder and number are printed, and at the end one line of JSON: the peak of memory in bytes, and of

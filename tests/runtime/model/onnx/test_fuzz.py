@@ -1,6 +1,6 @@
 """Damaged ONNX exports: one sentence or a decoder, never a crash of the process or a bill of gigabytes.
 
-Some 200 mutations here, 10,000 with `-m slow`; each batch in a process of its own (onnx_fuzz.py), as ONNX Runtime is
+Some 200 mutations here, 10,000 with `-m slow`; each batch in a process of its own (fuzz_driver.py), as ONNX Runtime is
 not ours. Needs onnx, onnxscript and onnxruntime (the extra `onnx`).
 """
 

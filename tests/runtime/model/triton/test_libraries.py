@@ -24,7 +24,7 @@ TOKENS = torch.tensor([5, 6, 7, 8, 9])
 
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
-    """test_mixed.py has the probe; interpreted, it takes longer here than all the rest."""
+    """test_with_libraries.py has the probe; interpreted, it takes longer here than all the rest."""
     if device == "cpu":
         monkeypatch.setattr("runtime.kernels.triton.with_libraries.keeps_bits", lambda *_: True)
     yield
