@@ -116,6 +116,8 @@ def main() -> None:
     """`python -m calib.corpora`."""
     import typer
 
+    from runtime.cli import without_traceback
+
     app = typer.Typer(help="Text from files, datasets and this machine's standard library.", add_completion=False)
 
     @app.callback()
@@ -130,12 +132,9 @@ def main() -> None:
         seed: Annotated[int, typer.Option(help="Which ones: the same seed gives the same prompts.")] = 0,
     ) -> None:
         """Cut prompts out of a text."""
-        try:
+        with without_traceback((UserError,)):
             corpus = load(source)
             write_prompts(prompts(corpus, count, seed), out)
-        except UserError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-        typer.echo(f"{count} prompts from {corpus.name} in {out}", err=True)
+            typer.echo(f"{count} prompts from {corpus.name} in {out}", err=True)
 
     app()

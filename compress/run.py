@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from compress.errors import USER_ERRORS, UserError
+from runtime.cli import without_traceback
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -63,7 +66,7 @@ def main(
 ) -> None:
     """Compresses a model by a recipe, pairs it with a draft, measures size, quality and speed, writes the report."""
     # Ctrl-C counts from the first import on: they take seconds.
-    try:
+    with without_traceback(USER_ERRORS):
         _main(
             recipe,
             model,
@@ -89,66 +92,37 @@ def main(
                 "speed": not no_speed,
             },
         )
-    except KeyboardInterrupt as error:
-        _fail(_with_notes("stopped by Ctrl-C", error), 130)
 
 
 def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, given: dict[str, Any]) -> None:
-    from compress.errors import USER_ERRORS, UserError
     from compress.recipe import Recipe, built_in
 
     if list_:
         for known in built_in():
             typer.echo(f"{known.name:<21}{known.about}")
         return
-    try:
-        if recipe is None:
-            raise UserError(
-                f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one"
-            )
-        chosen = Recipe.load(recipe)
-        from compress.export import names_in
-        from compress.pipeline import run
-        from compress.pipeline.forecast import parse_size
-        from compress.pipeline.options import Options, check_ranges
-        from compress.training.parallel import follows
+    if recipe is None:
+        raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
+    chosen = Recipe.load(recipe)
+    from compress.export import names_in
+    from compress.pipeline import run
+    from compress.pipeline.forecast import parse_size
+    from compress.pipeline.options import Options, check_ranges
+    from compress.training.parallel import follows
 
-        given["export"] = tuple(names_in(given["export"]))
-        if given["memory_budget"] is not None:
-            given["memory_budget"] = parse_size(given["memory_budget"])
-        options = Options(**given)
-        check_ranges(options)
-        _quiet_libraries()
-        from compress.progress import show
+    given["export"] = tuple(names_in(given["export"]))
+    if given["memory_budget"] is not None:
+        given["memory_budget"] = parse_size(given["memory_budget"])
+    options = Options(**given)
+    check_ranges(options)
+    _quiet_libraries()
+    from compress.progress import show
 
-        with show() as progress:
-            command = command_line(recipe, model, out, options)
-            artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
-        if not follows():
-            _summary(artifact.report, artifact.path)
-    except USER_ERRORS as error:
-        _fail(_with_notes(" ".join(str(error).split()), error), 2)
-    except RuntimeError as error:
-        from runtime.devices import explained
-
-        meant = explained(error)
-        if meant is None:
-            raise
-        _fail(_with_notes(str(meant), error), 2)
-    except OSError as error:
-        _fail(
-            f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): check it and its permissions", 2
-        )
-
-
-def _with_notes(sentence: str, error: BaseException) -> str:
-    """The sentence, and what is kept of the work."""
-    return "; ".join([sentence, *getattr(error, "__notes__", [])])
-
-
-def _fail(sentence: str, code: int) -> None:
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(code)
+    with show() as progress:
+        command = command_line(recipe, model, out, options)
+        artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
+    if not follows():
+        _summary(artifact.report, artifact.path)
 
 
 def _quiet_libraries() -> None:

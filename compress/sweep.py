@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.errors import USER_ERRORS, UserError
+from runtime.cli import without_traceback
+
 if TYPE_CHECKING:
     from compress.recipe import Recipe
     from compress.report.sweep_table import Standings
@@ -80,34 +83,10 @@ def main(
     interruption: runs that have finished are kept, one that was cut short is resumed, failed ones are tried again. Exit
     code 1: some recipe failed.
     """
-    try:
-        _main(recipes, out, force, list(context.args))
-    except KeyboardInterrupt:
-        typer.echo("error: stopped by Ctrl-C; the same command goes on", err=True)
-        raise typer.Exit(130) from None
-
-
-def _main(recipes: str, out: Path, force: bool, words: list[str]) -> None:
-    from compress.errors import USER_ERRORS
-
-    try:
+    with without_traceback(USER_ERRORS, stopped="the same command goes on"):
+        words = list(context.args)
         check_words(words)
-        chosen = load_recipes(recipes)
-        found = sweep(chosen, out, words, force, say=lambda line: typer.echo(line, err=True))
-    except USER_ERRORS as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
-    except RuntimeError as error:
-        from runtime.devices import explained
-
-        meant = explained(error)
-        if meant is None:
-            raise
-        typer.echo(f"error: {meant}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: {error.filename or out} cannot be used ({error.strerror or error})", err=True)
-        raise typer.Exit(2) from None
+        found = sweep(load_recipes(recipes), out, words, force, say=lambda line: typer.echo(line, err=True))
     _print(found)
     typer.echo(f"Table: {out / 'sweep.html'} (also .md, .json), plot: {out / 'pareto.svg'} (also .png)")
     if any(row.failed for row in found.rows):
@@ -118,7 +97,6 @@ def check_words(words: Sequence[str]) -> None:
     """Raises UserError for an option that compress.run does not have, or that a sweep gives itself."""
     from typer.main import get_command
 
-    from compress.errors import UserError
     from compress.run import app as run_app
 
     known = {name for parameter in get_command(run_app).params for name in parameter.opts}
@@ -135,7 +113,6 @@ def check_words(words: Sequence[str]) -> None:
 
 def load_recipes(names: str) -> "dict[str, Recipe]":
     """The recipes by what names them. Raises UserError for an unknown one, and for two of one name."""
-    from compress.errors import UserError
     from compress.recipe import Recipe, built_in
 
     words = [word.strip() for word in names.split(",") if word.strip()]
@@ -215,8 +192,6 @@ def _to_redo(out: Path, words: Sequence[str]) -> set[str]:
 
     Raises UserError where `out` holds a sweep with other options, or one whose table cannot be read.
     """
-    from compress.errors import UserError
-
     file = out / "sweep.json"
     if not file.is_file():
         return set()
@@ -236,7 +211,6 @@ def _to_redo(out: Path, words: Sequence[str]) -> set[str]:
 def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str]) -> dict[str, dict[str, Any]]:
     """Reports of runs that are done. Raises UserError where what they did is not what is asked for now."""
     from compress.artifact import Artifact
-    from compress.errors import UserError
     from compress.report.assemble import without_directories
 
     reports: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What all commands share: how a user's mistake ends them."""
+"""How every command ends an error: one sentence and an exit code, for this floor and those above."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,22 +10,44 @@ from runtime.errors import UserError
 
 
 @contextmanager
-def without_traceback() -> Iterator[None]:
-    """Ends the command with the sentence of a UserError and exit code 2, or with 130 on Ctrl-C.
+def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), stopped: str = "") -> Iterator[None]:
+    """Ends the command with `error: SENTENCE` on standard error and exit code 2, or 130 on Ctrl-C.
 
-    What a GPU refuses in the middle of the work (memory, most of all) is told in one sentence, too.
+    A sentence is told for a user's mistake, for a file that cannot be read or written, for memory that ran out, and
+    for what a GPU refuses in the middle of the work. Notes added to the exception (what is kept of the work) follow
+    it. Any other error is ours and keeps its traceback.
+
+    user_errors  the classes of a user's mistakes on the command's floor.
+    stopped      what else to say after Ctrl-C.
     """
     try:
         yield
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except RuntimeError as error:
-        meant = explained(error)
-        if meant is None:
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise  # typer's own ways to end, and a reader such as `head` that went away: no mistakes
+    except KeyboardInterrupt as error:
+        if stopped:
+            error.add_note(stopped)
+        _end("stopped by Ctrl-C", error, 130)
+    except user_errors as error:
+        _end(str(error), error)
+    except OSError as error:
+        reason = error.strerror or error
+        _end(f"{error.filename or 'a file'} cannot be used ({reason}): check it and its permissions", error)
+    except (RuntimeError, MemoryError) as error:
+        sentence = _memory(error) or explained(error)
+        if sentence is None:
             raise
-        typer.echo(f"error: {meant}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
+        _end(str(sentence), error)
+
+
+def _memory(error: Exception) -> str | None:
+    """The sentence for main memory that ran out; None for other errors."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return "this machine is out of memory: take a smaller model or fewer tokens at once, or end what else runs here"
+    return None
+
+
+def _end(sentence: str, error: BaseException, code: int = 2) -> None:
+    parts = [" ".join(sentence.split()), *getattr(error, "__notes__", [])]
+    typer.echo(f"error: {'; '.join(parts)}", err=True)
+    raise typer.Exit(code) from None

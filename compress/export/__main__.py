@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from compress.errors import USER_ERRORS, UserError
 from compress.export import FORMATS
+from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -31,22 +33,11 @@ def main(
 
     A run's SERVE.md, with commands and files for engines, is written anew.
     """
-    from compress.errors import USER_ERRORS
-
-    try:
+    with without_traceback(USER_ERRORS):
         if to or not check:
             _export(artifact, to, out, force)
         if check:
             _check(artifact)
-    except USER_ERRORS as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: {error.filename or 'a file'} cannot be used ({error.strerror or error})", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("error: stopped by Ctrl-C", err=True)
-        raise typer.Exit(130) from None
 
 
 def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
@@ -76,7 +67,6 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
 
 def _check(artifact: str) -> None:
     from compress.artifact import manifest
-    from compress.errors import UserError
     from compress.export import serve
     from runtime.checkpoints.open import locate
 
