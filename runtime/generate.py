@@ -109,7 +109,7 @@ def main(
         from runtime.model.load import load
         from runtime.sampling.params import Sampling
         from runtime.speculate import CacheOptions, Speculator, lossless_class
-        from runtime.speculative.drafters.by_name import choose
+        from runtime.speculative.drafters.by_name import drafter_by_name
 
         sampling = Sampling(
             temperature,
@@ -130,7 +130,7 @@ def main(
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
-        chosen = choose(model, drafter and drafter.value, draft, corpus, verify.value, options)
+        chosen = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options)
         speculator = Speculator(model, chosen.drafter, draft_length, verify.value, lossy, cache)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(prompt, stream, quiet)

@@ -12,13 +12,13 @@ from runtime.bench.measure import Copies, Place, Sample, interleaved, row
 from runtime.bench.output import reason
 from runtime.bench.random_models import SHAPES
 from runtime.contract import CacheKind, GreedyChains, Rows, integers
-from runtime.engine.deferred import sound
+from runtime.engine.deferred import require_finite
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
 from runtime.model.layers import described
 from runtime.model.load import Model
 from runtime.model.on_device import ARGMAX, DeviceRounds
-from runtime.sampling.distribution import finite_choices
+from runtime.sampling.distribution import argmax_tokens
 
 # Bits of a key or value, and of the scales of a token and head (one for its key, one for its value).
 _BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64)}
@@ -224,9 +224,9 @@ def steps(
         def run() -> None:
             logits = decoder.forward(ids[:width], rows, cache).logits
             if isinstance(decoder, DeviceRounds):
-                sound(decoder.choices(logits, [ARGMAX] * width)[0])
+                require_finite(decoder.next_tokens(logits, [ARGMAX] * width)[0])
             else:
-                finite_choices(logits, "timed model")
+                argmax_tokens(logits, "timed model")
 
         return place.task(run, back)
 

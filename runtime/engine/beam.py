@@ -17,7 +17,7 @@ from torch import Tensor
 from runtime.contract import Cache, Decoder, Rows, integers
 from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer, encode
-from runtime.sampling.distribution import finite_choices
+from runtime.sampling.distribution import argmax_tokens
 from runtime.sampling.stopping import resolve
 from runtime.speculative.drafters.model import PREFILL_ROWS
 
@@ -156,7 +156,7 @@ def is_done(
 
 def log_probabilities(logits: Tensor) -> NDArray[np.float64]:
     """(n, V) logits to (n, V) float64 log-softmax. Raises UserError where a row has a NaN or an infinity."""
-    finite_choices(logits, "target")
+    argmax_tokens(logits, "target")
     rows = logits.to("cpu").double().numpy()
     rows = rows - rows.max(axis=-1, keepdims=True)
     normalised: NDArray[np.float64] = rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))

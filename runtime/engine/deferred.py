@@ -6,17 +6,24 @@ from torch import Tensor
 
 from runtime.contract import Cache, Out, Rows
 from runtime.engine.round import Work
-from runtime.model.on_device import BROKEN, Asked, DeviceRounds
+from runtime.model.on_device import NON_FINITE, DeviceRounds, RowSampling
 from runtime.sampling.distribution import not_finite
-from runtime.speculative.deferred import DraftsLater, Later
+from runtime.speculative.deferred import DeferredDrafter, DeferredDrafts
 from runtime.speculative.draft import Draft, Drafter
 from runtime.speculative.verify import require_sound
 
 
-class LaterRound:
+class DeferredRound:
     """Drafts on their way from a drafter to the target, by the requests' numbers."""
 
-    def __init__(self, decoder: DeviceRounds, drafter: DraftsLater, work: Sequence[Work], later: Later, began: object):
+    def __init__(
+        self,
+        decoder: DeviceRounds,
+        drafter: DeferredDrafter,
+        work: Sequence[Work],
+        later: DeferredDrafts,
+        began: object,
+    ):
         """`work`: all parts of the round; those with a budget were asked. `began`: the mark before drafting."""
         self._decoder, self._drafter, self._work, self._later = decoder, drafter, work, later
         self._began, self._drafted = began, decoder.mark()
@@ -38,16 +45,16 @@ class LaterRound:
             base += count
         return self._decoder.forward_drafted(tokens, rows, cache, at, self._later.flat, places)
 
-    def settle(self, asked: Sequence[Asked], logits: Tensor) -> tuple[list[int], dict[int, Draft]]:
+    def settle(self, asked: Sequence[RowSampling], logits: Tensor) -> tuple[list[int], dict[int, Draft]]:
         """The choice at each row of logits, and the drafts by number. Waits for the device.
 
         Raises UserError where logits of either model were no numbers.
         """
-        choices, tokens = self._decoder.choices(logits, asked, self._later.tokens)
+        choices, tokens = self._decoder.next_tokens(logits, asked, self._later.tokens)
         drafts = self._drafter.settle([part.one.request for part in self._asked], self._later, tokens)
         for draft, part in zip(drafts, self._asked, strict=True):
             require_sound(draft, part.budget, logits.shape[1])
-        return sound(choices), {part.one.number: d for part, d in zip(self._asked, drafts, strict=True)}
+        return require_finite(choices), {part.one.number: d for part, d in zip(self._asked, drafts, strict=True)}
 
     @property
     def seconds(self) -> float:
@@ -55,19 +62,19 @@ class LaterRound:
         return self._decoder.between(self._began, self._drafted)
 
 
-def later_round(decoder: DeviceRounds, drafter: Drafter, work: Sequence[Work]) -> LaterRound | None:
+def begin_deferred(decoder: DeviceRounds, drafter: Drafter, work: Sequence[Work]) -> DeferredRound | None:
     """Begins a round's drafts without waiting for them; None where the drafter cannot, or nobody drafts."""
     drafting = [part for part in work if part.budget > 0]
-    if not drafting or not isinstance(drafter, DraftsLater):
+    if not drafting or not isinstance(drafter, DeferredDrafter):
         return None
     began = decoder.mark()
     requests, budgets = [part.one.request for part in drafting], [part.budget for part in drafting]
-    later = drafter.propose_later(requests, budgets, decoder.device)
-    return None if later is None else LaterRound(decoder, drafter, work, later, began)
+    later = drafter.propose_deferred(requests, budgets, decoder.device)
+    return None if later is None else DeferredRound(decoder, drafter, work, later, began)
 
 
-def sound(choices: list[int]) -> list[int]:
+def require_finite(choices: list[int]) -> list[int]:
     """The target's choices. Raises UserError where logits were no numbers."""
-    if BROKEN in choices:
+    if NON_FINITE in choices:
         raise not_finite("target")
     return choices

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from runtime.contract import Cache, Decoder
-from runtime.engine.deferred import later_round, sound
+from runtime.engine.deferred import begin_deferred, require_finite
 from runtime.engine.metrics import Clock, Metrics
 from runtime.engine.round import EMPTY, Live, Work, account, along, asked_of, handle_of, judge, learn, rows_of
 from runtime.errors import UserError
-from runtime.model.on_device import Asked, DeviceRounds
-from runtime.sampling.distribution import Logits, finite_choices, host
+from runtime.model.on_device import DeviceRounds, RowSampling
+from runtime.sampling.distribution import Logits, argmax_tokens, host
 from runtime.sampling.stopping import kept
 from runtime.speculative.draft import Draft, Drafter, Outcome, Request
 from runtime.speculative.draft_length import LONGEST, Controller
@@ -95,7 +95,7 @@ class Engine:
         if not work:
             return []
         drafting = [part for part in work if part.budget > 0]
-        later = None if self._device_rounds is None else later_round(self._device_rounds, self._drafter, work)
+        later = None if self._device_rounds is None else begin_deferred(self._device_rounds, self._drafter, work)
         drafts = self._propose(drafting) if later is None else later.unknown
         drafted = self.clock.now()
         tokens, rows, at = rows_of(work, drafts)
@@ -196,7 +196,7 @@ class Engine:
             return room
         if controller is None:
             return {number: min(self._draft_length, most) for number, most in room.items()}
-        gamma, count = controller.choose(len(decoding), max(room.values()), alone)
+        gamma, count = controller.next_budget(len(decoding), max(room.values()), alone)
         if gamma == 0:
             return dict.fromkeys(room, 0)
         if count >= len(decoding):
@@ -223,7 +223,7 @@ class Engine:
             require_sound(draft, part.budget, self._decoder.vocab_size)
         return {part.one.number: draft for part, draft in zip(drafting, drafts, strict=True)}
 
-    def _asked(self, judged: Sequence[Work], drafts: dict[int, Draft]) -> list[Asked]:
+    def _asked(self, judged: Sequence[Work], drafts: dict[int, Draft]) -> list[RowSampling]:
         """What the device is to choose by at each row of logits."""
         parts = [asked_of(part.one.request, drafts.get(part.one.number, EMPTY), self._rule) for part in judged]
         return [one for asked in parts for one in asked]
@@ -231,8 +231,8 @@ class Engine:
     def _choices(self, judged: Sequence[Work], drafts: dict[int, Draft], logits: Tensor) -> list[int]:
         """At each row the token that the device chooses where it can, else the argmax."""
         if self._device_rounds is not None:
-            return sound(self._device_rounds.choices(logits, self._asked(judged, drafts))[0])
-        return finite_choices(host(logits), "target")
+            return require_finite(self._device_rounds.next_tokens(logits, self._asked(judged, drafts))[0])
+        return argmax_tokens(host(logits), "target")
 
     def _settle(
         self,

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
-from runtime.model.on_device import ARGMAX, Asked
-from runtime.sampling.distribution import Distributions, Logits, greedy_choices
-from runtime.speculative.deferred import chosen_there
+from runtime.model.on_device import ARGMAX, RowSampling
+from runtime.sampling.distribution import Distributions, Logits, greedy_tokens
+from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller, Drafted, Round
-from runtime.speculative.verify import Rule, Verdict, coupled, depths, greedy, paths, rejection, typical
+from runtime.speculative.verify import Acceptance, Rule, coupled, depths, greedy, paths, rejection, typical
 
 
 @dataclass(eq=False)
@@ -98,27 +98,27 @@ def along(hidden: Tensor, path: list[int]) -> Tensor | None:
     return hidden[[0, *(1 + i for i in path)]]
 
 
-def asked_of(request: Request, draft: Draft, rule: Rule) -> list[Asked]:
+def asked_of(request: Request, draft: Draft, rule: Rule) -> list[RowSampling]:
     """What a device is to choose by, for each of the n + 1 nodes of a draft."""
-    if not chosen_there(request.sampling, rule):
+    if not sampled_on_device(request.sampling, rule):
         return [ARGMAX] * (len(draft.parents) + 1)
     position = len(request.tokens)
-    return [Asked(request.sampling, position + depth) for depth in (0, *(1 + depth for depth in depths(draft)))]
+    return [RowSampling(request.sampling, position + depth) for depth in (0, *(1 + depth for depth in depths(draft)))]
 
 
 def judge(
     request: Request, draft: Draft, logits: Logits, choices: list[int], rule: Rule, chosen: bool = False
-) -> Verdict:
+) -> Acceptance:
     """What the request's rule makes of its draft. logits (n + 1, V) of the draft's nodes; `choices`: their argmax.
 
     chosen  `choices` are what a device chose by `asked_of` instead.
     """
     sampling, position = request.sampling, len(request.tokens)
-    if (sampling.greedy and sampling.plain) or (chosen and chosen_there(sampling, rule)):
+    if (sampling.greedy and sampling.plain) or (chosen and sampled_on_device(sampling, rule)):
         return greedy(choices, draft)
     context = (sampling, request.tokens, paths(draft), request.prompt_length, request.stop_tokens)
     if sampling.greedy:
-        return greedy(greedy_choices(logits, *context), draft)
+        return greedy(greedy_tokens(logits, *context), draft)
     rows = Distributions(logits, *context)
     if rule == "coupled":
         return coupled(rows, draft, position, sampling.seed, request.noise.exponential)

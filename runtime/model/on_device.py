@@ -19,7 +19,7 @@ from runtime.sampling.params import Sampling
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowSampling:
     """How a row's token is chosen: sampling that is `plain`, and the token's absolute position in its text."""
 
     sampling: Sampling
@@ -27,9 +27,9 @@ class Asked:
 
 
 # For rows whose choice a rule on the host will make: the argmax tells whether their logits are numbers.
-ARGMAX = Asked(Sampling(), 0)
+ARGMAX = RowSampling(Sampling(), 0)
 # The choice in a row of logits that are no numbers.
-BROKEN = -1
+NON_FINITE = -1
 
 
 @runtime_checkable
@@ -51,8 +51,8 @@ class DeviceRounds(Protocol):
         """rows.GreedyChains' `continue_greedy`, without waiting and by any `plain` sampling with `coupled`'s noise.
 
         samplings  one for each request in order; None: all greedy.
-        Returns (requests, max(steps)) int64 on the device: BROKEN where logits were no numbers, anything from there on
-        and behind a request's last step.
+        Returns (requests, max(steps)) int64 on the device: NON_FINITE where logits were no numbers, and then
+        anything, as behind a request's last step.
         """
 
     def mark(self) -> object:
@@ -66,17 +66,19 @@ class DeviceRounds(Protocol):
     ) -> Out:
         """`forward`, of which the rows `places` have the tokens `drafted` (n,) int64 on the device instead."""
 
-    def choices(
-        self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
+    def next_tokens(
+        self, logits: Tensor, asked: Sequence[RowSampling], drafted: Tensor | None = None
     ) -> tuple[list[int], list[list[int]]]:
-        """The token of each of (n, V) rows, or BROKEN, and with the same wait the rows of `drafted` (m, k) int64."""
+        """The token of each of (n, V) rows, or NON_FINITE; with the same wait the rows of `drafted` (m, k) int64."""
 
 
 @runtime_checkable
 class RanksRows(Protocol):
     """A decoder whose rows of logits need not be read to learn which tokens may follow."""
 
-    def candidates(self, logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> Sequence[Candidates | None]:
+    def candidates(
+        self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
+    ) -> Sequence[Candidates | None]:
         """For each of (n, V) rows up to `count` tokens below `limit`, as candidates.ranked gives them; in one copy.
 
         A greedy row's are its most probable ones, another's those of highest probability with `coupled`'s noise. None

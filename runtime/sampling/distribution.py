@@ -121,7 +121,7 @@ def probabilities(
     return torch.stack([rows[i] for i in range(len(rows))]) if len(rows) else logits.to("cpu", torch.float64)
 
 
-def greedy_choices(
+def greedy_tokens(
     logits: Logits,
     sampling: Sampling,
     tokens: Sequence[int] = (),
@@ -136,7 +136,7 @@ def greedy_choices(
     return [int(rows.scores(i).argmax()) for i in range(len(rows))]
 
 
-def finite_choices(logits: Logits, model: str) -> list[int]:
+def argmax_tokens(logits: Logits, model: str) -> list[int]:
     """The most probable token of each of (n, V) rows before any penalty; the lowest id of equals.
 
     Raises UserError where a row has a NaN, an infinity, or nothing above −inf (a masked token).

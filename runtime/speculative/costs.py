@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from runtime.contract import CacheKind, Decoder, Rows, integers
-from runtime.sampling.distribution import finite_choices
+from runtime.sampling.distribution import argmax_tokens
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -51,7 +51,7 @@ class _Probe:
         started = time.perf_counter()
         rows = Rows.chains([(self.handle, len(self.text), width)])
         out = self.decoder.forward(integers(following), rows, self.cache)
-        finite_choices(out.logits, "probed model")
+        argmax_tokens(out.logits, "probed model")
         self.cache.truncate(self.handle, len(self.text))
         return (time.perf_counter() - started) * 1000
 

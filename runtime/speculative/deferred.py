@@ -13,7 +13,7 @@ from runtime.speculative.verify import Rule
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredDrafts:
     """Chains whose tokens are still on their way.
 
     tokens  (n, most) int64 on the device, as DeviceRounds.draft returns them.
@@ -35,19 +35,23 @@ class Later:
 
 
 @runtime_checkable
-class DraftsLater(Protocol):
+class DeferredDrafter(Protocol):
     """What a drafter may offer besides its contract, for targets that are DeviceRounds on the same device."""
 
-    def propose_later(self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device) -> Later | None:
+    def propose_deferred(
+        self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device
+    ) -> DeferredDrafts | None:
         """Drafts without waiting for the tokens; None, with nothing changed, where this drafter cannot."""
 
-    def settle(self, requests: Sequence[Request], later: Later, tokens: Sequence[Sequence[int]]) -> list[Draft]:
+    def settle(
+        self, requests: Sequence[Request], later: DeferredDrafts, tokens: Sequence[Sequence[int]]
+    ) -> list[Draft]:
         """One draft per request of the same call, now that the tokens of `later` are known.
 
         Raises UserError where the draft's logits were no numbers.
         """
 
 
-def chosen_there(sampling: Sampling, rule: Rule) -> bool:
+def sampled_on_device(sampling: Sampling, rule: Rule) -> bool:
     """Whether a request's tokens can be chosen on the device."""
     return sampling.plain and (sampling.greedy or rule == "coupled")

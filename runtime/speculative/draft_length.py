@@ -36,7 +36,7 @@ class Drafted:
     chain: bool = True
 
 
-class Choice(NamedTuple):
+class DraftBudget(NamedTuple):
     """γ of a round, and for how many of its requests: a probe drafts for one, which tells as much and costs less."""
 
     budget: int
@@ -77,7 +77,7 @@ class Controller:
         self._trees = False
         self._rounds = 0
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
-        self._again: Choice | None = None  # a probe that told nothing of its cost is repeated
+        self._again: DraftBudget | None = None  # a probe that told nothing of its cost is repeated
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._catch_up = 0.0  # what a drafter took to read what one request gained without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
@@ -114,7 +114,7 @@ class Controller:
             self._target.add(self._held[0], self._rested_usual / count, count)
             self._rested_seconds = self._rested_usual = 0.0
 
-    def choose(self, batch: int, missing: int, alone: bool = True) -> Choice:
+    def next_budget(self, batch: int, missing: int, alone: bool = True) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
 
         alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
@@ -124,27 +124,27 @@ class Controller:
         probing, self._probing = self._probing, None
         again, self._again = self._again, None
         if most <= 0:
-            return Choice(0, batch)
+            return DraftBudget(0, batch)
         if again is not None and alone:
             self._probing = probing
-            return Choice(min(again.budget, most), min(again.requests, batch))
+            return DraftBudget(min(again.budget, most), min(again.requests, batch))
         if self._rounds < len(_OPENING):
-            return Choice(min(_OPENING[self._rounds], most) if alone else 0, 1)
+            return DraftBudget(min(_OPENING[self._rounds], most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
-            return Choice(held, batch)
+            return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
         if best > 0 and not self._pays(batch, missing, rates[0], rates[best]):
             best = 0
         if not alone:
-            return Choice(best, batch)
+            return DraftBudget(best, batch)
         other = self._other(batch, best, most)
         if other is None:
             self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
             self._held = (batch, most, best, self._rounds + self._hold)
-            return Choice(best, batch)
+            return DraftBudget(best, batch)
         self._probing = rates[best]
         return other
 
@@ -206,9 +206,9 @@ class Controller:
             self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
         if self._probing is not None:
             if found.behind and found.budget > 0:
-                self._again = Choice(found.budget, len(found.drafts))
+                self._again = DraftBudget(found.budget, len(found.drafts))
             elif changing:
-                self._again = Choice(0, found.batch)
+                self._again = DraftBudget(0, found.batch)
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             lost = max(0.0, taken - gained / self._probing)
@@ -217,7 +217,7 @@ class Controller:
             else:
                 self.checking_seconds += lost
 
-    def _other(self, batch: int, best: int, most: int) -> Choice | None:
+    def _other(self, batch: int, best: int, most: int) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
         left = CHECKING * self.seconds - self.checking_seconds
         if best == 0:
@@ -227,14 +227,14 @@ class Controller:
         tokens, lengths = self._expected(most)
         rate = self.rates(batch, best)[best]
         if best > 0:
-            choice, gained, seconds = Choice(0, batch), float(batch), self._target.at(batch)
+            choice, gained, seconds = DraftBudget(0, batch), float(batch), self._target.at(batch)
         else:
             alone = [
                 (batch + tokens[n]) / (self._target.at(batch + lengths[n]) + self._draft_time(1, n))
                 for n in range(most + 1)
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
-            choice, gained = Choice(budget, 1), batch + tokens[budget]
+            choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
             seconds = gained / alone[budget] + self._catch_up
         lost = max(0.0, seconds - gained / rate)
         return choice if lost <= left else None

@@ -20,7 +20,7 @@ Noise = Callable[[int, int, int], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Acceptance:
     """`path`: the accepted draft indices, root first. `next_token`: what the target puts after them."""
 
     path: list[int]
@@ -71,12 +71,12 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
         raise ValueError(f"draft probabilities must be {(count, vocab_size)}, found {tuple(draft.probs.shape)}")
 
 
-def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
+def greedy(choices: Sequence[int], draft: Draft) -> Acceptance:
     """Accepts the path on which every token is the target's own choice; choices (n + 1) are its argmax at each row."""
     return _walk(draft, lambda row, depth: choices[row])
 
 
-def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Verdict:
+def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Acceptance:
     """Samples the target at each node with its position's noise and walks on while the draft has that token.
 
     The text is a function of the target and the seed alone (drafter-invariant speculation, 2408.07978): the draft only
@@ -92,7 +92,7 @@ def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noi
     return _walk(draft, choose)
 
 
-def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Verdict:
+def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Acceptance:
     """Leviathan's rule (2211.17192), in a tree over siblings in order (SpecInfer, 2305.09781).
 
     A token x drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise p becomes norm(max(p − q, 0)),
@@ -123,7 +123,7 @@ def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -
                 break
             distribution = _residual(distribution, proposal)
         else:
-            return Verdict(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
+            return Acceptance(path, pick(distribution, uniforms(seed, at, Stream.RESIDUAL, 1)[0]))
 
 
 def typical(
@@ -134,7 +134,7 @@ def typical(
     noise: Noise = exponential,
     epsilon: float = 0.09,
     delta: float = 0.3,
-) -> Verdict:
+) -> Acceptance:
     """Medusa's typical acceptance (2401.10774), of the longest path; lossy: the text is not the target's.
 
     A token is typical where p > min(epsilon, delta · exp(−H(p))), H being the entropy of p in nats (eta sampling:
@@ -158,7 +158,7 @@ def typical(
         allowed = _typical(target_rows[node + 1].numpy(), epsilon, delta)
         open_paths += [[*path, child] for child in reversed(below[node]) if allowed[draft.tokens[child]] > 0]
     last = _typical(target_rows[(longest[-1] if longest else -1) + 1].numpy(), epsilon, delta)
-    return Verdict(longest, race(last, noise(seed, position + len(longest), len(last))))
+    return Acceptance(longest, race(last, noise(seed, position + len(longest), len(last))))
 
 
 def _typical(row: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
@@ -171,7 +171,7 @@ def _typical(row: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[
     return out
 
 
-def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
+def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Acceptance:
     """Follows the target's choices, choose(row, depth), as long as the draft holds them."""
     below = children(draft)
     path: list[int] = []
@@ -180,7 +180,7 @@ def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
         token = choose(node + 1, len(path))
         match = next((child for child in below.get(node, []) if draft.tokens[child] == token), None)
         if match is None:
-            return Verdict(path, token)
+            return Acceptance(path, token)
         node = match
         path.append(match)
 

@@ -20,7 +20,7 @@ from runtime.kernels.dispatch import Kernel
 from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_store import KEY_BLOCK
 from runtime.model.layers import Block, Linear
-from runtime.model.on_device import ARGMAX, BROKEN, Asked
+from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.model.reference import Assembled
 from runtime.model.triton.batch import Inputs, Staging, bucket_for, depth_of, fill, views
 from runtime.model.triton.cache import WIDEST, GpuCache
@@ -28,7 +28,7 @@ from runtime.model.triton.draft_steps import drafted as draft_round
 from runtime.model.triton.draft_steps import fill_round, round_for, steps_of
 from runtime.model.triton.graphs import Computed, Graphs
 from runtime.model.triton.layers import Memory, hidden_states, waits
-from runtime.model.triton.sampling import candidates, choices, way_of
+from runtime.model.triton.sampling import candidates, next_tokens, way_of
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.params import Sampling
 
@@ -184,7 +184,7 @@ class TritonDecoder(Assembled, Clock):
                 found = self._compute(going, len(reserved), held, words[:0], chosen, range(len(reserved)), None)
             else:
                 found = self._compute(reserved, len(words), held, words, None, (), lasts)
-            asked = [Asked(way, text + step) for way, text in zip(ways, texts, strict=True)]
+            asked = [RowSampling(way, text + step) for way, text in zip(ways, texts, strict=True)]
             chosen = out[step]
             chosen.copy_(self._choose(found, asked, limit))
         return out.t()
@@ -198,17 +198,17 @@ class TritonDecoder(Assembled, Clock):
         drafted = self.draft(tokens, rows, cache, steps, limit).cpu()
         counts = torch.tensor(steps, dtype=torch.int64).unsqueeze(1)
         real = torch.arange(drafted.shape[1]) < counts
-        if bool((real & (drafted == BROKEN)).any()):
+        if bool((real & (drafted == NON_FINITE)).any()):
             raise FloatingPointError("a row of logits holds NaN or Inf")
         return torch.where(real, drafted, -1)
 
     @torch.inference_mode()
-    def choices(
-        self, logits: Tensor, asked: Sequence[Asked], drafted: Tensor | None = None
+    def next_tokens(
+        self, logits: Tensor, asked: Sequence[RowSampling], drafted: Tensor | None = None
     ) -> tuple[list[int], list[list[int]]]:
-        """See device_rounds.DeviceRounds. Raises ValueError as choices.choices."""
+        """See device_rounds.DeviceRounds. Raises ValueError as sampling.next_tokens."""
         with self._here():
-            found = choices(logits, asked)
+            found = next_tokens(logits, asked)
         if drafted is None:
             return found.tolist(), []
         both = torch.cat((found, drafted.flatten())).tolist()
@@ -216,7 +216,9 @@ class TritonDecoder(Assembled, Clock):
         return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
 
     @torch.inference_mode()
-    def candidates(self, logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> list[Candidates | None]:
+    def candidates(
+        self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
+    ) -> list[Candidates | None]:
         """See device_rounds.RanksRows."""
         with self._here():
             return candidates(logits, asked, count, limit)
@@ -273,7 +275,7 @@ class TritonDecoder(Assembled, Clock):
         def body() -> Computed:
             hidden = self._hidden(cache, bucket.blocks, inputs, bucket.sharing, early)
             logits = self._logits_of(hidden, bucket.captured)
-            return Computed(logits, hidden, choices(logits, [ARGMAX] * len(logits)))
+            return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)))
 
         found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.pool, bucket, body)
         if early is not None:
@@ -310,8 +312,8 @@ class TritonDecoder(Assembled, Clock):
         else:
             target.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
 
-    def _choose(self, found: Computed, asked: Sequence[Asked], limit: int) -> Tensor:
+    def _choose(self, found: Computed, asked: Sequence[RowSampling], limit: int) -> Tensor:
         """The next token of each row, from the graph's argmax where that is all that is asked for."""
         if limit == self.vocab_size and all(one.sampling.greedy for one in asked):
             return found.largest
-        return choices(found.logits, asked, limit)
+        return next_tokens(found.logits, asked, limit)

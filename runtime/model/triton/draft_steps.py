@@ -75,7 +75,7 @@ class Steps:
 
     first    the first step's inputs; last  (rows,) int32: each request's last row of it.
     request  (rows,) int32; position, slot, start  (steps − 1, lane) int32 of the later steps: as Inputs has them.
-    keys     (steps, lane, 2) int64, which choices.chosen_alike takes; none where the round is greedy.
+    keys     (steps, lane, 2) int64, which sampling.chosen_alike takes; none where the round is greedy.
     """
 
     first: Inputs

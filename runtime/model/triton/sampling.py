@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.on_device import BROKEN, Asked
+from runtime.model.on_device import NON_FINITE, RowSampling
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.noise import Stream
 from runtime.sampling.params import Sampling
@@ -23,10 +23,10 @@ _ROWS = 32
 _UNITS = 2.0**44
 
 
-def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) -> Tensor:
+def next_tokens(logits: Tensor, asked: Sequence[RowSampling], limit: int | None = None) -> Tensor:
     """The token of each row, on the logits' device, without waiting for it.
 
-    logits  (n, V) float32; a row with a NaN, an infinity or nothing above −inf gives BROKEN.
+    logits  (n, V) float32; a row with a NaN, an infinity or nothing above −inf gives NON_FINITE.
     asked   n of them; greedy sampling takes the argmax, the first of equals, and never looks at the position.
     limit   only tokens below it take part (None: all).
 
@@ -47,7 +47,7 @@ def choices(logits: Tensor, asked: Sequence[Asked], limit: int | None = None) ->
         at = torch.tensor(rows).to(logits.device, non_blocking=True)
         chosen = _lots(known if whole else known[at], [asked[i] for i in rows]).argmax(dim=-1)
         out = chosen if whole else out.index_copy(0, at, chosen)
-    return out.masked_fill(best == BROKEN, BROKEN)
+    return out.masked_fill(best == NON_FINITE, NON_FINITE)
 
 
 class Way(NamedTuple):
@@ -75,7 +75,7 @@ def key_of(sampling: Sampling, position: int) -> tuple[int, int]:
 
 
 def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: int) -> Tensor:
-    """`choices` of (n, V) rows that are all greedy, or all sampled in one way: launches only, so that graphs hold them.
+    """`next_tokens` of (n, V) rows, all greedy or all sampled in one way: launches only, so that graphs hold them.
 
     keys  (n, 2) int64 on the logits' device, by `key_of`; None for greedy rows.
     """
@@ -87,10 +87,10 @@ def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: in
     assert keys is not None
     pieces = zip(logits[:, :limit].split(_ROWS), keys.split(_ROWS), strict=True)
     out = torch.cat([(_weights(rows, *way) / _noise(of, limit)).argmax(dim=-1) for rows, of in pieces])
-    return out.masked_fill(best == BROKEN, BROKEN)
+    return out.masked_fill(best == NON_FINITE, NON_FINITE)
 
 
-def candidates(logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -> list[Candidates | None]:
+def candidates(logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int) -> list[Candidates | None]:
     """See device_rounds.RanksRows; waits for the device once."""
     from runtime.kernels.triton.argmax import largest
 
@@ -108,7 +108,7 @@ def candidates(logits: Tensor, asked: Sequence[Asked], count: int, limit: int) -
         found.append(torch.cat(columns, dim=1))
     # float64 holds the tokens, too: all is one copy.
     read = torch.cat(found).tolist() if found else []
-    return [None if best == BROKEN else _candidates(rest[::2], rest[1::2]) for best, *rest in read]
+    return [None if best == NON_FINITE else _candidates(rest[::2], rest[1::2]) for best, *rest in read]
 
 
 def _candidates(tokens: Sequence[float], shares: Sequence[float]) -> Candidates:
@@ -117,7 +117,7 @@ def _candidates(tokens: Sequence[float], shares: Sequence[float]) -> Candidates:
     return Candidates([int(token) for token in tokens[: len(some)]], some, some)
 
 
-def _lots(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+def _lots(logits: Tensor, asked: Sequence[RowSampling]) -> Tensor:
     """(n, V) float64 w / exponential noise, where w are probabilities but for a row's factor; of greedy rows w."""
     device, n = logits.device, len(asked)
     ways = [way_of(one.sampling) for one in asked]

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class NamedDrafter:
     """What a `Speculator` takes as its draft, and what is to be said after the drafter's name."""
 
     drafter: "Model | Drafter | None"
     note: str = ""
 
 
-def choose(
+def drafter_by_name(
     target: "Model",
     name: str | None = None,
     draft: str | Path | None = None,
     corpus: Path | None = None,
     verify: Rule = "coupled",
     options: dict[str, Any] | None = None,
-) -> Chosen:
+) -> NamedDrafter:
     """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
 
     nested needs a target that was loaded with planes=True.
@@ -67,7 +67,7 @@ def choose(
     if uses_draft and found is None:
         raise UserError(f"--drafter {name} needs a draft, but {target.path.name} comes without one; give --draft DIR.")
     if kinds == ["none"]:
-        return Chosen(None)
+        return NamedDrafter(None)
     model = load(found, **(options or {})) if uses_draft and found is not None else None
     made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None)
     note = f" ({Path(found).name})" if model is not None and found is not None else ""
@@ -75,7 +75,7 @@ def choose(
         note = " (no draft was given, and the target has none)"
     if kinds == ["nested"]:
         note = " (the target's upper four bits)"
-    return Chosen(made, note)
+    return NamedDrafter(made, note)
 
 
 def _preferred(target: "Model", draft: str | Path | None) -> str:
@@ -97,7 +97,7 @@ def make(
 
     heads  the directory of medusa's heads; None: the target's own.
 
-    Raises UserError as `choose`.
+    Raises UserError as `drafter_by_name`.
     """
     made = [_make(kind, target, draft, corpus, verify, heads) for kind in kinds]
     return made[0] if len(made) == 1 else ChainedDrafter(made)

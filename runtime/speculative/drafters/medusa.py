@@ -16,7 +16,7 @@ from runtime.kernels.dispatch import Kernel, choose, linear
 from runtime.model.native import NativeDecoder
 from runtime.model.reference import LlamaDecoder
 from runtime.sampling.candidates import ranked
-from runtime.sampling.distribution import Distributions, Logits, finite_choices, host
+from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.verify import Rule
 
@@ -143,7 +143,7 @@ class MedusaDrafter:
         ready = [i for i, request in enumerate(requests) if budgets[i] > 0 and self._knows(request)]
         if ready:
             logits = host(self._heads.logits(torch.stack([self._states[requests[i].id][1] for i in ready])))
-            finite_choices(logits.reshape(-1, logits.shape[-1]), "draft")
+            argmax_tokens(logits.reshape(-1, logits.shape[-1]), "draft")
             for i, rows in zip(ready, logits, strict=True):
                 drafts[i] = self._draft(requests[i], budgets[i], rows)
         return drafts

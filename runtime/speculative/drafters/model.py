@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.contract import Decoder, GreedyChains, Rows, integers
-from runtime.model.on_device import BROKEN, DeviceRounds
-from runtime.sampling.distribution import Distributions, Logits, finite_choices, greedy_choices, host, not_finite
+from runtime.model.on_device import NON_FINITE, DeviceRounds
+from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, greedy_tokens, host, not_finite
 from runtime.sampling.noise import Stream, pick, race, uniforms
 from runtime.sampling.params import Sampling
-from runtime.speculative.deferred import Later, chosen_there
+from runtime.speculative.deferred import DeferredDrafts, sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.verify import Rule
 
@@ -94,15 +94,17 @@ class ModelDrafter:
                 missing = [d.tokens[-1:] for d in growing]
         return [Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), self._stacked(d.probs)) for d in drafting]
 
-    def propose_later(self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device) -> Later | None:
-        """See device_rounds.DraftsLater: greedy and `coupled` drafts of a model on the same device."""
+    def propose_deferred(
+        self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device
+    ) -> DeferredDrafts | None:
+        """See device_rounds.DeferredDrafter: greedy and `coupled` drafts of a model on the same device."""
         decoder = self._decoder
         if not isinstance(decoder, DeviceRounds) or decoder.device != device:
             return None
         affordable = [self._affordable(r, b) for r, b in zip(requests, budgets, strict=True)]
         chains = [i for i, budget in enumerate(affordable) if budget > 0]
         growing, counts = [requests[i] for i in chains], [affordable[i] for i in chains]
-        if not growing or not all(chosen_there(request.sampling, self._rule) for request in growing):
+        if not growing or not all(sampled_on_device(request.sampling, self._rule) for request in growing):
             return None
         pieces = [self._catch_up(request) for request in growing]
         texts = [self._texts[request.id] for request in growing]
@@ -111,14 +113,16 @@ class ModelDrafter:
         drafted = decoder.draft(tokens, rows, self._cache, counts, limit, [request.sampling for request in growing])
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
-        return Later(drafted, counts, chains)
+        return DeferredDrafts(drafted, counts, chains)
 
-    def settle(self, requests: Sequence[Request], later: Later, tokens: Sequence[Sequence[int]]) -> list[Draft]:
-        """See device_rounds.DraftsLater."""
+    def settle(
+        self, requests: Sequence[Request], later: DeferredDrafts, tokens: Sequence[Sequence[int]]
+    ) -> list[Draft]:
+        """See device_rounds.DeferredDrafter."""
         drafts = [Draft() for _ in requests]
         for i, count, row in zip(later.chains, later.counts, tokens, strict=True):
             drafted = list(row[:count])
-            if BROKEN in drafted:
+            if NON_FINITE in drafted:
                 raise not_finite("draft")
             self._texts[requests[i].id].fed += drafted[:-1]
             drafts[i] = Draft(drafted, list(range(-1, count - 1)))
@@ -190,13 +194,13 @@ class ModelDrafter:
         last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
         out = self._decoder.forward(tokens, rows, self._cache, last)
         logits = host(out.logits)
-        choices = finite_choices(logits, "draft")
+        choices = argmax_tokens(logits, "draft")
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
         if logits.shape[1] <= self._vocab_size:
             return logits, choices
         known = logits[:, : self._vocab_size]
-        return known, finite_choices(known, "draft")
+        return known, argmax_tokens(known, "draft")
 
     def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
         """Adds one token after logits (1, V), whose argmax is `choice`."""
@@ -207,7 +211,7 @@ class ModelDrafter:
             return
         rest = (sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
-            drafted.append(greedy_choices(logits, *rest)[0])
+            drafted.append(greedy_tokens(logits, *rest)[0])
             return
         row = Distributions(logits, *rest).array(0)
         if self._rule == "coupled":

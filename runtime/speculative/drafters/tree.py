@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from runtime.contract import Decoder, Rows, integers
-from runtime.model.on_device import Asked, RanksRows
+from runtime.model.on_device import RanksRows, RowSampling
 from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
-from runtime.sampling.distribution import Distributions, Logits, finite_choices, host, not_finite
+from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, uniforms
-from runtime.speculative.deferred import chosen_there
+from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.drafters.model import PREFILL_ROWS, HasDecoder
 from runtime.speculative.drafters.tree_growth import (
@@ -224,15 +224,17 @@ class TreeDrafter:
 
         Raises UserError where a row's logits are no numbers.
         """
-        there = all(chosen_there(request.sampling, self._rule) for request, _, _ in level)
+        there = all(sampled_on_device(request.sampling, self._rule) for request, _, _ in level)
         if isinstance(self._decoder, RanksRows) and there:
-            asked = [Asked(request.sampling, len(request.tokens) + tree.depth(node)) for request, tree, node in level]
+            asked = [
+                RowSampling(request.sampling, len(request.tokens) + tree.depth(node)) for request, tree, node in level
+            ]
             found = [*self._decoder.candidates(logits, asked, self._branch, self._vocab_size)]
             if None in found:
                 raise not_finite("draft")
             return [candidates for candidates in found if candidates is not None]
         rows = host(logits.cpu())
-        finite_choices(rows, "draft")
+        argmax_tokens(rows, "draft")
         return [self._candidates(*one, rows[i]) for i, one in enumerate(level)]
 
     def _candidates(self, request: Request, tree: Tree, node: int, logits: Logits) -> Candidates:

@@ -33,7 +33,7 @@ from runtime import Model, Speculator, load
 from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
 from runtime.contract import Rows
 from runtime.engine.metrics import total
-from runtime.speculative.drafters.by_name import choose
+from runtime.speculative.drafters.by_name import drafter_by_name
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 Tiny = Callable[..., Path]
@@ -522,7 +522,7 @@ def test_a_run_with_heads(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     folder = run_to(tmp_path / "out")
     model = load(folder)
     assert model.medusa_path == folder / "medusa"
-    chosen = choose(model)
+    chosen = drafter_by_name(model)
     assert isinstance(chosen.drafter, MedusaDrafter)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert f"medusa/{WEIGHTS}" in json.dumps(manifest) and "medusa" in manifest["training"]

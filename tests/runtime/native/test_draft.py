@@ -20,7 +20,7 @@ from runtime.errors import UserError
 from runtime.kv_store import CacheKind
 from runtime.model.native import NativeDecoder
 from runtime.native.binding import PATHS, require
-from runtime.sampling.distribution import finite_choices
+from runtime.sampling.distribution import argmax_tokens
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Request
 from runtime.speculative.drafters.model import ModelDrafter
@@ -125,8 +125,8 @@ def test_largest_is_what_finite_choices_says(native_path: str, data: st.DataObje
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, size - 1), _EDGES), max_size=4)):
         row[place] = value
     try:
-        finite_choices(row[None], "draft")
-        want = finite_choices(row[None, :limit], "draft")[0]
+        argmax_tokens(row[None], "draft")
+        want = argmax_tokens(row[None, :limit], "draft")[0]
     except UserError:
         want = -1
     assert require().specpress_largest(PATHS.index(native_path), row.ctypes.data, size, limit) == want

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import UserError
 from runtime.native.binding import library
-from runtime.sampling.distribution import Distributions, finite_choices, greedy_choices, probabilities
+from runtime.sampling.distribution import Distributions, argmax_tokens, greedy_tokens, probabilities
 from runtime.sampling.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 
@@ -82,10 +82,10 @@ def test_presence_and_frequency_count_the_output_only() -> None:
 
 def test_greedy_is_the_argmax_after_penalties() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.9, -1.0], [2.0, 2.0, 0.0, -1.0]])
-    assert greedy_choices(logits, Sampling()) == [1, 0]  # the lowest id of equals
+    assert greedy_tokens(logits, Sampling()) == [1, 0]  # the lowest id of equals
     penalised = Sampling(repetition_penalty=1.5)
-    assert greedy_choices(logits, penalised, [1], [[], [0]]) == [2, 0]
-    assert greedy_choices(logits, penalised, [1, 1], [[2], []]) == [1, 0]
+    assert greedy_tokens(logits, penalised, [1], [[], [0]]) == [2, 0]
+    assert greedy_tokens(logits, penalised, [1, 1], [[2], []]) == [1, 0]
     torch.testing.assert_close(probabilities(logits, penalised, [1], [[], [0]]).float(), torch.eye(4)[[2, 0]])
 
 
@@ -96,9 +96,9 @@ def test_logit_bias_is_added_before_the_penalties() -> None:
     sampling = Sampling(temperature=1.0, logit_bias=bias, repetition_penalty=2.0, presence_penalty=0.25)
     expected = torch.tensor([1.0, 1.0 / 2 - 0.25, 0.5, -2.5 * 2 - 0.25]).double().softmax(-1)
     torch.testing.assert_close(probabilities(logits, sampling, [9, 1], [[3]], prompt_length=1)[0], expected)
-    assert greedy_choices(logits, Sampling()) == [0]
-    assert greedy_choices(logits, Sampling(logit_bias={2: 0.6})) == [2]
-    assert greedy_choices(logits, Sampling(logit_bias={2: 0.4})) == [0]
+    assert greedy_tokens(logits, Sampling()) == [0]
+    assert greedy_tokens(logits, Sampling(logit_bias={2: 0.6})) == [2]
+    assert greedy_tokens(logits, Sampling(logit_bias={2: 0.4})) == [0]
 
 
 def test_logit_bias_is_transformers_sequence_bias() -> None:
@@ -119,9 +119,9 @@ def test_min_tokens_counts_the_drafted_prefix() -> None:
     tokens, paths, stop = [5, 5, 5, 1, 2], [[], [1], [1, 1]], frozenset([0, 1, 77])
     arguments = (tokens, paths, 3, stop)
     greedy = Sampling(min_tokens=3)
-    assert greedy_choices(logits, greedy, *arguments) == [2, 0, 0]
-    assert greedy_choices(logits, greedy, tokens, paths, 3) == [0, 0, 0]
-    assert greedy_choices(logits, Sampling(min_tokens=4), *arguments) == [2, 2, 0]
+    assert greedy_tokens(logits, greedy, *arguments) == [2, 0, 0]
+    assert greedy_tokens(logits, greedy, tokens, paths, 3) == [0, 0, 0]
+    assert greedy_tokens(logits, Sampling(min_tokens=4), *arguments) == [2, 2, 0]
     found = probabilities(logits, Sampling(temperature=1.0, min_tokens=3, logit_bias={0: 5.0}), *arguments)
     assert found[0].tolist()[:2] == [0, 0] and found[0].sum() == pytest.approx(1)
     biased = torch.tensor([8.0, 2.0, 1.0, 0.0]).double().softmax(-1)
@@ -202,23 +202,23 @@ def test_biases_out_of_range(bad: Any) -> None:
 
 
 def test_logits_that_are_not_finite() -> None:
-    assert finite_choices(torch.tensor([[1.0, float("-inf")], [2.0, 2.0]]), "target") == [0, 0]
+    assert argmax_tokens(torch.tensor([[1.0, float("-inf")], [2.0, 2.0]]), "target") == [0, 0]
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="target's logits"):
-            finite_choices(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "target")
+            argmax_tokens(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "target")
 
 
 def test_finite_choices_are_numpy_s_and_torch_s_argmax() -> None:
     """Of equals the first; a NaN anywhere in a row is seen, also in a vocabulary of many vector lengths."""
     logits = torch.randn(5, 3001, generator=torch.Generator().manual_seed(5)).mul(2).round()
     expected = [int(row.eq(row.max()).nonzero()[0]) for row in logits]
-    assert finite_choices(logits, "target") == finite_choices(logits.numpy(), "target") == expected
-    assert finite_choices(logits.bfloat16(), "target") == expected
+    assert argmax_tokens(logits, "target") == argmax_tokens(logits.numpy(), "target") == expected
+    assert argmax_tokens(logits.bfloat16(), "target") == expected
     for place in (0, 1500, 3000):
         damaged = logits.clone()
         damaged[3, place] = float("nan")
         with pytest.raises(UserError, match="draft's logits"):
-            finite_choices(damaged, "draft")
+            argmax_tokens(damaged, "draft")
 
 
 def test_top_p_sorts_what_matters_only() -> None:

@@ -36,7 +36,7 @@ from runtime.speculative.drafters.tree_growth import (
     Tree,
     TreeShape,
 )
-from runtime.speculative.verify import Rule, Verdict, coupled, rejection
+from runtime.speculative.verify import Acceptance, Rule, coupled, rejection
 
 Row = np.ndarray
 Choose = Callable[[Sequence[float]], int]
@@ -269,7 +269,7 @@ def proposal(shape: str, rule: Rule, q: np.ndarray, seed: int) -> Draft:
 
 
 def counted(
-    rule: Rule, p: np.ndarray, q: np.ndarray, shape: str, draws: int, judge: Callable[..., Verdict] | None = None
+    rule: Rule, p: np.ndarray, q: np.ndarray, shape: str, draws: int, judge: Callable[..., Acceptance] | None = None
 ) -> np.ndarray:
     """(V, V) counts of the first two tokens of `draws` rounds, the second by the target where one has only one."""
     decide = judge if judge is not None else {"coupled": coupled, "rejection": rejection}[rule]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.speculative.draft_length import CHECKING, LONGEST, MARGIN, PROBING, Choice, Controller, Drafted, Round
+from runtime.speculative.draft_length import CHECKING, LONGEST, MARGIN, PROBING, Controller, DraftBudget, Drafted, Round
 from runtime.speculative.estimates import Chain, Curve, Tree
 
 
@@ -27,7 +27,7 @@ def simulate(
     tokens, seconds, chosen = 0, 0.0, []
     for _ in range(rounds):
         resting = controller.resting(batch)
-        gamma, requests = (0, batch) if resting else controller.choose(batch, 1000)
+        gamma, requests = (0, batch) if resting else controller.next_budget(batch, 1000)
         drafts = [Drafted(gamma, accept(gamma, rng)) for _ in range(requests)] if gamma else []
         width = batch + requests * gamma
         spent = [gamma * step, forward(width)]
@@ -128,7 +128,7 @@ def test_it_never_asks_for_more_than_there_is(missing: int, limit: int, rounds: 
     controller = Controller(limit)
     rng = np.random.default_rng(0)
     for _ in range(rounds):
-        gamma, requests = controller.choose(1, missing)
+        gamma, requests = controller.next_budget(1, missing)
         assert requests == 1
         assert 0 <= gamma <= min(missing, limit)
         controller.observe(
@@ -191,11 +191,11 @@ def test_a_first_batch_that_is_large_is_not_slowed_by_finding_out(p: float) -> N
 
 def test_what_happens_beside_a_prompt_is_neither_tried_nor_repeated() -> None:
     controller = Controller()
-    assert controller.choose(4, 100, alone=False) == Choice(0, 1)
+    assert controller.next_budget(4, 100, alone=False) == DraftBudget(0, 1)
     simulate(controller, 300, per_token(0.9), 0.1, flat, 4)
-    held = controller.choose(4, 100, alone=False)
+    held = controller.next_budget(4, 100, alone=False)
     # Nothing is observed of such rounds: trying would go on as long as prompts come.
-    assert all(controller.choose(4, 100, alone=False) == held for _ in range(50)) and held.budget > 0
+    assert all(controller.next_budget(4, 100, alone=False) == held for _ in range(50)) and held.budget > 0
     assert held.requests == 4
 
 
@@ -221,9 +221,9 @@ def test_catching_up_must_be_worth_it() -> None:
             controller.observe(Round(1, 0, (), 1, 0.0, 1.0))
         return controller
 
-    assert learned(0.0).choose(1, 6).budget > 0
-    assert learned(50.0).choose(1, 6).budget == 0
-    assert learned(50.0).choose(1, 1000).budget > 0
+    assert learned(0.0).next_budget(1, 6).budget > 0
+    assert learned(50.0).next_budget(1, 6).budget == 0
+    assert learned(50.0).next_budget(1, 1000).budget > 0
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=1, max_size=30), st.integers(1, 200))
@@ -243,7 +243,7 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
     controller = Controller()
     assert not controller.resting(1)
     simulate(controller, 2000, per_token(0.0), 0.2, flat, noise=0)
-    controller.choose(1, 100)  # ends a rest that goes on
+    controller.next_budget(1, 100)  # ends a rest that goes on
     while not controller.resting(1):
         simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
     assert not controller.resting(2)
@@ -252,14 +252,14 @@ def test_rounds_of_a_settled_choice_are_not_asked_for() -> None:
         controller.rested(1.5)
         rests += 1
     assert rests > 20 and controller.seconds == before
-    controller.choose(1, 100)
+    controller.next_budget(1, 100)
     assert controller.seconds == pytest.approx(before + 1.5 * rests)
     assert controller.rates(1, 0)[0] == pytest.approx(1 / 1.5, rel=1e-3)
     # Another number of requests is another question.
     simulate(controller, 300, per_token(0.0), 0.2, flat, noise=0)
     while not controller.resting(1):
         simulate(controller, 1, per_token(0.0), 0.2, flat, noise=0)
-    controller.choose(3, 100)
+    controller.next_budget(3, 100)
     assert not controller.resting(1) and not controller.resting(3)
 
 
@@ -280,7 +280,7 @@ def test_slow_spells_of_a_machine_do_not_make_a_batch_draft(seed: int) -> None:
             if now >= until:
                 until, spell = now + spells.exponential(60), 1.5 if spells.random() < 0.35 else 1.0
             resting = controller is None or controller.resting(16)
-            gamma, requests = (0, 16) if controller is None or resting else controller.choose(16, 1000)
+            gamma, requests = (0, 16) if controller is None or resting else controller.next_budget(16, 1000)
             pace = rng.lognormal(0, 0.1) * spell * (3 if rng.random() < 0.02 else 1)
             # 16 rows take 1.5, 32 rows 2.14, and a draft step 0.75: with 0.88 accepted that is 2 % slower.
             target, draft = pace * (1.5 + 0.04 * requests * gamma), pace * 0.75 * gamma

@@ -12,7 +12,7 @@ from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculative import verify
 from runtime.speculative.draft import Draft
-from runtime.speculative.verify import Verdict, children, coupled, greedy, paths, rejection
+from runtime.speculative.verify import Acceptance, children, coupled, greedy, paths, rejection
 
 ChiSquared = Callable[[np.ndarray, np.ndarray], float]
 V = 16
@@ -57,7 +57,7 @@ def drafts(kind: str, rule: str, logits: Tensor, target: Tensor, sampling: Sampl
             yield Draft(tokens, parents, q)
 
 
-def decide(rule: Callable[..., Verdict], target: Tensor, proposals: Iterator[Draft]) -> np.ndarray:
+def decide(rule: Callable[..., Acceptance], target: Tensor, proposals: Iterator[Draft]) -> np.ndarray:
     """Counts (V + 1, V + 1) of the first two tokens of each round; the second is V where the round had only one."""
     counts = np.zeros((V + 1, V + 1))
     for seed, draft in enumerate(proposals):
@@ -97,16 +97,16 @@ def test_other_drafts(rule: str, kind: str, chi_squared: ChiSquared) -> None:
         assert counts[:, V].sum() == 0
 
 
-def upside_down(target: Tensor, draft: Draft, position: int, seed: int) -> Verdict:
+def upside_down(target: Tensor, draft: Draft, position: int, seed: int) -> Acceptance:
     """A rule that was shipped once: the acceptance ratio inverted."""
     assert draft.probs is not None
     p, q, token = target[0].numpy(), draft.probs[0].numpy(), draft.tokens[0]
     if uniforms(seed, position, Stream.ACCEPT, 1)[0] < q[token] / p[token]:
-        return Verdict([0], pick(target[1].numpy(), uniforms(seed, position + 1, Stream.RESIDUAL, 1)[0]))
-    return Verdict([], pick(np.maximum(p - q, 0), uniforms(seed, position, Stream.RESIDUAL, 1)[0]))
+        return Acceptance([0], pick(target[1].numpy(), uniforms(seed, position + 1, Stream.RESIDUAL, 1)[0]))
+    return Acceptance([], pick(np.maximum(p - q, 0), uniforms(seed, position, Stream.RESIDUAL, 1)[0]))
 
 
-def broken_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[..., Verdict]]]:
+def broken_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[..., Acceptance]]]:
     yield "ratio upside down", upside_down
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_residual", lambda p, q: p)
@@ -123,7 +123,7 @@ def test_the_harness_rejects_broken_rules(monkeypatch: pytest.MonkeyPatch, chi_s
     logits, sampling = rows(3, 5), Sampling(temperature=1.0)
     target = probabilities(logits, sampling)
 
-    def measure(rule: Callable[..., Verdict]) -> float:
+    def measure(rule: Callable[..., Acceptance]) -> float:
         proposals = drafts("reversed", "rejection", logits, target, sampling, 2500)
         return p_value(chi_squared, decide(rule, target, proposals), target)
 
@@ -160,12 +160,12 @@ def test_paths_and_children() -> None:
 
 def test_greedy_walks_the_target_s_choices() -> None:
     draft = Draft([5, 6, 7, 8, 9], PARENTS)
-    assert greedy([6, 0, 9, 0, 0, 11], draft) == Verdict([1, 4], 11)
-    assert greedy([5, 8, 9, 0, 3, 11], draft) == Verdict([0, 3], 3)
-    assert greedy([4, 8, 9, 0, 3, 11], draft) == Verdict([], 4)
-    assert greedy([2], Draft()) == Verdict([], 2)
-    assert greedy([2, 3, 4], Draft([2, 3], [-1, 0])) == Verdict([0, 1], 4)
-    assert greedy([2, 1, 4], Draft([2, 3], [-1, 0])) == Verdict([0], 1)
+    assert greedy([6, 0, 9, 0, 0, 11], draft) == Acceptance([1, 4], 11)
+    assert greedy([5, 8, 9, 0, 3, 11], draft) == Acceptance([0, 3], 3)
+    assert greedy([4, 8, 9, 0, 3, 11], draft) == Acceptance([], 4)
+    assert greedy([2], Draft()) == Acceptance([], 2)
+    assert greedy([2, 3, 4], Draft([2, 3], [-1, 0])) == Acceptance([0, 1], 4)
+    assert greedy([2, 1, 4], Draft([2, 3], [-1, 0])) == Acceptance([0], 1)
 
 
 @pytest.mark.parametrize("replace", [True, False])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.contract import GreedyChains, Rows, integers
-from runtime.model.on_device import BROKEN, Asked, DeviceRounds
+from runtime.model.on_device import NON_FINITE, DeviceRounds, RowSampling
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.model.triton.graphs import Shape
@@ -59,7 +59,7 @@ def test_drafts_are_those_of_step_by_step(small: Tiny, text: Text, device: str) 
         for row, (handle, piece) in enumerate(zip(theirs, tokens.split(PIECES), strict=True)):
             for step in range(STEPS[row]):
                 logits = made.forward(piece, spans(cache, [handle], [len(piece)]), cache).logits[-1:, :limit]
-                [token], _ = made.choices(logits, [Asked(ways[row], cache.length(handle))])
+                [token], _ = made.next_tokens(logits, [RowSampling(ways[row], cache.length(handle))])
                 assert drafted[row][step] == token < limit
                 piece = integers([token])
             assert cache.length(ours[row]) == cache.length(handle)
@@ -135,7 +135,7 @@ def test_drafted_rows_and_their_choices_come_together(small: Tiny, text: Text, d
     there = drafted.to(made.device)
     got = made.forward_drafted(placeholders, rows, cache, integers([4, 5, 6, 7]), there, [5, 6, 7]).logits
     assert torch.equal(got, want[4:])
-    choices, known = made.choices(got, [Asked(Sampling(), 0)] * 4, there.view(1, 3))
+    choices, known = made.next_tokens(got, [RowSampling(Sampling(), 0)] * 4, there.view(1, 3))
     assert choices == want[4:].argmax(dim=-1).tolist() and known == [drafted.tolist()]
 
 
@@ -147,7 +147,7 @@ def test_logits_that_are_no_numbers(small: Tiny, text: Text, device: str) -> Non
     rows = Rows.chains([(cache.open(20), 0, 3), (cache.open(20), 0, 2)])
     tokens = integers([5, 7, 6, 5, 6])
     drafted = made.draft(tokens, rows, cache, [2, 2], 320).tolist()
-    assert drafted[0] == [BROKEN, BROKEN] and BROKEN not in drafted[1]
+    assert drafted[0] == [NON_FINITE, NON_FINITE] and NON_FINITE not in drafted[1]
     cache = made.new_cache()
     rows = Rows.chains([(cache.open(20), 0, 3), (cache.open(20), 0, 2)])
     with pytest.raises(FloatingPointError, match="NaN or Inf"):

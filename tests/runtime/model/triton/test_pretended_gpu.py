@@ -13,7 +13,7 @@ from runtime.engine.beam import beam_search
 from runtime.kernels import dispatch
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
-from runtime.speculative.drafters.by_name import choose
+from runtime.speculative.drafters.by_name import drafter_by_name
 from tests.pretended_gpu import NAME, OnDevice, pretended_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real CUDA device says more")
@@ -26,7 +26,7 @@ def texts(device: str, path: Path, drafter: str, kv: Any, sampling: Sampling, ve
     options: dict[str, Any] = {"device": device, "kernels": "reference"}
     model = load(path, planes=drafter == "nested", adapter=adapter, **options)
     draft = str(PAIR / "draft") if drafter in ("model", "tree") else None
-    made = choose(model, drafter, draft, None, verify, options).drafter
+    made = drafter_by_name(model, drafter, draft, None, verify, options).drafter
     speculator = Speculator(model, made, 2, verify, False, CacheOptions(kv))  # type: ignore[arg-type]
     return [one.tokens for one in speculator.generate(PROMPTS, max_new_tokens=5, stop=(), sampling=sampling)]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.model.on_device import ARGMAX, BROKEN, Asked
-from runtime.model.triton.sampling import candidates, choices
+from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
+from runtime.model.triton.sampling import candidates, next_tokens
 from runtime.sampling import noise
 from runtime.sampling.candidates import ranked, softmax
 from runtime.sampling.distribution import Distributions
@@ -44,8 +44,8 @@ def test_uniforms_are_those_of_the_cpu(device: str) -> None:
 def test_tokens_are_those_of_the_cpu(device: str, limit: int | None) -> None:
     count = 6 * len(SAMPLINGS)
     logits = logits_of(count, device)
-    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
-    got = choices(logits, asked, limit).tolist()
+    asked = [RowSampling(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
+    got = next_tokens(logits, asked, limit).tolist()
     for i, one in enumerate(asked):
         row = Distributions(logits[i, :limit].cpu(), one.sampling).array(0)
         if one.sampling.greedy:
@@ -57,31 +57,31 @@ def test_tokens_are_those_of_the_cpu(device: str, limit: int | None) -> None:
 
 def test_neighbours_do_not_matter(device: str) -> None:
     logits = logits_of(40, device, 1)
-    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], i // 3) for i in range(40)]
-    together = choices(logits, asked)
-    assert together.tolist() == [int(choices(logits[i : i + 1], asked[i : i + 1])) for i in range(40)]
+    asked = [RowSampling(SAMPLINGS[i % len(SAMPLINGS)], i // 3) for i in range(40)]
+    together = next_tokens(logits, asked)
+    assert together.tolist() == [int(next_tokens(logits[i : i + 1], asked[i : i + 1])) for i in range(40)]
 
 
 def test_logits_that_are_no_numbers_and_masked_tokens(device: str) -> None:
     logits = logits_of(6, device, 2)
     logits[0, 5], logits[1, 6], logits[2, :], logits[3, 7:] = torch.nan, torch.inf, -torch.inf, -torch.inf
     logits[4, 900] = torch.nan  # behind the limit, and still no number
-    for way in (ARGMAX, Asked(Sampling(temperature=1.0, seed=1), 0)):
-        found = choices(logits, [way] * 6, 800).tolist()
-        assert found[:3] == [BROKEN] * 3 and found[4] == BROKEN and 0 <= found[3] < 7 and found[5] >= 0
+    for way in (ARGMAX, RowSampling(Sampling(temperature=1.0, seed=1), 0)):
+        found = next_tokens(logits, [way] * 6, 800).tolist()
+        assert found[:3] == [NON_FINITE] * 3 and found[4] == NON_FINITE and 0 <= found[3] < 7 and found[5] >= 0
 
 
 def test_equal_logits_give_the_first(device: str) -> None:
     logits = torch.zeros(2, 50, device=device)
     logits[1, [9, 30]] = 1.0
-    assert choices(logits, [ARGMAX] * 2).tolist() == [0, 9]
+    assert next_tokens(logits, [ARGMAX] * 2).tolist() == [0, 9]
 
 
 @pytest.mark.parametrize("limit", [VOCABULARY, 700])
 def test_candidates_are_those_of_the_cpu(device: str, limit: int) -> None:
     count = 5 * len(SAMPLINGS)
     logits = logits_of(count, device, 3)
-    asked = [Asked(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
+    asked = [RowSampling(SAMPLINGS[i % len(SAMPLINGS)], 10 + i) for i in range(count)]
     for one, row, got in zip(asked, logits.cpu(), candidates(logits, asked, 4, limit), strict=True):
         rows = Distributions(row[:limit], one.sampling)
         if one.sampling.greedy:
@@ -107,5 +107,5 @@ def test_candidates_of_equals_of_masked_rows_and_of_none(device: str) -> None:
 
 def test_what_cannot_be_chosen_there_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="must be plain"):
-        choices(logits_of(1, device), [Asked(Sampling(repetition_penalty=1.2), 0)])
-    assert choices(logits_of(0, device), []).tolist() == []
+        next_tokens(logits_of(1, device), [RowSampling(Sampling(repetition_penalty=1.2), 0)])
+    assert next_tokens(logits_of(0, device), []).tolist() == []

@@ -12,7 +12,7 @@ from runtime.model.on_device import DeviceRounds
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
-from runtime.speculative.deferred import DraftsLater
+from runtime.speculative.deferred import DeferredDrafter
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import ModelDrafter
@@ -74,7 +74,7 @@ def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, mon
     assert len(read) == 2 and read[0] == 2
     penalised = [Sampling(repetition_penalty=1.2), SAMPLINGS[1]]
     assert all(made.tokens for made in trees(penalised)) and len(read) == 2
-    monkeypatch.setattr("runtime.speculative.drafters.tree.chosen_there", lambda sampling, rule: False)
+    monkeypatch.setattr("runtime.speculative.drafters.tree.sampled_on_device", lambda sampling, rule: False)
     by_host = trees(SAMPLINGS)
     assert len(read) == 2
     assert [(made.tokens, made.parents) for made in here] == [(made.tokens, made.parents) for made in by_host]
@@ -89,7 +89,7 @@ def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:
 def test_drafts_that_are_taken_later(target: Model, draft: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never asked for by themselves; where a rule needs the host, they are."""
     drafter, prompts = ModelDrafter(draft), [[5, 6]]
-    assert isinstance(target.decoder, DeviceRounds) and isinstance(drafter, DraftsLater)
+    assert isinstance(target.decoder, DeviceRounds) and isinstance(drafter, DeferredDrafter)
     greedy, penalised = Sampling(), Sampling(repetition_penalty=1.3)
     want = [texts(target, None, prompts, sampling)[0] for sampling in (greedy, penalised)]
     asked = []

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
 from runtime.speculative.draft import Outcome, Request
-from runtime.speculative.drafters.by_name import choose, make
+from runtime.speculative.drafters.by_name import drafter_by_name, make
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import Head, Heads, MedusaDrafter, load_heads
@@ -293,15 +293,15 @@ def test_a_run_folder_s_heads_are_found(run_folder: Path, target: Model, tmp_pat
     model = load(run_folder)
     assert model.medusa_path == run_folder / "medusa" and target.medusa_path is None
     for chosen in (
-        choose(model),
-        choose(model, "medusa"),
-        choose(target, "medusa", run_folder / "medusa"),
-        choose(target, "medusa", run_folder),
+        drafter_by_name(model),
+        drafter_by_name(model, "medusa"),
+        drafter_by_name(target, "medusa", run_folder / "medusa"),
+        drafter_by_name(target, "medusa", run_folder),
     ):
         assert isinstance(chosen.drafter, MedusaDrafter) and chosen.note == ""
-    assert choose(model, "lookup+medusa").drafter.name == "lookup+medusa"  # type: ignore[union-attr]
+    assert drafter_by_name(model, "lookup+medusa").drafter.name == "lookup+medusa"  # type: ignore[union-attr]
     assert isinstance(make(model, ["medusa"]), MedusaDrafter)
     with pytest.raises(UserError, match="needs heads, but int8 comes without"):
-        choose(target, "medusa")
+        drafter_by_name(target, "medusa")
     with pytest.raises(UserError, match="--draft names a model, but --drafter is lookup"):
-        choose(model, "lookup", run_folder)
+        drafter_by_name(model, "lookup", run_folder)

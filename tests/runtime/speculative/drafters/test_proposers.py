@@ -22,7 +22,7 @@ from runtime.speculative.drafters.other_tokenizer import ReencodedDrafter, model
 from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
-from runtime.speculative.verify import Verdict, typical
+from runtime.speculative.verify import Acceptance, typical
 
 Fake = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9] * 10, [1, 2, 3, 1, 2, 3, 1, 2], [300, 4]]
@@ -254,7 +254,7 @@ def test_typical_keeps_to_the_typical_set(row: list[float], seed: int) -> None:
     for token in range(len(p)):
         verdict = typical(rows, Draft([token], [-1]), 3, seed)
         assert verdict.path == ([0] if token in allowed else []) and verdict.next_token in allowed
-    assert typical(rows[:1], Draft(), 3, seed) == Verdict([], typical(rows[:1], Draft(), 3, seed).next_token)
+    assert typical(rows[:1], Draft(), 3, seed) == Acceptance([], typical(rows[:1], Draft(), 3, seed).next_token)
 
 
 def test_typical_accepts_more_and_is_not_the_target_s_text(fake: Fake) -> None:
