@@ -237,6 +237,6 @@ def _first_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    from calib.prompts import main
+    from calib.__main__ import app
 
-    main()
+    app()

@@ -9,9 +9,8 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from calib.corpora import Corpus, load
+from calib.corpora import Corpus
 from calib.errors import UserError
 
 # Enough to show where a function is going; what is cut off leaves the model something to say.
@@ -110,31 +109,3 @@ def write_prompts(texts: Sequence[str], out: Path) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{out} cannot be written ({error.strerror}): name another file") from error
-
-
-def main() -> None:
-    """`python -m calib.corpora`."""
-    import typer
-
-    from runtime.cli import without_traceback
-
-    app = typer.Typer(help="Text from files, datasets and this machine's standard library.", add_completion=False)
-
-    @app.callback()
-    def _keep_the_command_name() -> None:
-        pass
-
-    @app.command("prompts")
-    def _prompts(
-        out: Annotated[Path, typer.Argument(help="JSONL file to write: one {'prompt': …} per line.")],
-        source: Annotated[str, typer.Option(help="stdlib, a file, a directory, or a dataset's name.")] = "stdlib",
-        count: Annotated[int, typer.Option(help="Number of prompts.")] = 50,
-        seed: Annotated[int, typer.Option(help="Which ones: the same seed gives the same prompts.")] = 0,
-    ) -> None:
-        """Cut prompts out of a text."""
-        with without_traceback((UserError,)):
-            corpus = load(source)
-            write_prompts(prompts(corpus, count, seed), out)
-            typer.echo(f"{count} prompts from {corpus.name} in {out}", err=True)
-
-    app()
