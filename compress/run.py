@@ -103,7 +103,7 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
         return
     if recipe is None:
         raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
-    chosen = Recipe.load(recipe)
+    chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
     from compress.export import names_in
     from compress.pipeline import run
     from compress.pipeline.forecast import parse_size

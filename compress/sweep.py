@@ -122,7 +122,7 @@ def load_recipes(names: str) -> "dict[str, Recipe]":
         raise UserError("--recipes: expected names with commas between, found none: name some, or all")
     chosen: dict[str, Recipe] = {}
     for word in dict.fromkeys(words):
-        recipe = Recipe.load(word)
+        recipe = Recipe.load(word, note=lambda line: typer.echo(f"note: {line}", err=True))
         other = next((w for w, r in chosen.items() if r.name == recipe.name), None)
         if other is not None:
             raise UserError(f"--recipes: {other} and {word} are both called {recipe.name!r}: rename one")

@@ -99,7 +99,7 @@ def main() -> None:
     held_out, stream = windows_and_stream(given.source, given.out, given.length, 40, given.seed)
     every = max(1, given.tokens // (given.batch * given.length) // 40)
     settings = Settings(
-        rate=given.rate,
+        learning_rate=given.rate,
         schedule="cosine",
         weight_decay=0.05,
         batch=given.batch,

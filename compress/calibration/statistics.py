@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compress.calibration.activations import Enough, Inputs, check_window
 from compress.model import experts
 from compress.model.block import Block, Statistics
-from compress.model.experts import FewTokens
+from compress.recipe.block_stages import Experts
 
 if TYPE_CHECKING:
     from calib.moments import Moments, Wants
@@ -50,7 +50,7 @@ def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:
     return out
 
 
-def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: FewTokens) -> dict[str, "Moments"]:
+def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: Experts) -> dict[str, "Moments"]:
     """Moments of the inputs of the linear layers in `wants`, by path.
 
     Layers that read one tensor (q, k and v) share one Moments where they want the same. `few` says what becomes of
@@ -63,10 +63,10 @@ def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: Few
         collector.run(inputs)
     block.experts = experts.records(block.number, counts, few)
     # An expert that no token reached has no moments, whatever the recipe asks for at least.
-    hungry = experts.starved(counts, max(few.least, 1))
+    hungry = experts.starved(counts, max(few.min_tokens, 1))
     layers = {path for path in wants for expert in hungry if path.startswith(f"{expert}.")}
     collector.forget(layers)
-    if layers and few.few == "all-tokens":
+    if layers and few.expert_fallback == "all-tokens":
         everything = _Collector(block, {path: wants[path] for path in wants if path in layers})
         with experts.counted(block.module, hungry):
             everything.run(inputs)

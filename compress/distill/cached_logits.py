@@ -154,7 +154,7 @@ class NumberedBatches:
     def take(self, step: int, micro: int) -> Tensor:
         """This process's rows of micro-batch `micro` of a step: (B / processes, 1 + length + 1) int64."""
         settings, world = self._settings, self._world
-        first = (step * settings.accumulate + micro) * settings.batch
+        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
         numbers = torch.tensor([self._number(first + row) for row in range(world.rank, settings.batch, world.size)])
         return torch.cat([numbers.unsqueeze(1), self._windows[numbers]], dim=1)
 

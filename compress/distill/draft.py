@@ -117,7 +117,7 @@ class DraftTask:
         samples: Samples | None = None,
         autocast: bool = False,
     ):
-        if (stage.student > 0) != (writer is not None) or (stage.teacher > 0) != (samples is not None):
+        if (stage.on_policy_fraction > 0) != (writer is not None) or (stage.teacher > 0) != (samples is not None):
             raise ValueError("expected a writer and samples where the stage has a share for them, and only there")
         self.stage, self.student, self.teacher, self.held_out = stage, student, teacher, held_out
         self.blocks, self.writer, self.samples, self.autocast = blocks, writer, samples, autocast
@@ -130,7 +130,7 @@ class DraftTask:
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""
         self.student.train()
         stage, prompt = self.stage, self.stage.prompt
-        who = Shares(stage.student, stage.teacher).draw(float(torch.rand(())))
+        who = Shares(stage.on_policy_fraction, stage.teacher).draw(float(torch.rand(())))
         if who == "student" and self.writer is not None:
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
             written = self.writer(batch[:, :prompt].cpu(), batch.shape[1] - prompt, generator)
@@ -232,7 +232,7 @@ def _prompts(tokens: Any, length: int) -> Callable[[int, torch.Generator], Tenso
 
 def _student_writer(stage: Draft, given: "Given", student: Any, target: "Model") -> Writer | None:
     """The runtime's kernels on a CPU, transformers elsewhere (there minillm draws from the student alone)."""
-    if not stage.student:
+    if not stage.on_policy_fraction:
         return None
     if given.device != "cpu":
         return on_policy.model_writer(student)

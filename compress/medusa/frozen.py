@@ -149,12 +149,12 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
 def budget_left(stage: Medusa, given: "Given", text: Text) -> Budget:
     """The budget without what making the text took, which is kept with it: a resumed run trains as long.
 
-    Minutes end after the stage's passes over the text, too: a fast machine would have the heads learn it by heart.
+    Minutes end after the stage's epochs over the text, too: a fast machine would have the heads learn it by heart.
     """
     if given.budget.minutes is None:
         return given.budget
     spent = min(_COLLECTING, text.train.seconds / 60 / given.budget.minutes)
-    most = stage.passes * len(text.train) * given.settings.length
+    most = stage.max_epochs * len(text.train) * given.settings.length
     return Budget(minutes=given.budget.minutes * (1 - spent), most_tokens=most)
 
 

@@ -187,7 +187,7 @@ class StateBatches:
     def take(self, step: int, micro: int) -> Tensor:
         """This process's rows of micro-batch `micro` of a step."""
         settings, world = self._settings, self._world
-        first = (step * settings.accumulate + micro) * settings.batch
+        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
         rows = [self._row(first + row) for row in range(world.rank, settings.batch, world.size)]
         return torch.tensor(rows, dtype=torch.int64).unsqueeze(1)
 

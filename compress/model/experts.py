@@ -8,7 +8,6 @@ router; those that do not are named, never passed over in silence.
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -16,23 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compress.errors import UserError
+from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord
 
 # What checkpoints call an expert's layers, and the mixture, where transformers' modules have other names.
 _LAYERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTURES = {"block_sparse_moe": "mlp"}
 _EXPERT_TENSOR = re.compile(r"(?P<mixture>[A-Za-z0-9_]+)\.experts\.(?P<number>\d+)\.(?P<layer>[A-Za-z0-9_]+)\.weight$")
-
-
-@dataclass(frozen=True)
-class FewTokens:
-    """What a recipe wants for experts that fewer than `least` calibration tokens were routed to.
-
-    few  all-tokens: their statistics are of all calibration tokens; rtn: they are rounded to nearest, without any.
-    """
-
-    few: Literal["all-tokens", "rtn"] = "all-tokens"
-    least: int = 256
 
 
 class Expert(nn.Module):
@@ -128,11 +117,11 @@ def starved(counts: Mapping[str, int], least: int) -> tuple[str, ...]:
     return tuple(path for path, tokens in counts.items() if tokens < least)
 
 
-def records(block: int, counts: Mapping[str, int], policy: FewTokens) -> list[ExpertRecord]:
+def records(block: int, counts: Mapping[str, int], policy: Experts) -> list[ExpertRecord]:
     """A line of the report for each expert of block number `block`."""
-    few = set(starved(counts, policy.least))
+    few = set(starved(counts, policy.min_tokens))
     otherwise: Literal["all tokens", "rounded to nearest"] = (
-        "all tokens" if policy.few == "all-tokens" else "rounded to nearest"
+        "all tokens" if policy.expert_fallback == "all-tokens" else "rounded to nearest"
     )
     return [
         ExpertRecord(block, int(path.rpartition(".")[2]), tokens, otherwise if path in few else "calibrated")

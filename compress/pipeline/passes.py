@@ -20,12 +20,12 @@ from compress.artifact.files import copy_synced, sync_folder
 from compress.artifact.journal import Journal
 from compress.errors import UserError
 from compress.model import directory
-from compress.model.experts import FewTokens
 from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
 from compress.model.structure import Skeleton, Survey, survey
 from compress.pipeline.sequential import Note, Progress, Walked, Work, make_work, release, walk
 from compress.recipe import Recipe
+from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone
 from compress.stages.quantize import is_plain, make_stages
 from compress.stages.sensitivity import choose_schemes
@@ -319,6 +319,6 @@ def _work(source: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "W
     skeleton = Skeleton(source.checkpoint, model)
     stages = make_stages(recipe, plan, skeleton)
     wished = recipe.quantize.experts if recipe.quantize is not None else None
-    few = FewTokens() if wished is None else FewTokens(wished.few, wished.least)
+    few = wished or Experts()
     depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
     return make_work(skeleton, plan, stages, windows.calibration, few, depth)

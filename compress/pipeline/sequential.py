@@ -22,10 +22,10 @@ from compress.calibration.activations import Activations, Call, Inputs
 from compress.calibration.capture import Capture
 from compress.calibration.statistics import collect, union
 from compress.model.block import Block, Statistics
-from compress.model.experts import FewTokens
 from compress.model.plan import Plan
 from compress.model.structure import Skeleton
 from compress.prune.depth import choose, influence
+from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord
 from compress.stages import quantize
 from compress.stages.contract import BlockStage
@@ -54,7 +54,7 @@ class Work:
     skeleton: Skeleton
     stages: Sequence[BlockStage]
     tokens: Tensor
-    few: FewTokens = field(default_factory=FewTokens)
+    few: Experts = field(default_factory=Experts)
     mapped: bool = False
     wants: Mapping[int, Mapping[str, "Wants"]] = field(default_factory=dict)
     bare: Mapping[int, Block] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def make_work(
     plan: Plan,
     stages: Sequence[BlockStage],
     tokens: Tensor,
-    few: FewTokens | None = None,
+    few: Experts | None = None,
     depth: float | None = None,
 ) -> Work:
     """The work of some stages on the blocks of a model: asks each stage what it wants to know of each block.
@@ -103,7 +103,7 @@ def make_work(
             bare[number] = block
             if asked:
                 wants[number] = union(asked)
-    return Work(skeleton, stages, tokens, few or FewTokens(), wants=wants, bare=bare, depth=depth)
+    return Work(skeleton, stages, tokens, few or Experts(), wants=wants, bare=bare, depth=depth)
 
 
 def walk(

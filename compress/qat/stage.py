@@ -39,13 +39,13 @@ class Manner:
     ramp           share of the steps over which λ goes from 0 to 1; 0: layers are rounded from the first step.
     optimizer      of the rounded matrices; everything else has AdamW.
     rest           everything else's rate, as a share of the settings'; 0: it is not trained.
-    checkpointing  activations are computed again in the backward pass instead of kept: slower, in less memory.
+    gradient_checkpointing  activations are computed again in the backward pass instead of kept: slower, in less memory.
     """
 
     ramp: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     rest: float = 1.0
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
 
 
 class RoundedTask:
@@ -70,7 +70,7 @@ class RoundedTask:
         self.objective, self.manner, self.autocast = objective, manner, autocast
         if teacher is not None and not isinstance(teacher, LogitsCache):
             teacher.eval().requires_grad_(False)
-        if manner.checkpointing:
+        if manner.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def groups(self) -> list[Group]:
@@ -133,7 +133,7 @@ def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
     if stage.answers is not None:
         teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
     ramp = stage.ramp if isinstance(stage, Ternary) else 0.0
-    manner = Manner(ramp, stage.optimizer, stage.rest, stage.checkpointing)
+    manner = Manner(ramp, stage.optimizer, stage.rest, stage.gradient_checkpointing)
     task = RoundedTask(model, teacher, given.held_out, objective, manner, given.settings.autocast)
     result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage=kind)
     written = RoundedModel(model, checkpoint, structure, plan)

@@ -16,6 +16,7 @@ A recipe is a mapping with the keys
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,6 +26,7 @@ from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validat
 
 from compress.errors import UserError
 from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
+from compress.recipe.renamed import with_new_names
 from compress.recipe.stages import ORDER, Stage, check_order
 from compress.recipe.training import Budget
 
@@ -37,11 +39,12 @@ NOT_BUILT = {
 _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
-    r"(scheme|group_size|symmetric|method|order|damping|search|bits_per_weight|head|sparsity|pattern|share|"
+    r"(scheme|group_size|symmetric|method|act_order|damping|search|bits_per_weight|head|sparsity|pattern|share|"
     r"kl|minutes|joint): "
 )
 
 Fields = Callable[[tuple[int | str, ...]], list[str]]
+Note = Callable[[str], None]
 
 
 def sentence(error: ValidationError, fields: Fields) -> str:
@@ -187,16 +190,17 @@ class Recipe(Strict):
         return self.model_copy(update={"stages": tuple(stages)})
 
     @classmethod
-    def load(cls, recipe: "str | Path | Recipe") -> "Recipe":
+    def load(cls, recipe: "str | Path | Recipe", note: Note | None = None) -> "Recipe":
         """The built-in recipe of that name, or the one in that file.
 
+        note  is told of keys under old names; without it they are FutureWarnings.
         Raises UserError for an unknown name (the nearest is offered), YAML that cannot be read (with its line), an
         unknown key, a value out of range, something that is not built yet, and an `extends` loop.
         """
         if isinstance(recipe, Recipe):
             return recipe
         path = _find(str(recipe), Path())
-        merged = _merged(path, ())
+        merged = _merged(path, (), note or _warn)
         return _validate(merged, path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,7 +250,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _warn(line: str) -> None:
+    warnings.warn(line, FutureWarning, stacklevel=2)
+
+
+def _read(path: Path, note: Note) -> dict[str, Any]:
     try:
         # SafeLoader's subclass: builds plain data only.
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -260,27 +268,30 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
         raise UserError(f"{_show(path)}: expected a mapping with the key stages, found {found}: see a built-in recipe")
-    return data
+    try:
+        return with_new_names(data, lambda line: note(f"{_show(path)}: {line}"))
+    except ValueError as error:
+        raise UserError(f"{_show(path)}: {error}") from error
 
 
 def _show(path: Path) -> str:
     return f"recipe {path.stem}" if path.parent == _BUILT_IN else str(path)
 
 
-def _merged(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, chain: tuple[Path, ...], note: Note) -> dict[str, Any]:
     """The file's mapping over those that it extends. `chain`: the files that led here."""
     here = path.resolve()
     if here in chain:
         loop = " -> ".join(p.stem for p in (*chain[chain.index(here) :], here))
         raise UserError(f"{_show(path)}: extends goes round in a loop ({loop}): remove one of the links")
-    data = _read(path)
+    data = _read(path, note)
     parent = data.pop("extends", None)
     data.setdefault("name", path.stem)
     if parent is None:
         return data
     if not isinstance(parent, str):
         raise UserError(f"{_show(path)}: extends: expected one name or path, found {parent!r}: correct it")
-    below = _merged(_find(parent, path.parent), (*chain, here))
+    below = _merged(_find(parent, path.parent), (*chain, here), note)
     below.pop("about", None)
     return _over(below, data)
 

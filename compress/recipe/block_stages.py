@@ -15,7 +15,7 @@ _METHODS: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPED, ("rtn", "gptq", "a
 _METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4", "ternary", "fp8"), ("rtn",))
 # Keys that only some methods know, and their values where the recipe does not say.
 _METHOD_KEYS: dict[str, dict[str, Any]] = {
-    "gptq": {"order": False, "damping": DAMPING, "search": False},
+    "gptq": {"act_order": False, "damping": DAMPING, "search": False},
     "rtn": {"search": False},
     "awq": {},
     "hqq": {},
@@ -42,13 +42,14 @@ def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Experts(Strict):
-    """What happens to experts that saw fewer than `least` tokens.
+    """What happens to experts that saw fewer than `min_tokens` tokens.
 
-    few  all-tokens: they are calibrated on every token, as if the router had sent them all; rtn: rounded to nearest.
+    expert_fallback  all-tokens: they are calibrated on every token, as if the router had sent them all; rtn: rounded to
+                     nearest.
     """
 
-    few: Literal["all-tokens", "rtn"] = "all-tokens"
-    least: Annotated[StrictInt, Field(ge=0)] = 256
+    expert_fallback: Literal["all-tokens", "rtn"] = "all-tokens"
+    min_tokens: Annotated[StrictInt, Field(ge=0)] = 256
 
 
 class Quantize(Strict):
@@ -61,7 +62,7 @@ class Quantize(Strict):
                 per layer.
     symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
     method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
-    order       gptq: whether inputs are taken by their activations' size, the largest first.
+    act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
     search      gptq and rtn with groups: whether ranges are searched for the least squared error.
     bits_per_weight  sensitivity: how many bits a quantised weight may take on average, scales included.
@@ -75,7 +76,7 @@ class Quantize(Strict):
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
     method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"
-    order: StrictBool | None = None
+    act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
@@ -116,7 +117,7 @@ class Quantize(Strict):
             expected = " or ".join(_METHODS[self.scheme])
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
         self._fit_groups(self.scheme)
-        for key in ("order", "damping", "search"):
+        for key in ("act_order", "damping", "search"):
             if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GROUPED):
                 owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
                 raise ValueError(
@@ -140,7 +141,7 @@ class Quantize(Strict):
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
-        for key in ("scheme", "symmetric", "order", "damping", "search"):
+        for key in ("scheme", "symmetric", "act_order", "damping", "search"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:

@@ -41,28 +41,28 @@ class Budget:
 class Settings:
     """How the loop trains.
 
-    rate            the optimiser's peak learning rate.
-    schedule        cosine: down to the floor from the warm-up on; wsd: warm-up, stable, decay (linear).
+    learning_rate   the optimiser's peak learning rate.
+    schedule        cosine: down to the least rate from the warm-up on; wsd: warm-up, stable, decay (linear).
     warmup, decay   shares of the steps; decay is of wsd only.
-    floor           the last step's rate, as a share of the peak.
-    clip            the largest norm of all gradients together; larger ones are scaled down to it.
+    min_lr_ratio    the last step's rate, as a share of the peak.
+    max_grad_norm   the largest norm of all gradients together; larger ones are scaled down to it.
     batch           windows in a micro-batch, over all processes together.
-    accumulate      micro-batches in a step.
+    gradient_accumulation_steps  micro-batches in a step.
     length          predicted tokens in a window, which has one token more.
     evaluate_every, save_every   steps.
     autocast        whether the loss is computed under bfloat16 autocast; weights and moments stay as they are.
     """
 
-    rate: float = 3e-4
+    learning_rate: float = 3e-4
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: float = 0.03
     decay: float = 0.3
-    floor: float = 0.05
+    min_lr_ratio: float = 0.05
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     batch: int = 8
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     length: int = 256
     seed: int = 0
     evaluate_every: int = 100
@@ -70,19 +70,20 @@ class Settings:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "length", "evaluate_every", "save_every"):
+        for name in ("batch", "gradient_accumulation_steps", "length", "evaluate_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        for name in ("warmup", "decay", "floor"):
+        for name in ("warmup", "decay", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a share from 0 to 1, found {getattr(self, name)}")
-        if self.rate <= 0 or self.clip <= 0:
-            raise ValueError(f"expected a rate and a clip above 0, found {self.rate} and {self.clip}")
+        for name in ("learning_rate", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: expected a number above 0, found {getattr(self, name)}")
 
     @property
     def tokens_per_step(self) -> int:
         """Predicted tokens in a step, over all processes."""
-        return self.batch * self.accumulate * self.length
+        return self.batch * self.gradient_accumulation_steps * self.length
 
 
 Share = Annotated[float, Field(ge=0, le=1, strict=False)]
@@ -104,15 +105,15 @@ class Training(Strict):
     minutes: Minutes | None = None
     tokens: Tokens | None = None
     source: StrictStr | None = None
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 5e-4
+    learning_rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 5e-4
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: Share = 0.03
     decay: Share = 0.3
-    floor: Share = 0.05
+    min_lr_ratio: Share = 0.05
     weight_decay: Share = 0.0
-    clip: Annotated[float, Field(gt=0, strict=False)] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, strict=False)] = 1.0
     batch: Count = 8
-    accumulate: Count = 1
+    gradient_accumulation_steps: Count = 1
     length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 256
     evaluate_every: Count = 100
     save_every: Count = 100

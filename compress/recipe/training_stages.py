@@ -17,7 +17,7 @@ class DraftTraining(Training):
 
     # On the embedded pair with its ternary target: half of it was 0.003 of agreement behind after two million tokens,
     # two and a half times it 0.02 of acceptance after half a million.
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 2e-3
+    learning_rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 2e-3
     batch: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 8
     autocast: StrictBool = True
 
@@ -30,7 +30,7 @@ class Draft(Trained):
     beta           jsd: its β.
     temperature    of both softmaxes.
     cross_entropy  weight of the text itself, beside the divergence.
-    student        share of the batches that the draft writes itself at temperature 1 (GKD's λ).
+    on_policy_fraction  share of the batches that the draft writes itself at temperature 1 (GKD's λ).
     teacher        share of the batches that the target has written, half of it greedily, half at temperature 1.
     samples        texts that the target writes for that, once, of the training's length; fewer where they would take
                    more than a fifth of the minutes.
@@ -48,7 +48,7 @@ class Draft(Trained):
     cross_entropy: Annotated[float, Field(ge=0, strict=False)] = 0.0
     # On the embedded pair with its int4 target, after 300,000 tokens: a quarter of the draft's own text was 0.002 of
     # agreement behind training text alone, half of the target's 0.006. Both cost time to write besides.
-    student: Share = 0.1
+    on_policy_fraction: Share = 0.1
     teacher: Share = 0.0
     samples: Annotated[StrictInt, Field(ge=1, le=10_000_000)] = 1024
     prompt: Annotated[StrictInt, Field(ge=1, le=65_536)] = 64
@@ -59,13 +59,15 @@ class Draft(Trained):
 
     @model_validator(mode="after")
     def _fit(self) -> "Draft":
-        if self.student + self.teacher > 1:
+        if self.on_policy_fraction + self.teacher > 1:
             raise ValueError(
-                f"student: expected shares of student and teacher that sum to 1 at most, found {self.student} and "
-                f"{self.teacher}"
+                f"on_policy_fraction: expected shares of on_policy_fraction and teacher that sum to 1 at most, found "
+                f"{self.on_policy_fraction} and {self.teacher}"
             )
-        if self.loss == "minillm" and not self.student:
-            raise ValueError("student: expected a share above 0 with loss minillm, which learns on them, found 0")
+        if self.loss == "minillm" and not self.on_policy_fraction:
+            raise ValueError(
+                "on_policy_fraction: expected a share above 0 with loss minillm, which learns on them, found 0"
+            )
         if self.loss == "minillm" and self.temperature != 1:
             raise ValueError(f"temperature: expected 1 with loss minillm, found {self.temperature}")
         if self.prompt >= self.training.length:
@@ -165,7 +167,7 @@ class MedusaTraining(Training):
     default_minutes: ClassVar[float] = 30.0
 
     # On the embedded pair, 4,096 windows three times: held-out loss 3.58, and 3.77 at three times the rate.
-    rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0, le=10, strict=False)] = 1e-3
     batch: Count = 4
     length: Annotated[StrictInt, Field(ge=8, le=131_072)] = 192
     evaluate_every: Count = 250
@@ -187,7 +189,7 @@ class Medusa(Trained):
     prompt         share of each window that is text in any case.
     samples        the most windows of such text; they are made once, with the model's hidden states, in a quarter of
                    the time at most.
-    passes         of a budget in minutes: how often each window is learned from at most.
+    max_epochs     of a budget in minutes: how often each window is learned from at most.
     decay          head k's loss counts decay to the power k.
     optimizer      of the matrices within the heads.
     joint          of medusa-2 only.
@@ -202,9 +204,9 @@ class Medusa(Trained):
     continuations: Literal["greedy", "sampled", "none"] = "greedy"
     prompt: OpenShare = 0.25
     samples: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 4096
-    # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 passes, 4.13 after 6.5 and 5.23
+    # On the embedded pair, 4,096 windows at a rate of 3e-3: held-out loss 3.77 after 3 epochs, 4.13 after 6.5 and 5.23
     # after 17, the rate falling to its floor in each.
-    passes: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 3
+    max_epochs: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 3
     decay: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.8
     optimizer: Literal["adamw", "muon"] = "adamw"
     joint: Joint | None = None
@@ -231,7 +233,7 @@ class Rounded(Trained, AnswersKey):
     answers          keeps the original's answers to some windows on disk, and trains on these (`Answers`).
     optimizer        of the rounded matrices.
     rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
-    checkpointing    activations are computed twice instead of kept: slower, in less memory.
+    gradient_checkpointing  activations are computed twice instead of kept: slower, in less memory.
     """
 
     training: RoundedTraining = Field(default_factory=RoundedTraining)
@@ -243,7 +245,7 @@ class Rounded(Trained, AnswersKey):
     temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     rest: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
-    checkpointing: StrictBool = False
+    gradient_checkpointing: StrictBool = False
 
     @field_validator("targets", "ignore")
     @classmethod

@@ -173,7 +173,7 @@ class Gptq:
                         [block.linears[path].weight.detach() for path in same],
                         hessian_of(statistics, paths[0]),
                         *kind,
-                        order=bool(self.stage.order),
+                        order=bool(self.stage.act_order),
                         damping=self.stage.damping or DAMPING,
                         search=bool(self.stage.search),
                     )
@@ -306,7 +306,7 @@ class StaticRanges:
         if starved := known.keys() & block.starved:
             raise UserError(
                 f"{block.prefix}.{min(starved)}: expected calibration tokens for a static range, found too few: set "
-                "experts.few to all-tokens, or take scheme int8-dynamic"
+                "experts.expert_fallback to all-tokens, or take scheme int8-dynamic"
             )
         for paths in sharing(list(known), statistics):
             weights = [block.linears[path].weight.detach() for path in paths]

@@ -72,7 +72,7 @@ class PackedBatches:
     def take(self, step: int, micro: int) -> Tensor:
         """This process's rows of micro-batch `micro` of a step: (B / processes, length + 1) int64."""
         settings, world = self._settings, self._world
-        first = (step * settings.accumulate + micro) * settings.batch
+        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
         rows = [self.window(first + row) for row in range(world.rank, settings.batch, world.size)]
         return torch.from_numpy(np.stack(rows))
 

@@ -24,14 +24,14 @@ from compress.training.parallel import World, current
 
 def learning_rate_at(step: int, steps: int, settings: Settings) -> float:
     """The learning rate of a step (0 … steps - 1)."""
-    return settings.rate * share(step, steps, settings)
+    return settings.learning_rate * share(step, steps, settings)
 
 
 def share(step: int, steps: int, settings: Settings) -> float:
     """The share of the peak rate, 0 to 1."""
     if settings.schedule == "cosine":
-        return cosine(step, steps, settings.warmup, settings.floor)
-    return warmup_stable_decay(step, steps, settings.warmup, settings.decay, settings.floor)
+        return cosine(step, steps, settings.warmup, settings.min_lr_ratio)
+    return warmup_stable_decay(step, steps, settings.warmup, settings.decay, settings.min_lr_ratio)
 
 
 def cosine(step: int, steps: int, warmup: float, floor: float) -> float:
@@ -278,20 +278,20 @@ class _Loop:
             parameter.grad = None
         total = torch.zeros((), dtype=torch.float64)
         self.parts = {}
-        for micro in range(settings.accumulate):
+        for micro in range(settings.gradient_accumulation_steps):
             rows = self.batches.take(step, micro).to(self.device)
             torch.manual_seed(_mixed(settings.seed, step, micro, world.rank))
             with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.autocast):
                 loss = self.task.loss(rows, progress)
-            (loss.value / settings.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.value.detach().double().cpu() / settings.accumulate
+            (loss.value / settings.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+            total += loss.value.detach().double().cpu() / settings.gradient_accumulation_steps
             for name, value in loss.parts.items():
-                self.parts[name] = self.parts.get(name, 0.0) + value / settings.accumulate
+                self.parts[name] = self.parts.get(name, 0.0) + value / settings.gradient_accumulation_steps
         gradients = [_gradient(parameter) for parameter in self.parameters]
         world.average([*gradients, total])
         if not math.isfinite(float(total)):
             raise self._not_finite("loss", step)
-        norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip)
+        norm = nn.utils.clip_grad_norm_(self.parameters, settings.max_grad_norm)
         if not math.isfinite(float(norm)):
             raise self._not_finite("gradient", step)
         return float(total)
@@ -316,7 +316,7 @@ class _Loop:
     def _not_finite(self, what: str, step: int) -> UserError:
         where = "the last checkpoint is kept" if self.checkpoints.exists() else "nothing was kept"
         return UserError(
-            f"training: expected a finite {what}, found none at step {step + 1}: lower training.rate ({where})"
+            f"training: expected a finite {what}, found none at step {step + 1}: lower training.learning_rate ({where})"
         )
 
     def _say(self, line: str) -> None:
@@ -345,10 +345,10 @@ def make_optimizers(groups: Sequence[Group], settings: Settings) -> list[torch.o
     adam = [_described(group, settings) for group in groups if group.optimizer == "adamw"]
     if adam:
         # The plain form takes a dozen passes over the weights, the fused one a single pass.
-        made.append(torch.optim.AdamW(adam, lr=settings.rate, betas=settings.betas, fused=True))
+        made.append(torch.optim.AdamW(adam, lr=settings.learning_rate, betas=settings.betas, fused=True))
     muon = [_described(group, settings) for group in groups if group.optimizer == "muon"]
     if muon:
-        made.append(torch.optim.Muon(muon, lr=settings.rate, adjust_lr_fn="match_rms_adamw"))
+        made.append(torch.optim.Muon(muon, lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw"))
     return made
 
 

@@ -105,7 +105,7 @@ def our_recipe(setting: Setting) -> dict[str, Any] | None:
         return None
     method, stages = setting.method, list[dict[str, Any]]()
     if method == "gptq":
-        own = {"order": setting.order == "inputs", "damping": setting.damping, "search": setting.search}
+        own = {"act_order": setting.order == "inputs", "damping": setting.damping, "search": setting.search}
         stages = [{"quantize": _weights(setting) | own}]
     elif method == "awq":
         stages = [{"quantize": _weights(setting)}]

@@ -125,7 +125,7 @@ def test_a_recipe_says_what_the_setting_says(compare: Any) -> None:
                 "group_size": 32,
                 "method": "gptq",
                 "symmetric": True,
-                "order": True,
+                "act_order": True,
                 "damping": 0.01,
                 "search": False,
             }

@@ -32,7 +32,7 @@ def test_two_losses_of_a_tiny_run(tiny: Callable[..., Path], tmp_path: Path) -> 
     shutil.copytree(tiny("llama", seed=5, num_hidden_layers=1, max_position_embeddings=512), tmp_path / "run" / "draft")
     script = Path(__file__).parents[2] / "examples" / "compare" / "draft_losses.py"
     command = [sys.executable, str(script), str(tmp_path / "run"), "--losses", "forward_kl,jsd", "--tokens", "8192"]
-    command += ["--work", str(tmp_path / "work"), "--stage", '{"student": 0, "teacher": 0}']
+    command += ["--work", str(tmp_path / "work"), "--stage", '{"on_policy_fraction": 0, "teacher": 0}']
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "| forward_kl | " in done.stdout and "| jsd | " in done.stdout

@@ -29,7 +29,7 @@ from runtime.errors import UserError as RuntimeUserError
 HELD_OUT = torch.randint(0, 320, (6, 32), generator=torch.Generator().manual_seed(9))
 
 
-TRAINING = {"tokens": 4096, "batch": 8, "length": 32, "rate": 3e-3, "evaluate_every": 8, "autocast": False}
+TRAINING = {"tokens": 4096, "batch": 8, "length": 32, "learning_rate": 3e-3, "evaluate_every": 8, "autocast": False}
 
 
 def stage(**keys: Any) -> Draft:
@@ -63,11 +63,11 @@ def models(tiny: Callable[..., Path]) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"loss": "forward_kl", "student": 0.5, "teacher": 0.0},
-        {"loss": "reverse_kl", "student": 0.0, "teacher": 0.5, "cross_entropy": 0.1},
-        {"loss": "jsd", "beta": 0.7, "student": 0.3, "teacher": 0.3},
-        {"loss": "total_variation", "student": 0.0, "teacher": 0.0, "optimizer": "muon"},
-        {"loss": "minillm", "student": 0.5, "teacher": 0.0},
+        {"loss": "forward_kl", "on_policy_fraction": 0.5, "teacher": 0.0},
+        {"loss": "reverse_kl", "on_policy_fraction": 0.0, "teacher": 0.5, "cross_entropy": 0.1},
+        {"loss": "jsd", "beta": 0.7, "on_policy_fraction": 0.3, "teacher": 0.3},
+        {"loss": "total_variation", "on_policy_fraction": 0.0, "teacher": 0.0, "optimizer": "muon"},
+        {"loss": "minillm", "on_policy_fraction": 0.5, "teacher": 0.0},
     ],
     ids=lambda keys: keys["loss"],
 )
@@ -91,7 +91,7 @@ def test_a_draft_learns_its_target(models: tuple[Path, Path], tmp_path: Path, ke
 
 def test_equal_runs_are_equal_bytes(models: tuple[Path, Path], tmp_path: Path) -> None:
     target, small = models
-    chosen = stage(student=0.4, teacher=0.4)
+    chosen = stage(on_policy_fraction=0.4, teacher=0.4)
     for name in "ab":
         draft.run(chosen, given(target, small, tmp_path / name, chosen), tmp_path / f"out-{name}")
     first, second = ((tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in "ab")
@@ -100,7 +100,7 @@ def test_equal_runs_are_equal_bytes(models: tuple[Path, Path], tmp_path: Path) -
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(models: tuple[Path, Path], tmp_path: Path) -> None:
     target, small = models
-    chosen = stage(student=0.4, teacher=0.4, training=TRAINING | {"save_every": 4})
+    chosen = stage(on_policy_fraction=0.4, teacher=0.4, training=TRAINING | {"save_every": 4})
     draft.run(chosen, given(target, small, tmp_path / "a", chosen), tmp_path / "out-a")
 
     def stop(kind: str, done: int, total: int) -> None:
@@ -121,11 +121,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models: tuple[Path, Path],
 def test_evaluation_is_the_divergence_from_the_teacher(models: tuple[Path, Path]) -> None:
     target, small = models
     teacher, student = float_model.load(target), float_model.load(small)
-    task = DraftTask(stage(student=0, teacher=0), student, of_model(teacher), HELD_OUT, set())
+    task = DraftTask(stage(on_policy_fraction=0, teacher=0), student, of_model(teacher), HELD_OUT, set())
     with torch.no_grad():
         p, q = (model(HELD_OUT).logits.double().log_softmax(-1) for model in (teacher, student))
     assert task.evaluate() == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
-    same = DraftTask(stage(student=0, teacher=0), teacher, of_model(float_model.load(target)), HELD_OUT, set())
+    same = DraftTask(
+        stage(on_policy_fraction=0, teacher=0), teacher, of_model(float_model.load(target)), HELD_OUT, set()
+    )
     assert same.evaluate() == pytest.approx(0, abs=1e-5)
 
 
@@ -138,7 +140,7 @@ def test_who_writes_what_is_fixed_by_the_seed(models: tuple[Path, Path]) -> None
         return torch.cat([prompts, torch.zeros(len(prompts), new, dtype=torch.int64)], dim=1)
 
     task = DraftTask(
-        stage(student=0.5, teacher=0),
+        stage(on_policy_fraction=0.5, teacher=0),
         float_model.load(small),
         of_model(float_model.load(target)),
         HELD_OUT,
@@ -154,7 +156,7 @@ def test_who_writes_what_is_fixed_by_the_seed(models: tuple[Path, Path]) -> None
     assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
     assert 2 < len(set(asked)) < 10
     with pytest.raises(ValueError, match="writer and samples"):
-        DraftTask(stage(student=0.5, teacher=0), None, of_model(float_model.load(target)), HELD_OUT, set())
+        DraftTask(stage(on_policy_fraction=0.5, teacher=0), None, of_model(float_model.load(target)), HELD_OUT, set())
 
 
 def test_a_new_draft_is_the_target_without_blocks(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_which_blocks_a_new_draft_has(tiny: Callable[..., Path]) -> None:
 
 def test_a_run_without_a_draft_makes_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
     target = tiny("llama", num_hidden_layers=4)
-    chosen = stage(student=0, teacher=0)
+    chosen = stage(on_policy_fraction=0, teacher=0)
     told = draft.run(chosen, given(target, None, tmp_path / "work", chosen), tmp_path / "out")
     assert len(told["made_of"]) == 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
@@ -200,7 +202,7 @@ def test_drafts_of_another_vocabulary_are_refused(tiny: Callable[..., Path], tmp
     first, second = list(vocabulary)[10:12]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    chosen = stage(student=0, teacher=0)
+    chosen = stage(on_policy_fraction=0, teacher=0)
     with pytest.raises(RuntimeUserError, match="vocabular"):
         draft.run(chosen, given(tiny("llama"), other, tmp_path / "work", chosen), tmp_path / "out")
 
@@ -217,9 +219,9 @@ def test_samples_come_out_of_the_minutes() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"student": 0.7, "teacher": 0.6}, "sum to 1 at most"),
-        ({"loss": "minillm", "student": 0.0}, "share above 0 with loss minillm"),
-        ({"loss": "minillm", "student": 0.5, "temperature": 2.0}, "expected 1 with loss minillm"),
+        ({"on_policy_fraction": 0.7, "teacher": 0.6}, "sum to 1 at most"),
+        ({"loss": "minillm", "on_policy_fraction": 0.0}, "share above 0 with loss minillm"),
+        ({"loss": "minillm", "on_policy_fraction": 0.5, "temperature": 2.0}, "expected 1 with loss minillm"),
         ({"prompt": 32}, "fewer tokens than training.length"),
         ({"loss": "kl"}, "forward_kl"),
         ({"beta": 1.0}, "less than 1"),

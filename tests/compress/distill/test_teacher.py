@@ -91,7 +91,7 @@ def test_kept_logits_are_a_proper_distribution(tmp_path: Path) -> None:
 
 def test_numbered_windows_are_all_taken_in_every_epoch() -> None:
     windows = torch.randint(0, 320, (5, 9), generator=torch.Generator().manual_seed(2))
-    batches = NumberedBatches(windows, Settings(batch=2, accumulate=2, length=8))
+    batches = NumberedBatches(windows, Settings(batch=2, gradient_accumulation_steps=2, length=8))
     rows = [row for step in range(5) for micro in range(2) for row in batches.take(step, micro)]
     numbers = [int(row[0]) for row in rows]
     assert all(torch.equal(row[1:], windows[row[0]]) for row in rows)
@@ -99,7 +99,8 @@ def test_numbered_windows_are_all_taken_in_every_epoch() -> None:
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
     # Any step by itself, and dealt out to two processes.
     assert torch.equal(
-        NumberedBatches(windows, Settings(batch=2, accumulate=2, length=8)).take(3, 1), rows_of(rows, 14)
+        NumberedBatches(windows, Settings(batch=2, gradient_accumulation_steps=2, length=8)).take(3, 1),
+        rows_of(rows, 14),
     )
     dealt = [NumberedBatches(windows, Settings(batch=2, length=8), World(rank, 2)).take(3, 0) for rank in (0, 1)]
     assert torch.equal(torch.cat(dealt), rows_of(rows, 6))

@@ -227,7 +227,7 @@ def test_time_stops_collecting_once_and_for_all(target: Model, tmp_path: Path) -
 
 
 def test_batches_are_every_window_once_an_epoch() -> None:
-    settings = Settings(batch=4, accumulate=2, seed=3)
+    settings = Settings(batch=4, gradient_accumulation_steps=2, seed=3)
     batches = StateBatches(12, settings)
     rows = [batches.take(step, micro).flatten().tolist() for step in range(3) for micro in range(2)]
     first, second = list(chain(*rows[:3])), list(chain(*rows[3:]))
@@ -290,7 +290,7 @@ class Given:
         self.notes.append(line)
 
 
-SETTINGS = Settings(rate=1e-2, batch=16, length=24, evaluate_every=20, save_every=20)
+SETTINGS = Settings(learning_rate=1e-2, batch=16, length=24, evaluate_every=20, save_every=20)
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
 
 
 def test_minutes_end_after_the_passes(given: Given, tmp_path: Path) -> None:
-    stage = STAGE.model_copy(update={"continuations": "none", "passes": 2, "samples": 32})
+    stage = STAGE.model_copy(update={"continuations": "none", "max_epochs": 2, "samples": 32})
     given = replace(given, budget=Budget(minutes=10.0))
     found = medusa.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
     assert found["windows"] == 32 and found["steps"] == 2 * 32 // given.settings.batch
@@ -479,7 +479,7 @@ def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Pa
         np.concatenate([[0, *target.tokenizer(text, verbose=False)["input_ids"]] for text in texts])
         for texts in (learned, corpora.load().documents[:8])
     )
-    settings = Settings(rate=3e-3, batch=4, length=192, evaluate_every=100, save_every=1000, autocast=True)
+    settings = Settings(learning_rate=3e-3, batch=4, length=192, evaluate_every=100, save_every=1000, autocast=True)
     held_out = torch.from_numpy(unseen[: 192 * 64]).view(64, 192)
     folder, budget = tmp_path / "medusa", Budget(tokens=192 * 4 * 600)
     given = Given(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
@@ -496,7 +496,14 @@ def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Pa
 
 
 def recipe_of(kind: str) -> Recipe:
-    training = {"tokens": 24 * 16 * 30, "batch": 16, "length": 24, "rate": 1e-2, "evaluate_every": 10, "save_every": 10}
+    training = {
+        "tokens": 24 * 16 * 30,
+        "batch": 16,
+        "length": 24,
+        "learning_rate": 1e-2,
+        "evaluate_every": 10,
+        "save_every": 10,
+    }
     stage = {"kind": kind, "heads": 2, "nodes": 6, "samples": 100, "training": training}
     stages = [{"quantize": {"scheme": "int8-dynamic"}}, {"medusa": stage}]
     return Recipe.model_validate({"name": "tiny-medusa", "stages": stages})

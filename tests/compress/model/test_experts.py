@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from compress.errors import UserError
 from compress.model.experts import (
-    FewTokens,
     UnfusedExperts,
     counted,
     module_path,
@@ -20,6 +19,7 @@ from compress.model.experts import (
     tensor_names,
     unfuse,
 )
+from compress.recipe.block_stages import Experts
 
 EXPERTS = 4
 _SHAPE = {
@@ -154,14 +154,19 @@ def test_starved_experts_are_named_and_handled_as_the_recipe_says() -> None:
     counts = {"mlp.experts.0": 300, "mlp.experts.1": 255, "mlp.experts.2": 256, "mlp.experts.10": 0}
     assert starved(counts, 256) == ("mlp.experts.1", "mlp.experts.10")
     assert starved(counts, 0) == ()
-    shown = [(r.block, r.expert, r.tokens, r.handled) for r in records(5, counts, FewTokens("all-tokens", 256))]
+    shown = [
+        (r.block, r.expert, r.tokens, r.handled)
+        for r in records(5, counts, Experts(expert_fallback="all-tokens", min_tokens=256))
+    ]
     assert shown == [
         (5, 0, 300, "calibrated"),
         (5, 1, 255, "all tokens"),
         (5, 2, 256, "calibrated"),
         (5, 10, 0, "all tokens"),
     ]
-    assert [r.handled for r in records(5, counts, FewTokens("rtn", 256))][1] == "rounded to nearest"
+    assert [r.handled for r in records(5, counts, Experts(expert_fallback="rtn", min_tokens=256))][
+        1
+    ] == "rounded to nearest"
 
 
 def test_an_expert_that_the_router_never_chooses() -> None:

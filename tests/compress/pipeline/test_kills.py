@@ -16,7 +16,7 @@ INT4 = {"quantize": {"scheme": "int4", "group_size": 32}}
 RECIPES: dict[str, dict[str, Any]] = {
     "rounded": {"stages": [INT4]},
     "calibrated": {"stages": [{"prune": {"method": "wanda", "sparsity": 0.5}}, INT4]},
-    "gptq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq", "order": True}}]},
+    "gptq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq", "act_order": True}}]},
     "awq": {"stages": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "awq"}}]},
     "smoothed": {"stages": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}]},
     "mixed": {"stages": [{"quantize": {"method": "sensitivity", "bits_per_weight": 4.8, "group_size": 32}}]},

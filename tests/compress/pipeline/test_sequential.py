@@ -252,7 +252,7 @@ def test_what_is_pruned_alone_is_a_plain_checkpoint(tiny: Tiny, go: Any) -> None
 
 def test_starved_experts_are_named_and_handled(tiny: Tiny, go: Any, spy: Spy) -> None:
     quantise = {"scheme": "int4", "group_size": 32}
-    experts = {"few": "all-tokens", "least": 50}
+    experts = {"expert_fallback": "all-tokens", "min_tokens": 50}
     _, facts = go(tiny("mixtral"), WANDA, {"quantize": quantise | {"experts": experts}})
     lines = facts.calibration["experts"]
     assert len(lines) == 2 * 4
@@ -265,7 +265,7 @@ def test_starved_experts_are_named_and_handled(tiny: Tiny, go: Any, spy: Spy) ->
 
 
 def test_starved_experts_without_statistics(tiny: Tiny, go: Any, spy: Spy) -> None:
-    experts = {"few": "rtn", "least": 1000}
+    experts = {"expert_fallback": "rtn", "min_tokens": 1000}
     _, facts = go(tiny("mixtral"), WANDA, {"quantize": {"scheme": "int4", "group_size": 32, "experts": experts}})
     assert {entry["handled"] for entry in facts.calibration["experts"]} == {"rounded to nearest"}
     assert spy.blocks[0].starved == {path for path in spy.blocks[0].linears if ".experts." in path}
@@ -551,7 +551,7 @@ def test_depth_resumes_in_its_look_at_the_blocks(
 
 CALIBRATED: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "gptq"}}],
-    "gptq3": [{"quantize": {"scheme": "int3", "group_size": 32, "method": "gptq", "order": True, "search": True}}],
+    "gptq3": [{"quantize": {"scheme": "int3", "group_size": 32, "method": "gptq", "act_order": True, "search": True}}],
     "awq": [{"quantize": {"scheme": "int4", "group_size": 32, "method": "awq"}}],
     "static": [{"quantize": {"scheme": "int8-static"}}],
     "smooth": [{"smooth": {"alpha": 0.5}}, {"quantize": {"scheme": "int8-static"}}],

@@ -64,7 +64,7 @@ def given(folder: Path, work: Path, tokens: int) -> Given:
         held_out=text(8 * 33, 1).view(8, 33),
         tokenizer=None,
         work=work,
-        settings=Settings(rate=2e-3, batch=4, length=32, evaluate_every=4, save_every=8),
+        settings=Settings(learning_rate=2e-3, batch=4, length=32, evaluate_every=4, save_every=8),
         budget=Budget(tokens=tokens),
         seed=0,
         progress=progress,
@@ -243,7 +243,7 @@ def test_training_by_the_text_alone_needs_no_original(tiny: Tiny, tmp_path: Path
     assert "int2" in report["warning"]
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"rest": 0.0}, {"checkpointing": True}])
+@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"rest": 0.0}, {"gradient_checkpointing": True}])
 def test_the_manner_of_training_is_free(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
     stage = Ternary.model_validate(changes)
     wanted = given(tiny("llama"), tmp_path / "work", 2560)
@@ -258,7 +258,9 @@ def test_recomputed_activations_change_no_gradient(tiny: Tiny) -> None:
     found = []
     for checkpointing in (False, True):
         trained = converted(tiny("llama"), Ternary())
-        task = RoundedTask(trained.model, None, text(33, 1)[None], Objective(0, 1), Manner(checkpointing=checkpointing))
+        task = RoundedTask(
+            trained.model, None, text(33, 1)[None], Objective(0, 1), Manner(gradient_checkpointing=checkpointing)
+        )
         task.loss(text(4 * 33, 0).view(4, 33), 0.5).value.backward()
         found.append([layer.weight.grad for layer in rounded_layers(trained.model)])
     for plain, again in zip(*found, strict=True):

@@ -169,7 +169,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - heal: {kl: 0}\n", "heal.kl: expected a weight above 0 for one of"),
         ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),
         ("stages:\n  - quantize: {scheme: int4, method: gtpq}\n", "found 'gtpq': did you mean gptq"),
-        ("stages:\n  - quantize: {scheme: int4, method: awq, order: true}\n", "order: expected with method gptq and"),
+        (
+            "stages:\n  - quantize: {scheme: int4, method: awq, act_order: true}\n",
+            "act_order: expected with method gptq and",
+        ),
         ("stages:\n  - quantize: {scheme: nf4, symmetric: true}\n", "symmetric: expected with int4, int3, int2 only"),
         ("stages:\n  - quantize: {method: rtn}\n", "quantize.scheme: expected one of int8-dynamic, int8-static"),
         ("stages:\n  - quantize: {method: sensitivity}\n", "bits_per_weight: expected a number from 2 to 8"),
@@ -179,8 +182,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         ("stages:\n  - quantize: {scheme: int4, bits_per_weight: 4}\n", "expected with method sensitivity only"),
         (
-            "stages:\n  - quantize: {scheme: int4, method: gptq, experts: {few: rtm}}\n",
-            "quantize.experts.few: expected all-tokens or rtn, found 'rtm': did you mean rtn",
+            "stages:\n  - quantize: {scheme: int4, method: gptq, experts: {expert_fallback: rtm}}\n",
+            "quantize.experts.expert_fallback: expected all-tokens or rtn, found 'rtm': did you mean rtn",
         ),
     ],
 )
@@ -213,7 +216,7 @@ def test_a_stage_that_trains_says_everything(tmp_path: Path) -> None:
     text = "stages:\n  - prune: {method: depth, share: 0.5}\n  - heal: {}\n"
     heal = Recipe.load(write(tmp_path, "r.yaml", text)).to_dict()["stages"][1]["heal"]
     assert heal["training"]["minutes"] == 20 and "tokens" not in heal["training"]
-    assert {"rate", "schedule", "batch", "length", "weight_decay"} <= set(heal["training"])
+    assert {"learning_rate", "schedule", "batch", "length", "weight_decay"} <= set(heal["training"])
     for name in ("width-25-healed", "depth-25-healed"):
         recipe = Recipe.load(name)
         assert Recipe.load(write(tmp_path, "copy.yaml", recipe.to_yaml())) == recipe
@@ -253,7 +256,7 @@ def test_recipes_do_not_change() -> None:
 def test_what_a_method_has_is_filled_in(tmp_path: Path) -> None:
     """The recipe that is kept says everything that the codes depend on, and nothing that they do not."""
     found = quantize(write(tmp_path, "r.yaml", "stages: [{quantize: {scheme: int3, method: gptq, damping: 0.1}}]\n"))
-    assert (found.order, found.damping, found.search, found.symmetric) == (False, 0.1, False, True)
+    assert (found.act_order, found.damping, found.search, found.symmetric) == (False, 0.1, False, True)
     assert quantize(write(tmp_path, "r.yaml", "stages: [{quantize: {scheme: int4, method: hqq}}]\n")).symmetric is False
     kept = Recipe.load("nf4").to_dict()["stages"][0]["quantize"]
     assert set(kept) == {"scheme", "method", "targets", "ignore", "head"}

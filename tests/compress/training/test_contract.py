@@ -26,7 +26,7 @@ from compress.training.contract import Loss
 Tiny = Callable[..., Path]
 Go = Callable[..., tuple[Artifact, RunFacts]]
 
-TRAINING = {"tokens": 4 * 4 * 16, "batch": 4, "length": 16, "rate": 1e-2, "save_every": 2, "evaluate_every": 2}
+TRAINING = {"tokens": 4 * 4 * 16, "batch": 4, "length": 16, "learning_rate": 1e-2, "save_every": 2, "evaluate_every": 2}
 HEAL = {"heal": {"training": TRAINING}}
 DEPTH = {"prune": {"method": "depth", "share": 0.3}}
 WIDTH = {"prune": {"method": "width", "share": 0.3}}
@@ -263,7 +263,7 @@ def test_other_architectures_heal(tiny: Tiny, go: Go, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     # A random model's answers are no better than chance, so it is the text that teaches.
-    gentle = {"heal": {"training": {**TRAINING, "rate": 1e-3}, "cross_entropy": 1.0}}
+    gentle = {"heal": {"training": {**TRAINING, "learning_rate": 1e-3}, "cross_entropy": 1.0}}
     artifact, facts = go(tiny(kind), [WANDA, gentle])
     assert told(facts)["perplexity"]["healed"] < told(facts)["perplexity"]["pruned"]
     # transformers fuses experts that lie one by one in the file: they stay as they were pruned.

@@ -73,7 +73,9 @@ def test_equal_runs_are_equal_bits_and_seeds_matter(tmp_path: Path, muon: bool) 
 
 def test_the_best_weights_win_over_the_last(tmp_path: Path) -> None:
     task = driver.Toy()
-    trained = driver.run(task, tmp_path, BUDGET, replace(driver.SETTINGS, rate=30.0, schedule="wsd", floor=1.0))
+    trained = driver.run(
+        task, tmp_path, BUDGET, replace(driver.SETTINGS, learning_rate=30.0, schedule="wsd", min_lr_ratio=1.0)
+    )
     assert trained.best_step < trained.steps
     assert task.evaluate() == trained.best <= trained.before
 
@@ -81,7 +83,7 @@ def test_the_best_weights_win_over_the_last(tmp_path: Path) -> None:
 def test_what_was_never_better_stays_as_it_was(tmp_path: Path) -> None:
     """The beginning counts as a candidate."""
     task, fresh = driver.Toy(), driver.Toy()
-    settings = replace(driver.SETTINGS, rate=10.0, weight_decay=0.0, floor=1.0, warmup=0.0)
+    settings = replace(driver.SETTINGS, learning_rate=10.0, weight_decay=0.0, min_lr_ratio=1.0, warmup=0.0)
     trained = driver.run(task, tmp_path, BUDGET, settings)
     assert trained.best_step == 0
     assert bits(task.state()) == bits(fresh.state())
@@ -184,7 +186,7 @@ def test_budgets_that_are_too_small(tmp_path: Path) -> None:
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     driver.run(driver.Toy(), tmp_path, BUDGET)
     with pytest.raises(UserError, match=r"settings\.rate was 0\.01 and is 0\.02"):
-        driver.run(driver.Toy(), tmp_path, BUDGET, replace(driver.SETTINGS, rate=0.02))
+        driver.run(driver.Toy(), tmp_path, BUDGET, replace(driver.SETTINGS, learning_rate=0.02))
     with pytest.raises(UserError, match=r"budget\.tokens was 1440 and is 2880"):
         driver.run(driver.Toy(), tmp_path, Budget(tokens=2880))
     [weights] = tmp_path.glob("checkpoint-*.safetensors")
@@ -260,7 +262,7 @@ def test_torchrun_starts_two_processes(tmp_path: Path) -> None:
 
 
 def test_batches_are_a_function_of_the_step() -> None:
-    settings = Settings(batch=4, accumulate=2, length=9, seed=5)
+    settings = Settings(batch=4, gradient_accumulation_steps=2, length=9, seed=5)
     text = torch.arange(1000)
     batches, again = PackedBatches(text, settings), PackedBatches(text.numpy().astype("uint16"), settings)
     later = again.take(40, 1)

@@ -25,7 +25,7 @@ def test_wsd_by_hand() -> None:
 @given(st.integers(1, 300), SHARES, SHARES, SHARES)
 def test_up_then_down_within_bounds(steps: int, warmup: float, decay: float, floor: float) -> None:
     for schedule in ("cosine", "wsd"):
-        settings = Settings(schedule=schedule, warmup=warmup, decay=decay, floor=floor)  # type: ignore[arg-type]
+        settings = Settings(schedule=schedule, warmup=warmup, decay=decay, min_lr_ratio=floor)  # type: ignore[arg-type]
         found = [share(step, steps, settings) for step in range(steps)]
         assert all(0 <= value <= 1 + 1e-12 for value in found)
         top = found.index(max(found))

@@ -25,7 +25,7 @@ from compress.training.loop import Trained, train
 from compress.training.parallel import current, joined
 
 VOCABULARY = 17
-SETTINGS = Settings(rate=1e-2, batch=4, length=12, evaluate_every=5, save_every=7, weight_decay=0.1)
+SETTINGS = Settings(learning_rate=1e-2, batch=4, length=12, evaluate_every=5, save_every=7, weight_decay=0.1)
 
 
 def stream(tokens: int = 4000) -> Tensor:
