@@ -7,9 +7,9 @@ from typing import Any
 
 from compress.artifact.files import copy_synced, write_json
 from compress.model.plan import Plan
-from compress.quantize import rtn
 from runtime.cache import scheme
 from runtime.formats import hf_config
+from runtime.formats.schemes import SCHEMES
 
 # What a directory may have beside its weights. Code (*.py), pickles (*.bin, *.pt) and model cards are never copied.
 _COMPANIONS = (
@@ -67,7 +67,7 @@ def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
         return None
     dtype = config.get("dtype") or config.get("torch_dtype")
     layers = {
-        layer.module: rtn.describe(layer.scheme, layer.group_size, layer.symmetric) for layer in plan.layers.values()
+        layer.module: SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric) for layer in plan.layers.values()
     }
     return hf_config(layers, plan.skipped, compute=dtype if dtype in _COMPUTE else "bfloat16")
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from compress.errors import UserError
 from compress.model.structure import Parameter, Survey
-from compress.recipe.block_stages import GROUP_SIZES, NF4_BLOCK, Quantize
+from compress.recipe.block_stages import Quantize
 from compress.records import LeftAlone
+from runtime.formats.schemes import SCHEMES, CodeKind
 
 # Outputs of a ternary layer come in fours: that many share a byte.
-TERNARY_ROWS = 4
 _EXPERT = re.compile(r"\.experts\.\d+\.[A-Za-z0-9_]+\.weight$")
 _CHANGED = "changed by another stage"
 _BLOCK_NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -172,7 +172,7 @@ class _Planner:
 
     def _check_experts(self, stage: Quantize) -> None:
         """compressed-tensors' loader cannot fuse plain experts: such a model would be written and never load."""
-        if stage.scheme in ("nf4", "ternary"):
+        if _codes(stage).library != "compressed-tensors":
             return
         for name, why in self.left:
             if self.model.find(name) is None and _EXPERT.search(name):
@@ -211,12 +211,11 @@ class _Planner:
         refused = self._chosen(self.stage, parameter.module)
         if refused is not None:
             return refused
-        transposed = parameter.kind == "conv1d"
-        if transposed and self.stage.scheme != "nf4":
-            library = "bitnet" if self.stage.scheme == "ternary" else "compressed-tensors"
-            return f"a Conv1D, which {library} cannot hold: nf4 can"
-        if self.stage.scheme == "ternary" and shape[0] % TERNARY_ROWS:
-            return f"{shape[0]} outputs are no multiple of {TERNARY_ROWS}, which bitnet stores in a byte"
+        transposed, codes = parameter.kind == "conv1d", _codes(self.stage)
+        if transposed and codes.library != "bitsandbytes":
+            return f"a Conv1D, which {codes.library} cannot hold: nf4 can"
+        if shape[0] % codes.outputs:
+            return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} stores in a byte"
         group = _group(shape[0] if transposed else shape[1], self.stage)
         if isinstance(group, str):
             return group
@@ -259,14 +258,18 @@ def _scheme(stage: Quantize) -> str:
     return stage.scheme or "int4"
 
 
+def _codes(stage: Quantize) -> CodeKind:
+    """What that scheme's layers are stored as."""
+    return SCHEMES[_scheme(stage)].codes
+
+
 def _group(inputs: int, stage: Quantize) -> int | str:
     """The group size for rows of `inputs` weights, or why there is none."""
-    if stage.scheme in ("int8-dynamic", "int8-static", "ternary", "fp8"):
+    offered = SCHEMES[_scheme(stage)].group_sizes
+    if not offered:
         return 0
-    if stage.scheme == "nf4":
-        return NF4_BLOCK if inputs % NF4_BLOCK == 0 else f"rows of {inputs} weights are no multiple of {NF4_BLOCK}"
-    wanted = stage.group_size or GROUP_SIZES[0]
-    sizes = [size for size in GROUP_SIZES if size <= wanted]
+    wanted = stage.group_size or offered[0]
+    sizes = [size for size in offered if size <= wanted]
     fitting = next((size for size in sizes if inputs % size == 0), None)
     return fitting or f"rows of {inputs} weights are no multiple of {' or '.join(map(str, sizes))}"
 
@@ -277,13 +280,9 @@ def _expert_group(shapes: Mapping[str, tuple[int, ...]], stage: Quantize) -> int
     transformers fuses experts on loading. It dequantises symmetric `weight_packed` on the way there (the int8 format
     writes experts so), with one scheme for all experts; bitsandbytes' experts stay plain.
     """
-    if stage.scheme == "nf4":
-        return "an expert: bitsandbytes leaves fused experts alone"
-    if stage.scheme == "ternary":
-        return "an expert: bitnet leaves fused experts alone"
-    if stage.scheme == "fp8":
-        return "an expert: transformers fuses integers only"
-    if stage.symmetric is False or stage.scheme == "int8-static":
+    if why := _codes(stage).no_experts:
+        return f"an expert: {why}"
+    if stage.symmetric is False or SCHEMES[_scheme(stage)].is_static:
         return "an expert: transformers reads fused experts only with symmetric ranges and without static inputs"
     inputs = {shape[1] for name, shape in shapes.items() if _EXPERT.search(name) and len(shape) == 2}
     groups = {row: _group(row, stage) for row in inputs}

@@ -22,7 +22,7 @@ def default_pair() -> tuple[Path, Path]:
 
     Raises UserError where neither has them.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package / "_pair", package.parent / "examples" / "pair"):
         target, draft = folder / "target", folder / "draft"
         if (target / "config.json").is_file() and (draft / "config.json").is_file():

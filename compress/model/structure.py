@@ -19,10 +19,10 @@ from compress.errors import UserError
 from compress.model import experts
 from compress.model.block import Block, cast
 from compress.model.experts import UnfusedExperts
-from compress.quantize import rtn
 from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
-from runtime.formats.tensors import check_finite
+from runtime.formats import to_tensors
+from runtime.formats.tensors import check_finite, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -289,9 +289,8 @@ class Skeleton:
                     _fill(module, slot.leaf, tensors[name])
                 continue
             prefix = name.removesuffix(".weight")
-            made = rtn.to_tensors(packed, prefix, dtype)
-            size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
-            records[prefix] = replace(records[prefix], stored_bytes=size)
+            made = to_tensors(packed, prefix, dtype)
+            records[prefix] = replace(records[prefix], stored_bytes=tensor_bytes(made))
             tensors |= made
         return tensors, list(records.values())
 

@@ -10,7 +10,7 @@ from compress.artifact import Artifact, manifest
 from compress.errors import UserError
 from compress.export import Exported, Progress, check_kinds
 from compress.export import run as export
-from compress.quantize import rtn
+from runtime.formats.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from compress.model.plan import Plan
@@ -54,7 +54,7 @@ def wanted(recipe: "Recipe", asked: Sequence[str], plan: "Plan") -> tuple[str, .
         trained = [stage.ternary or stage.qat for stage in recipe.stages]
         schemes = [layer.scheme for layer in plan.layers.values()]
         schemes += [str(stage.quantize().scheme) for stage in trained if stage is not None]
-        check_kinds(names, {rtn.describe(scheme, 0).kind for scheme in schemes})
+        check_kinds(names, {SCHEMES[scheme].kind for scheme in schemes})
     return names
 
 

@@ -19,6 +19,8 @@ from compress.errors import UserError
 from compress.model.plan import Plan
 from compress.pipeline.sequential import Work
 from compress.quantize import rtn
+from runtime.formats import schemes
+from runtime.formats.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from calib.moments import Wants
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-# Stored bits of a weight by scheme, without scales.
-_BITS = {"int8-dynamic": 8.0, "int8-static": 8.0, "fp8": 8.0, "int4": 4.0, "int3": 3.2, "int2": 2.0}
-_BITS |= {"nf4": 4.0, "ternary": 2.0}
 _FLOAT = 4
 # Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
@@ -172,8 +171,8 @@ def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> 
     layer, numbers = plan.layers.get(name), count(shape)
     if layer is None:
         return numbers * itemsize
-    scales = numbers // layer.group_size if layer.group_size else max(shape)
-    return int(numbers * _BITS[layer.scheme] / 8) + scales * 2 * (1 if layer.symmetric else 2)
+    outputs, inputs = (shape[1], shape[0]) if layer.transposed else shape
+    return schemes.stored_bytes(SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric), outputs, inputs)
 
 
 def _moments_bytes(work: Work, number: int) -> int:
@@ -252,7 +251,7 @@ def _seconds_per_weight(plan: Plan) -> float:
         return 0.0
     # Rounding in any other form takes about as long.
     sample, scheme = torch.ones(512, 512), layer.scheme if layer.scheme in ("nf4", "int8-dynamic") else "int4"
-    group = 64 if scheme == "nf4" else 128 if scheme == "int4" else 0
+    group = (SCHEMES[scheme].group_sizes or (0,))[0]
     return _shortest(lambda: rtn.quantize(sample, scheme, group)) / sample.numel()
 
 

@@ -23,7 +23,8 @@ from compress.qat.layers import BitLinear, Codes, QuantizedLinear
 from compress.quantize import rtn
 from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
-from runtime.formats import dequantize
+from runtime.formats import dequantize, to_tensors
+from runtime.formats.schemes import SCHEMES
 
 RoundedLinear = BitLinear | QuantizedLinear
 # What a layer becomes: given its plan, the layer and the dtype that the model is stored in. Without weights yet.
@@ -50,7 +51,7 @@ def quantized_linear(int8_inputs: bool) -> Make:
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
-            scheme=rtn.describe(layer.scheme, layer.group_size, layer.symmetric),
+            scheme=SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric),
             stored=stored,
             int8_inputs=int8_inputs,
             device="meta",
@@ -145,7 +146,7 @@ class RoundedModel:
     def _packed(self, layer: Layer, dtype: torch.dtype) -> tuple[dict[str, Tensor], LayerRecord]:
         module: RoundedLinear = self.model.get_submodule(layer.module)
         packed = module.packed()
-        made = rtn.to_tensors(packed, layer.prefix, dtype)
+        made = to_tensors(packed, layer.prefix, dtype)
         size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         error = rtn.relative_error(module.weight.detach(), dequantize(packed))
         return made, LayerRecord(layer.prefix, layer.scheme, layer.group_size, packed.codes.numel(), size, error)

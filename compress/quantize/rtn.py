@@ -1,37 +1,16 @@
 """Round to nearest: every weight takes the code nearest to it. Looks at no text.
 
-The formats' own files hold the arithmetic; this one knows which format a recipe's scheme is.
+The formats' own files hold the arithmetic; schemes.py says which format a recipe's scheme is.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.formats import FORMATS, fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import named
 from runtime.formats.tensors import stored_scale_dtype
-
-# Bits of the schemes that are kept as int4 is.
-BITS = {"int4": 4, "int3": 3, "int2": 2}
-
-
-def describe(scheme: str, group_size: int, symmetric: bool = True) -> Scheme:
-    """The format's description of a recipe's scheme.
-
-    `symmetric` False gives each group a zero point: int4, int3 and int2 only. Raises ValueError for an unknown scheme.
-    """
-    if not symmetric and scheme not in BITS:
-        raise ValueError(f"scheme {scheme!r} has no zero points: {', '.join(BITS)} have")
-    if scheme in BITS:
-        return int4.scheme(group_size, bits=BITS[scheme], symmetric=symmetric)
-    if scheme == "nf4":
-        return nf4.scheme(group_size)
-    if scheme == "ternary":
-        return ternary.scheme()
-    if scheme == "fp8":
-        return fp8.scheme()
-    if scheme not in ("int8-dynamic", "int8-static"):
-        raise ValueError(f"scheme {scheme!r} has no description")
-    return int8.scheme("int8-tensor" if scheme == "int8-static" else "int8-token")
 
 
 def quantize(
@@ -51,20 +30,17 @@ def quantize(
 
     Raises ValueError for an unknown scheme, and for one that asks for another combination of the two.
     """
-    if (scheme == "int8-static") != (input_scale is not None):
+    row = named(scheme)
+    if row.is_static != (input_scale is not None):
         raise ValueError(f"scheme {scheme!r}: int8-static needs an input_scale, and the others take none")
-    described = describe(scheme, group_size, symmetric)
-    if described.kind == "int8":
-        return int8.pack(weight, input_scale=input_scale)
-    if described.kind == "nf4":
-        return nf4.pack(weight)
-    if described.kind == "ternary":
-        return ternary.pack(weight)
-    if described.kind == "fp8":
-        return fp8.pack(weight)
-    if search:
-        return _searched(weight, described)
-    return int4.pack(weight, group_size, bits=described.bits, symmetric=symmetric)
+    described = row.scheme(group_size, symmetric)
+    options: dict[str, Any] = {"input_scale": input_scale} if row.is_static else {}
+    if row.is_grid:
+        if search:
+            return _searched(weight, described)
+        options = {"bits": row.bits, "symmetric": symmetric}
+    packed: PackedWeight = row.codes.format.pack(weight, described.group_size, **options)
+    return packed
 
 
 def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
@@ -74,12 +50,6 @@ def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
     values = weight.float()
     scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
     return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
-
-
-def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The layer's tensors as its format stores them; `dtype` is the original weight's."""
-    stored: dict[str, Tensor] = FORMATS[packed.scheme.kind].to_tensors(packed, prefix, dtype)
-    return stored
 
 
 def relative_error(weight: Tensor, other: Tensor) -> float:

@@ -1,22 +1,22 @@
 """The stages of a recipe that work block by block: what each may say."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-GROUP_SIZES = (128, 64, 32)
-NF4_BLOCK = 64
+from runtime.formats.schemes import GRIDS, SCHEMES
+
+if TYPE_CHECKING:
+    SchemeName = str
+else:
+    SchemeName = Literal[tuple(SCHEMES)]
+
 DAMPING = 0.01
-GROUPED = ("int4", "int3", "int2")
-SCHEMES = ("int8-dynamic", "int8-static", *GROUPED, "nf4", "ternary", "fp8")
-# Methods by scheme; the first is the default. `sensitivity` chooses the schemes itself.
-_METHODS: dict[str, tuple[str, ...]] = dict.fromkeys(GROUPED, ("rtn", "gptq", "awq", "hqq"))
-_METHODS |= dict.fromkeys(("int8-dynamic", "int8-static", "nf4", "ternary", "fp8"), ("rtn",))
 # Keys that only some methods know, and their values where the recipe does not say.
 _METHOD_KEYS: dict[str, dict[str, Any]] = {
-    "gptq": {"act_order": False, "damping": DAMPING, "search": False},
     "rtn": {"search": False},
+    "gptq": {"act_order": False, "damping": DAMPING, "search": False},
     "awq": {},
     "hqq": {},
     "sensitivity": {},
@@ -72,7 +72,7 @@ class Quantize(Strict):
     experts     of a mixture of experts, with methods that look at text: what happens to those that saw too few tokens.
     """
 
-    scheme: Literal["int8-dynamic", "int8-static", "int4", "int3", "int2", "nf4", "ternary", "fp8"] | None = None
+    scheme: SchemeName | None = None
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
     method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"
@@ -91,7 +91,7 @@ class Quantize(Strict):
         """Fills in what the method and the scheme have, so that the recipe that is kept says everything."""
         if not isinstance(data, dict):
             return data
-        grouped = data.get("scheme") in GROUPED
+        grouped = data.get("scheme") in GRIDS
         method = data.get("method", "rtn")
         known = _METHOD_KEYS.get(method, {}) if isinstance(method, str) and grouped else {}
         filled = {key: value for key, value in known.items() if data.get(key) is None}
@@ -113,15 +113,17 @@ class Quantize(Strict):
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, found none")
         if self.bits_per_weight is not None:
             raise ValueError(f"bits_per_weight: expected with method sensitivity only, found method {self.method}")
-        if self.method not in _METHODS[self.scheme]:
-            expected = " or ".join(_METHODS[self.scheme])
+        # `sensitivity` chooses the schemes itself; the others have grids to choose codes of, or nearest codes alone.
+        methods = [name for name in _METHOD_KEYS if name != "sensitivity"] if self.scheme in GRIDS else ["rtn"]
+        if self.method not in methods:
+            expected = " or ".join(methods)
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
         self._fit_groups(self.scheme)
         for key in ("act_order", "damping", "search"):
-            if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GROUPED):
+            if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GRIDS):
                 owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
                 raise ValueError(
-                    f"{key}: expected with method {owners} and scheme {', '.join(GROUPED)} only, found method "
+                    f"{key}: expected with method {owners} and scheme {', '.join(GRIDS)} only, found method "
                     f"{self.method} and scheme {self.scheme}"
                 )
         if self.head == "int8" and self.scheme != "int8-dynamic":
@@ -131,12 +133,12 @@ class Quantize(Strict):
         return self
 
     def _fit_groups(self, scheme: str) -> None:
-        allowed = GROUP_SIZES if scheme in GROUPED else (NF4_BLOCK,) if scheme == "nf4" else ()
+        allowed = SCHEMES[scheme].group_sizes
         if self.group_size is not None and self.group_size not in allowed:
             expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
             raise ValueError(f"group_size: expected {expected} with scheme {scheme}, found {self.group_size}")
-        if self.symmetric is not None and scheme not in GROUPED:
-            raise ValueError(f"symmetric: expected with {', '.join(GROUPED)} only, found scheme {scheme}")
+        if self.symmetric is not None and scheme not in GRIDS:
+            raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {scheme}")
 
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
@@ -144,8 +146,9 @@ class Quantize(Strict):
         for key in ("scheme", "symmetric", "act_order", "damping", "search"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
-        if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            expected = ", ".join(map(str, GROUP_SIZES))
+        sizes = SCHEMES["int4"].group_sizes
+        if self.group_size is not None and self.group_size not in sizes:
+            expected = ", ".join(map(str, sizes))
             raise ValueError(f"group_size: expected one of {expected} with method sensitivity, found {self.group_size}")
 
 

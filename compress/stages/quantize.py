@@ -20,14 +20,15 @@ from compress.model.plan import Layer, Plan
 from compress.model.structure import Skeleton
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
-from compress.recipe.block_stages import DAMPING, GROUPED
+from compress.recipe.block_stages import DAMPING
 from compress.records import LayerRecord
 from compress.stages.contract import BlockStage
 from compress.stages.prune import MaskPrune, width_prune
 from runtime.checkpoints.directory import Checkpoint
-from runtime.formats import dequantize
+from runtime.formats import dequantize, to_tensors
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import check_finite, stored_scale_dtype
+from runtime.formats.schemes import GRIDS, SCHEMES
+from runtime.formats.tensors import check_finite, stored_scale_dtype, tensor_bytes
 
 if TYPE_CHECKING:
     from calib.moments import Moments, Wants
@@ -60,7 +61,7 @@ def rounded(weight: Tensor, layer: Layer) -> PackedWeight:
     if layer.solved:
         from compress.quantize import grid, hqq
 
-        wanted = grid.Grid(rtn.BITS[layer.scheme], layer.group_size, layer.symmetric)
+        wanted = grid.Grid(SCHEMES[layer.scheme].bits, layer.group_size, layer.symmetric)
         return hqq.quantize(weight, wanted, stored_scale_dtype(weight.dtype))
     return rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
 
@@ -69,13 +70,13 @@ def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRe
     if layer.transposed:
         weight = weight.T.contiguous()
     packed = rounded(weight, layer)
-    stored = rtn.to_tensors(packed, layer.prefix, weight.dtype)
+    stored = to_tensors(packed, layer.prefix, weight.dtype)
     record = LayerRecord(
         name=layer.prefix,
         scheme=layer.scheme,
         group_size=layer.group_size,
         weights=weight.numel(),
-        stored_bytes=sum(t.numel() * t.element_size() for t in stored.values()),
+        stored_bytes=tensor_bytes(stored),
         error=rtn.relative_error(weight, dequantize(packed)),
     )
     return stored, record
@@ -116,7 +117,11 @@ def is_plain(recipe: Recipe) -> bool:
     stage = recipe.quantize
     only = all(one.kind == "quantize" for one in recipe.stages)
     methods = ("rtn", "hqq")
-    return only and (stage is None or (stage.method in methods and stage.scheme != "int8-static"))
+    return only and (stage is None or (stage.method in methods and not _is_static(stage)))
+
+
+def _is_static(stage: Quantize) -> bool:
+    return stage.scheme is not None and SCHEMES[stage.scheme].is_static
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
@@ -124,7 +129,7 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
         return [Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
-    if stage.scheme == "int8-static":
+    if _is_static(stage):
         return [StaticRanges(layers)]
     return [RoundToNearest(layers)]
 
@@ -154,13 +159,13 @@ class Gptq:
     def wants(self, block: Block) -> Mapping[str, "Wants"]:
         from calib.moments import Wants
 
-        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in GROUPED}
+        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in GRIDS}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         from compress.quantize import gptq
 
         known = dict(chosen(block, self.layers))
-        fitted = [path for path in known if known[path].scheme in GROUPED and path not in block.starved]
+        fitted = [path for path in known if known[path].scheme in GRIDS and path not in block.starved]
         for path in known.keys() - set(fitted):
             round_to_nearest(block, path, known[path])
         for paths in sharing(fitted, statistics):
@@ -278,7 +283,7 @@ class SmoothRanges:
         largest = torch.stack([absmax_of(statistics[path]) for path in paths]).amax(dim=0)
         if self.stage.alpha == "search":
             rows = torch.cat([rows_of(statistics[group[0]]) for group in sharing(paths, statistics)])
-            static = known[paths[0]].scheme == "int8-static"
+            static = SCHEMES[known[paths[0]].scheme].is_static
             tie = partial(folding.share, fold, by="max")
             activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
             dtype = scale_dtype(block, paths[0])
@@ -314,7 +319,8 @@ class StaticRanges:
             scale = smoothquant.search_input_scale(rows_of(first), absmax_of(first).amax(), weights)
             for path in paths:
                 stored = block.linears[path].weight.detach().to(block.dtypes[path])
-                block.pack(path, rtn.quantize(stored, "int8-static", 0, input_scale=scale), "int8-static")
+                scheme = known[path].scheme
+                block.pack(path, rtn.quantize(stored, scheme, 0, input_scale=scale), scheme)
         return block
 
 
@@ -364,7 +370,7 @@ def grid_of(layer: Layer) -> "Grid":
     """The integers that a layer is rounded to."""
     from compress.quantize.grid import Grid
 
-    return Grid(rtn.BITS[layer.scheme], layer.group_size, layer.symmetric)
+    return Grid(SCHEMES[layer.scheme].bits, layer.group_size, layer.symmetric)
 
 
 def _shares(paths: Sequence[str], statistics: Statistics) -> dict[str, float]:

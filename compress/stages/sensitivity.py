@@ -22,6 +22,7 @@ from compress.model.plan import Plan
 from compress.model.structure import Survey
 from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
+from runtime.formats.schemes import Scheme, stored_bytes
 from runtime.formats.tensors import group_width, round_scale
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class Candidate:
 
     bits: int
     group_size: int
+
+    @property
+    def stored_as(self) -> Scheme:
+        """int8 rows, or words of so many bits."""
+        kind = "int8" if (self.bits, self.group_size) == (8, 0) else "int4"
+        return Scheme(kind, self.bits, self.group_size, True, "float")
 
 
 @dataclass(frozen=True)
@@ -84,16 +91,7 @@ def nearest(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, in
     half = 1 << candidate.bits - 1
     scale = round_scale(values.abs().amax(dim=-1, keepdim=True) / (half - 0.5), torch.bfloat16)
     rounded = torch.round(values / scale).clamp_(-half, half - 1) * scale
-    return rounded.view(n, k), stored_bytes(n, k, candidate)
-
-
-def stored_bytes(outputs: int, inputs: int, candidate: Candidate) -> int:
-    """Bytes of a layer in compressed-tensors' layouts: codes, 16-bit scales, and the shape beside packed codes."""
-    scales = 2 * outputs * (inputs // group_width(inputs, candidate.group_size))
-    if candidate.bits == 8 and candidate.group_size == 0:
-        return outputs * inputs + scales
-    words = -(-inputs * candidate.bits // 32)
-    return 4 * outputs * words + scales + 16
+    return rounded.view(n, k), stored_bytes(candidate.stored_as, n, k)
 
 
 def single_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
-from runtime.formats import FORMATS, hf_config, int4, int8, nf4, ternary
+from runtime.formats import hf_config, int4, int8, nf4, ternary, to_tensors
 from runtime.formats.nf4 import Nf4Weight, double_quantize
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import round_scale
@@ -302,8 +302,7 @@ def _parts(shape: Shape, scheme: str, head: str, group_size: int | None, seed: i
         bias = torch.from_numpy(rng.uniform(-0.1, 0.1, outputs)).to(dtype) if biased else None
         if isinstance(weight, PackedWeight):
             weight = weight if bias is None else replace(weight, bias=bias.float())
-            tensors: dict[str, Tensor] = FORMATS[weight.scheme.kind].to_tensors(weight, prefix, dtype)
-            return tensors
+            return to_tensors(weight, prefix, dtype)
         return {f"{prefix}.weight": weight} | ({} if bias is None else {f"{prefix}.bias": bias})
 
     rng = np.random.default_rng([seed, 0])

@@ -1,31 +1,61 @@
-"""Weight formats: one file each, and here how they are told apart.
+"""Weight formats: a table of schemes (schemes.py), one file each, and here how files are told apart.
 
-A format file has `scheme`, `pack`, `dequantize`, `to_tensors`, `from_tensors` and `bits_per_weight`.
+A format file has `pack`, `dequantize`, `to_tensors` and `from_tensors`, and a reader for a library's files has `check`
+and `read`. They are imported when they are needed, so that looking something up in the table costs no torch.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from types import ModuleType
-from typing import Any
-
-import torch
-from torch import Tensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
-from runtime.formats import awq, compressed_tensors, fp8, gptq, int4, int8, llm_int8, nf4, ternary
-from runtime.formats.packed import Kind, PackedWeight, Scheme
-from runtime.formats.tensors import Tensors, take
+from runtime.formats.schemes import KINDS, Scheme
 
-FORMATS: dict[Kind, ModuleType] = {"int8": int8, "int4": int4, "nf4": nf4, "ternary": ternary, "fp8": fp8}
-_PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from runtime.formats.packed import PackedWeight
+    from runtime.formats.tensors import Tensors
+
+# Who reads the files of a `quant_method`.
+_READERS = {
+    "bitsandbytes": "runtime.formats.llm_int8",
+    "compressed-tensors": "runtime.formats.compressed_tensors",
+    "bitnet": "runtime.formats.ternary",
+    "gptq": "runtime.formats.gptq",
+    "awq": "runtime.formats.awq",
+}
 _WHERE = "config.json: quantization_config"
 
 
-def dequantize(packed: PackedWeight) -> Tensor:
+def dequantize(packed: "PackedWeight") -> "Tensor":
     """(N, K) float32 of any packed weight. Raises ValueError for a kind that has no format file."""
-    if packed.scheme.kind not in FORMATS:
+    if packed.scheme.kind not in KINDS:
         raise ValueError(f"no format for {packed.scheme.kind} weights")
-    weight: Tensor = FORMATS[packed.scheme.kind].dequantize(packed)
+    weight: Tensor = KINDS[packed.scheme.kind].format.dequantize(packed)
     return weight
+
+
+def to_tensors(packed: "PackedWeight", prefix: str, dtype: "torch.dtype") -> "dict[str, Tensor]":
+    """The layer's tensors as its format stores them; `dtype` is the original weight's.
+
+    Raises ValueError where the format cannot hold the weight exactly.
+    """
+    stored: dict[str, Tensor] = KINDS[packed.scheme.kind].format.to_tensors(packed, prefix, dtype)
+    return stored
+
+
+def bits_per_weight(packed: "PackedWeight", dtype: "torch.dtype | None" = None) -> float:
+    """Bits that the layer's tensors take over its weights: all that is stored but the bias.
+
+    dtype  the model's; None: bfloat16.
+    """
+    import torch
+
+    from runtime.formats.tensors import tensor_bytes
+
+    return 8 * tensor_bytes(to_tensors(packed, "layer", dtype or torch.bfloat16)) / packed.codes.numel()
 
 
 def hf_config(
@@ -45,12 +75,14 @@ def hf_config(
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
-    kinds = {scheme.kind for scheme in layers.values()}
-    if kinds == {"nf4"}:
+    from runtime.formats import compressed_tensors, nf4, ternary
+
+    libraries = {KINDS[scheme.kind].library for scheme in layers.values()}
+    if libraries == {"bitsandbytes"}:
         return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
-    if kinds == {"ternary"}:
+    if libraries == {"bitnet"}:
         return ternary.hf_config(ignore)
-    if kinds & {"nf4", "ternary"}:
+    if len(libraries) > 1:
         raise ValueError(
             "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
             " one library"
@@ -65,59 +97,42 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(quantization, dict):
         raise UserError(f"{_WHERE} must be a mapping, found {quantization!r}")
     method = _method(quantization)
-    if method == "bitsandbytes":
-        kind = quantization.get("bnb_4bit_quant_type")
-        four = quantization.get("load_in_4bit") or quantization.get("_load_in_4bit")
-        eight = quantization.get("load_in_8bit") or quantization.get("_load_in_8bit")
-        if bool(four) == bool(eight) or (four and kind != "nf4"):
-            found = f"bnb_4bit_quant_type {kind!r}" if four else f"load_in_4bit {four!r} and load_in_8bit {eight!r}"
-            raise UserError(f"{_WHERE}: of bitsandbytes' formats nf4 and LLM.int8 are read, found {found}")
-    elif method == "compressed-tensors":
-        compressed_tensors.check(quantization)
-    elif method == "bitnet":
-        ternary.check(quantization)
-    elif method == "gptq":
-        gptq.check(quantization)
-    elif method == "awq":
-        awq.check(quantization)
-    else:
+    if not isinstance(method, str) or method not in _READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
             " compressed-tensors fp8, int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
         )
+    import_module(_READERS[method]).check(quantization)
 
 
 def read(
-    quantization: Mapping[str, Any] | None, tensors: Tensors, prefix: str, unpack: bool = True
-) -> PackedWeight | Tensor:
+    quantization: Mapping[str, Any] | None, tensors: "Tensors", prefix: str, unpack: bool = True
+) -> "PackedWeight | Tensor":
     """The weight of linear layer `prefix`, packed or, where it is stored plain, as the (N, K) tensor that it is.
 
     `unpack` False leaves 4-bit codes two a byte where they are stored so.
 
     `quantization` has passed `check_supported`. Raises UserError naming the tensor for anything wrong with it.
     """
-    packed: PackedWeight | None = None
-    method = None if quantization is None else _method(quantization)
-    if method == "bitsandbytes" and nf4.holds(tensors, prefix):
-        packed = nf4.from_tensors(tensors, prefix, unpack).plain()
-    elif method == "bitsandbytes" and llm_int8.holds(tensors, prefix):
-        packed = llm_int8.from_tensors(tensors, prefix)
-    elif method == "gptq" and quantization is not None and gptq.holds(tensors, prefix):
-        packed = gptq.from_tensors(quantization, tensors, prefix)
-    elif method == "awq" and quantization is not None and gptq.holds(tensors, prefix):
-        packed = awq.from_tensors(quantization, tensors, prefix)
-    elif method == "compressed-tensors" and quantization is not None:
-        packed = compressed_tensors.read(quantization, tensors, prefix, unpack)
-    elif method == "bitnet" and quantization is not None and ternary.holds(tensors, prefix):
-        packed = ternary.from_tensors(tensors, prefix, ternary.scale_direction(quantization))
-    if packed is None and method in ("bitsandbytes", "bitnet") and _int8_rows(tensors, prefix):
-        packed = int8.from_tensors(tensors, prefix)
-    if packed is not None:
-        return packed
-    plain = take(tensors, f"{prefix}.weight")
-    if plain.dtype not in _PLAIN:
+    import torch
+
+    from runtime.formats import int8
+    from runtime.formats.tensors import take
+
+    name = f"{prefix}.weight"
+    if quantization is not None:
+        method = _method(quantization)
+        packed: PackedWeight | None = import_module(_READERS[method]).read(quantization, tensors, prefix, unpack)
+        if packed is not None:
+            return packed
+        # These two libraries have no word for int8 rows with scales, which heads are: the tensors speak for them.
+        rows = f"{prefix}.weight_scale" in tensors and name in tensors and tensors[name].dtype == torch.int8
+        if rows and method in ("bitsandbytes", "bitnet"):
+            return int8.from_tensors(tensors, prefix)
+    plain = take(tensors, name)
+    if plain.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise UserError(
-            f"tensor {prefix}.weight holds {str(plain.dtype).removeprefix('torch.')}, which config.json's"
+            f"tensor {name} holds {str(plain.dtype).removeprefix('torch.')}, which config.json's"
             " quantization_config does not explain; a plain weight is float32, float16 or bfloat16"
         )
     return plain
@@ -129,16 +144,10 @@ def holds_fp8(quantization: Mapping[str, Any] | None) -> bool:
     return any(group["weights"].get("type") == "float" for group in groups.values())
 
 
-def _int8_rows(tensors: Tensors, prefix: str) -> bool:
-    """Whether the layer is int8 with scales, which these two libraries have no word for: the tensors speak for it."""
-    name = f"{prefix}.weight"
-    return f"{prefix}.weight_scale" in tensors and name in tensors and tensors[name].dtype == torch.int8
-
-
 def _method(quantization: Mapping[str, Any]) -> Any:
     # Older bitsandbytes checkpoints name no method.
     old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
     return quantization.get("quant_method") or ("bitsandbytes" if old else None)
 
 
-__all__ = ["FORMATS", "check_supported", "dequantize", "hf_config", "holds_fp8", "read"]
+__all__ = ["bits_per_weight", "check_supported", "dequantize", "hf_config", "holds_fp8", "read", "to_tensors"]

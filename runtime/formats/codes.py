@@ -10,13 +10,14 @@ Codes of 3 bits run across the borders of words, as the library packs them since
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 from runtime.formats.tensors import (
     Tensors,
     check_codes,
@@ -205,6 +206,14 @@ def unpack_nibbles(packed: Tensor, minus: int = 0, high_first: bool = False) -> 
         return codes
     halves = (packed >> 4, packed & 15) if high_first else (packed & 15, packed >> 4)
     return torch.stack(halves, dim=-1).view(shape).to(torch.int8) - minus
+
+
+def with_whole_codes(packed: PackedWeight) -> PackedWeight:
+    """The same weight with its codes one a byte."""
+    if packed.nibbles is None:
+        return packed
+    first = KINDS[packed.scheme.kind].ranges[0][0]
+    return replace(packed, codes=unpack_nibbles(packed.codes, -first, packed.nibbles == "high"), nibbles=None)
 
 
 def whole_zeros(packed: PackedWeight) -> Tensor | None:

@@ -9,6 +9,7 @@ from runtime.errors import UserError
 from runtime.formats import fp8, int4, int8
 from runtime.formats.codes import stored_bits
 from runtime.formats.packed import Activation, PackedWeight, Scheme
+from runtime.formats.schemes import KINDS
 from runtime.formats.tensors import Tensors
 
 _WHERE = "config.json: quantization_config"
@@ -72,20 +73,20 @@ def hf_config(
 
 
 def _format(name: str, scheme: Scheme) -> str:
-    if scheme.symmetric and scheme.kind == "int8" and scheme.group_size == 0:
-        return "pack-quantized" if int8.is_expert(name) else "int-quantized"
-    if scheme.kind == "int4":
-        return "pack-quantized"
-    if scheme == fp8.scheme() and not int8.is_expert(name):
-        return "float-quantized"
-    raise ValueError(
-        "compressed-tensors is written for symmetric int8 rows, int4, int3, int2, and fp8 rows that are no experts,"
-        f" found {scheme}"
-    )
+    kind = KINDS[scheme.kind]
+    form = kind.expert_layout if int8.is_expert(name) else kind.layout
+    # What has a layout of its own for linear layers has one scale per row in both.
+    rows = kind.layout == "pack-quantized" or (scheme.symmetric and scheme.group_size == 0)
+    if not form or not rows or (kind.is_float and scheme.activation != "float"):
+        raise ValueError(
+            "compressed-tensors is written for symmetric int8 rows, int4, int3, int2, and fp8 rows that are no experts,"
+            f" found {scheme}"
+        )
+    return form
 
 
 def _group(scheme: Scheme, reordered: bool) -> dict[str, Any]:
-    kind = "float" if scheme.kind == "fp8" else "int"
+    kind = "float" if KINDS[scheme.kind].is_float else "int"
     weights: dict[str, Any] = {"num_bits": scheme.bits, "type": kind, "symmetric": scheme.symmetric, "dynamic": False}
     if reordered:
         weights["actorder"] = "group"

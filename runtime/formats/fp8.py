@@ -14,6 +14,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
@@ -23,7 +24,6 @@ from runtime.formats.tensors import (
     read_bias,
     round_scale,
     spread,
-    stored_bytes,
     stored_scale_dtype,
     take,
 )
@@ -34,7 +34,7 @@ LIMIT = 448.0
 
 def scheme() -> Scheme:
     """E4M3 with a scale per output row; inputs stay float."""
-    return Scheme("fp8", 8, 0, True, "float")
+    return SCHEMES["fp8"].scheme()
 
 
 def pack(
@@ -109,8 +109,3 @@ def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
         raise UserError(f"tensor {name}: fp8 weights are read without zero points; quantise them symmetrically")
     scale = stored.float().reshape(-1, 1).expand(n, 1).contiguous()
     return PackedWeight(scheme(), codes, scale, bias=read_bias(tensors, prefix, n))
-
-
-def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes and scales, no bias."""
-    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()

@@ -127,9 +127,9 @@ def scheme(bits: int, group_size: int, symmetric: bool) -> Scheme:
     return Scheme("int4", bits, group_size, symmetric, "int8-group")
 
 
-def holds(tensors: Tensors, prefix: str) -> bool:
-    """Whether the layer is stored in this layout (or AWQ's: config.json tells them apart)."""
-    return f"{prefix}.qweight" in tensors
+def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
+    """A layer under a configuration that has passed `check`; None where it is stored plain."""
+    return from_tensors(config, tensors, prefix) if f"{prefix}.qweight" in tensors else None
 
 
 def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeight:
@@ -285,4 +285,4 @@ def _stored_scale(prefix: str, scale: Tensor) -> Tensor:
     raise ValueError(f"{prefix}.scales: neither float16 nor bfloat16 holds these scales exactly")
 
 
-__all__ = ["check", "from_tensors", "hf_config", "holds", "scheme", "to_tensors"]
+__all__ = ["check", "from_tensors", "hf_config", "read", "scheme", "to_tensors"]

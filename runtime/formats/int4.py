@@ -10,17 +10,17 @@ from torch import Tensor
 
 from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import GRIDS, SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
     group_width,
     read_bias,
     round_scale,
-    stored_bytes,
     stored_scale_dtype,
 )
 
-BITS = (4, 3, 2)
+BITS = tuple(SCHEMES[name].bits for name in GRIDS)
 
 
 def scheme(group_size: int = 128, *, bits: int = 4, symmetric: bool = True) -> Scheme:
@@ -30,7 +30,7 @@ def scheme(group_size: int = 128, *, bits: int = 4, symmetric: bool = True) -> S
     """
     if bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, found {bits}")
-    return Scheme("int4", bits, group_size, symmetric, "int8-group")
+    return SCHEMES[f"int{bits}"].scheme(group_size, symmetric)
 
 
 def pack(
@@ -114,8 +114,3 @@ def from_tensors(
         bias=read_bias(tensors, prefix, n),
         nibbles="low" if whole else None,
     )
-
-
-def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes, scales, zero points, input order and shape, no bias."""
-    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()

@@ -13,12 +13,15 @@ scale = absmax / 127.5, compressed-tensors' own rule ((2^8 − 1) / 2), and code
 people's files, and kernels must take it.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
 from runtime.formats.packed import Activation, PackedWeight, Scheme
+from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
@@ -27,7 +30,6 @@ from runtime.formats.tensors import (
     expect_shape,
     read_bias,
     round_scale,
-    stored_bytes,
     stored_scale_dtype,
     take,
 )
@@ -39,7 +41,7 @@ LIMIT = 127
 
 def scheme(activation: Activation = "int8-token") -> Scheme:
     """int8 with a scale per output row; activations per token unless another kind is named."""
-    return Scheme("int8", 8, 0, True, activation)
+    return replace(SCHEMES["int8-dynamic"].scheme(), activation=activation)
 
 
 def pack(
@@ -168,8 +170,3 @@ def _read_static(tensors: Tensors, prefix: str) -> Tensor:
     if float(step) <= 0:
         raise UserError(f"tensor {name} must be positive, found {float(step):g}; calibrate the model again")
     return step
-
-
-def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes and scales, no bias."""
-    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()

@@ -1,4 +1,5 @@
-"""bitsandbytes' LLM.int8: one absmax per output row (Dettmers et al. 2022).
+"""bitsandbytes' LLM.int8: one absmax per output row (Dettmers et al. 2022); and which of that library's two layouts a
+file has.
 
     weight         int8 [N, K]
     SCB            float32 [N]: the rows' absmax; weights are code · SCB / 127
@@ -8,16 +9,35 @@ The library multiplies by SCB first and by 1 / 127 then; here both are one facto
 units in float32's last place. Its kernels also keep inputs above a threshold in float16: ours round all to int8.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats import int8
+from runtime.formats import int8, nf4
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import Tensors, as_stored, check_finite, expect_dtype, expect_shape, read_bias, take
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raises UserError for a configuration of bitsandbytes that is neither nf4's nor LLM.int8's."""
+    kind = config.get("bnb_4bit_quant_type")
+    four = config.get("load_in_4bit") or config.get("_load_in_4bit")
+    eight = config.get("load_in_8bit") or config.get("_load_in_8bit")
+    if bool(four) == bool(eight) or (four and kind != "nf4"):
+        found = f"bnb_4bit_quant_type {kind!r}" if four else f"load_in_4bit {four!r} and load_in_8bit {eight!r}"
+        raise UserError(
+            f"config.json: quantization_config: of bitsandbytes' formats nf4 and LLM.int8 are read, found {found}"
+        )
+
+
+def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
+    """A layer in either of bitsandbytes' layouts, as its tensors say; None where it is in neither."""
+    if nf4.holds(tensors, prefix):
+        return nf4.from_tensors(tensors, prefix, unpack).plain()
+    return from_tensors(tensors, prefix) if holds(tensors, prefix) else None
 
 
 def holds(tensors: Tensors, prefix: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats.codes import unpack_nibbles
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
@@ -31,7 +32,6 @@ from runtime.formats.tensors import (
     expect_shape,
     read_bias,
     spread,
-    stored_bytes,
     take,
 )
 
@@ -145,7 +145,7 @@ class Nf4Weight(PackedWeight):
 
 def scheme(block: int = BLOCK) -> Scheme:
     """nf4 with an absmax per `block` inputs; activations per token and block."""
-    return Scheme("nf4", 4, block, True, "int8-group")
+    return SCHEMES["nf4"].scheme(block)
 
 
 def pack(
@@ -283,11 +283,6 @@ def _read_state(tensors: Tensors, name: str) -> dict[str, Any]:
         if type(offset) is not float or type(inner) is not int or inner < 1 or abs(offset) > 3.4e38:
             raise UserError(f"tensor {name} must give nested_offset and nested_blocksize, found {offset} and {inner}")
     return state
-
-
-def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes, absmax, nested absmax, tables and description, no bias."""
-    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()
 
 
 def hf_config(skip: Sequence[str] = (), *, double_quant: bool = True, compute: str = "bfloat16") -> dict[str, Any]:

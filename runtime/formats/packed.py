@@ -5,23 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["int8", "int4", "nf4", "ternary", "fp8"]
-Activation = Literal["float", "int8-token", "int8-tensor", "int8-group"]
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How a weight is represented. int3 and int2 are kind "int4" with 3 and 2 bits: the same container, fewer codes.
-
-    `group_size` counts inputs that share a scale; 0: one scale per output row. `activation` says how the inputs are
-    rounded before the integer product: per token, per tensor (static), or per token and group (int4, nf4).
-    """
-
-    kind: Kind
-    bits: int
-    group_size: int
-    symmetric: bool
-    activation: Activation
+from runtime.formats.schemes import Activation, Kind, Scheme
 
 
 @dataclass(frozen=True)
@@ -59,3 +43,6 @@ class PackedWeight:
     def shape(self) -> tuple[int, int]:
         """(outputs N, inputs K)."""
         return self.codes.shape[0], self.codes.shape[1] * (1 if self.nibbles is None else 2)
+
+
+__all__ = ["Activation", "Kind", "PackedWeight", "Scheme"]

@@ -97,7 +97,7 @@ def as_stored(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def stored_bytes(tensors: Tensors) -> int:
+def tensor_bytes(tensors: Tensors) -> int:
     """Bytes of a layer's tensors in a file, all but the bias: codes, scales, tables and descriptions."""
     return sum(t.numel() * t.element_size() for name, t in tensors.items() if not name.endswith(".bias"))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
@@ -28,7 +29,6 @@ from runtime.formats.tensors import (
     expect_shape,
     read_bias,
     spread,
-    stored_bytes,
     stored_scale_dtype,
     take,
 )
@@ -37,7 +37,7 @@ Direction = Literal["divide", "multiply"]
 """How `weight_scale` meets the codes: divide (it is 1 / mean|W|) or multiply (it is mean|W|)."""
 
 # Codes that share a byte, in rows a quarter of the matrix apart.
-PER_BYTE = 4
+PER_BYTE = KINDS["ternary"].outputs
 # The least mean magnitude that is divided by.
 SMALLEST = 1e-5
 _WHERE = "config.json: quantization_config"
@@ -45,7 +45,7 @@ _WHERE = "config.json: quantization_config"
 
 def scheme() -> Scheme:
     """ternary, its one scale spread over the output rows; activations per token."""
-    return Scheme("ternary", 2, 0, True, "int8-token")
+    return SCHEMES["ternary"].scheme()
 
 
 def pack(
@@ -136,8 +136,16 @@ def holds(tensors: Tensors, prefix: str) -> bool:
     return stored == torch.uint8 or (f"{prefix}.weight_scale" in tensors and stored != torch.int8)
 
 
+def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
+    """A layer under a configuration that has passed `check`; None where it is stored otherwise."""
+    if not holds(tensors, prefix):
+        return None
+    # "bitlinear" divides by its scale, "autobitlinear" multiplies by it.
+    return from_tensors(tensors, prefix, "multiply" if config.get("linear_class") == "autobitlinear" else "divide")
+
+
 def from_tensors(tensors: Tensors, prefix: str, direction: Direction = "divide") -> PackedWeight:
-    """Reads a layer whose scale has the `direction` that config.json says (`scale_direction`).
+    """Reads a layer whose scale has that direction.
 
     With "multiply" a bias is multiplied by the scale as well, because that is what the class computes. Raises UserError
     naming the tensor for a missing, misshapen, non-finite or otherwise damaged one.
@@ -179,11 +187,6 @@ def _read_scale(tensors: Tensors, name: str, direction: Direction) -> Tensor:
     return scale
 
 
-def bits_per_weight(packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Stored bits over weights: codes and the scale, no bias."""
-    return 8 * stored_bytes(to_tensors(packed, "layer", dtype)) / packed.codes.numel()
-
-
 def hf_config(skip: Sequence[str] = ()) -> dict[str, Any]:
     """`quantization_config` of config.json for bitnet; `skip` are the linear modules that stay, the head among them.
 
@@ -215,8 +218,3 @@ def check(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"{_WHERE}.use_rms_norm: norms inside linear layers are not read; use a checkpoint without them"
         )
-
-
-def scale_direction(config: Mapping[str, Any]) -> Direction:
-    """What is done with `weight_scale` under a configuration that has passed `check`."""
-    return "multiply" if config.get("linear_class", "bitlinear") == "autobitlinear" else "divide"

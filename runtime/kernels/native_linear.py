@@ -3,14 +3,14 @@
 import ctypes
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.formats import fp8
-from runtime.formats.codes import unpack_nibbles
+from runtime.formats import dequantize, schemes
+from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.native.binding import (
     BLOCK,
@@ -63,9 +63,12 @@ def native_weight(weight: PackedWeight | Tensor, bias: Tensor | None, pool: Pool
     bytes: code times scale has more bits than bfloat16 holds.
     Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
     """
-    if isinstance(weight, PackedWeight) and weight.scheme.kind == "fp8":
-        return _float(fp8.dequantize(weight), weight.bias, pool)
-    return _packed(weight, pool) if isinstance(weight, PackedWeight) else _float(weight, bias, pool)
+    if not isinstance(weight, PackedWeight):
+        return _float(weight, bias, pool)
+    kind = schemes.KINDS.get(weight.scheme.kind)
+    if kind is not None and kind.is_float:
+        return _float(dequantize(weight), weight.bias, pool)
+    return _packed(weight, pool)
 
 
 def upper_weight(weight: NativeWeight) -> NativeWeight:
@@ -99,9 +102,9 @@ def _float(weight: Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
 
 def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
-    if kind not in ("int8", "int4", "nf4", "ternary"):
+    if kind not in STEPS:
         raise ValueError(f"no native kernel for {kind} weights")
-    if weight.planes and kind != "int8":
+    if weight.planes and not schemes.KINDS[kind].has_planes:
         raise ValueError(f"only int8 weights have planes, found {kind}")
     weight = _readable(weight)
     codes, n, k = weight.codes, *weight.shape
@@ -115,8 +118,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     groups = -(-k // group)
     struct = _struct("nested" if weight.planes else kind, n, k, group, groups)
     scale = _per_group("scale", weight.scale, n, groups)
-    # The levels of nf4 are held as level · 127.
-    scale = _narrowest(scale / 127.0 if kind == "nf4" else scale)
+    # Levels are held as level · 127.
+    scale = _narrowest(scale / 127.0 if schemes.KINDS[kind].levels else scale)
     offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
     bias = None if weight.bias is None else _vector("bias", weight.bias, n)
     perm = None if weight.perm is None else _order(weight.perm, k)
@@ -155,9 +158,7 @@ def _readable(weight: PackedWeight) -> PackedWeight:
     k = weight.shape[1]
     if weight.nibbles is None or (k % 8 == 0 and (weight.scheme.group_size or k) % 8 == 0):
         return weight
-    minus = 8 if weight.scheme.kind == "int4" else 0
-    codes = unpack_nibbles(weight.codes, minus, high_first=weight.nibbles == "high")
-    return replace(weight, codes=codes, nibbles=None)
+    return with_whole_codes(weight)
 
 
 def _lay_out(
@@ -172,24 +173,20 @@ def _lay_out(
     return out, bool(sound)
 
 
-# First and last code of each scheme; int4 with zero points may count from 0.
-_RANGES = {"int8": [(-128, 127)], "int4": [(-8, 7), (0, 15)], "nf4": [(0, 15)], "ternary": [(-1, 1)]}
-
-
 def _lay_out_codes(weight: PackedWeight, struct: WeightsStruct, sums: Tensor | None, pool: Pool) -> Tensor:
     """The blocks of codes. Raises ValueError for codes out of their range, which are looked at as they are read."""
-    kind, codes = weight.scheme.kind, weight.codes.contiguous()
+    kind, codes = schemes.KINDS[weight.scheme.kind], weight.codes.contiguous()
     if weight.nibbles is not None:
-        struct.zero = 8 if kind == "int4" else 0
+        struct.zero = -kind.ranges[0][0]
         return _lay_out(struct, codes, None, pool, NIBBLES[weight.nibbles])[0]
-    for first, _ in _RANGES[kind]:
-        struct.zero = -first if kind == "int4" else 0
+    for first, _ in kind.ranges:
+        struct.zero = -first if kind.nibbles else 0
         packed, sound = _lay_out(struct, codes, sums, pool)
         if sound:
             return packed
     low, high = (int(v) for v in torch.aminmax(codes))
-    shown = " or ".join(f"{first}..{last}" for first, last in _RANGES[kind])
-    raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
+    shown = " or ".join(f"{first}..{last}" for first, last in kind.ranges)
+    raise ValueError(f"{weight.scheme.kind} codes must lie in {shown}, found {low}..{high}")
 
 
 def _per_group(name: str, values: Tensor, n: int, groups: int) -> Tensor:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from runtime.formats import fp8
-from runtime.formats.nf4 import INT8_LEVELS
+from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
 from runtime.kv_store import KEY_BLOCK
 
@@ -18,8 +18,6 @@ from runtime.kv_store import KEY_BLOCK
 _EXACT_FLOAT = 1 << 24
 # The fewest rows of a product of integers on CUDA.
 _CUDA_ROWS = 17
-# Largest magnitude of a code, by kind (nf4's int8 levels; int4 counted from 0).
-_LARGEST = {"int8": 128, "int4": 15, "nf4": 127, "ternary": 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -167,23 +165,23 @@ def upper_codes(codes: Tensor) -> Tensor:
 
 
 def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinear:
-    """The layer of a packed weight. Codes are unpacked once: at 1 (int8, ternary) or 4 (in groups) bytes a weight.
+    """The layer of a packed weight. Codes are unpacked once: at 1 (one scale per row) or 4 (in groups) bytes a weight.
 
     Groups whose sums float32 could not hold (of int4 more than 8,800 inputs, of int8 more than 1,032) take 8.
-    fp8's inputs are not rounded: it is a float32 layer.
+    Inputs of codes that are floats (fp8) are not rounded: that is a float32 layer.
     """
-    if weight.scheme.kind == "fp8":
-        return float_linear(fp8.dequantize(weight), weight.bias)
-    n, k = weight.shape
-    kind, size = weight.scheme.kind, weight.scheme.group_size
-    if kind in ("int8", "ternary") and size == 0 and weight.offset is None and weight.perm is None:
+    kind, (n, k), size = KINDS[weight.scheme.kind], weight.shape, weight.scheme.group_size
+    if kind.is_float:
+        return float_linear(dequantize(weight), weight.bias)
+    if not (kind.levels or size or weight.offset is not None or weight.perm is not None):
         # Not `contiguous`: it leaves a single input its old strides, by which the product would read wrong codes.
         codes = weight.codes.t().flatten().view(k, n)
         return Int8Linear(codes, weight.scale[:, 0], weight.bias, weight.input_scale, weight.planes)
     size = size or k
-    codes = INT8_LEVELS.to(weight.codes.device)[weight.codes.long()] if kind == "nf4" else weight.codes
-    scale = weight.scale / 127.0 if kind == "nf4" else weight.scale
-    exact = torch.float32 if 127 * _LARGEST[kind] * size < _EXACT_FLOAT else torch.float64
+    codes, scale = weight.codes, weight.scale
+    if kind.levels:
+        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / 127.0
+    exact = torch.float32 if 127 * kind.largest * size < _EXACT_FLOAT else torch.float64
     groups = -(-k // size)
     codes = torch.nn.functional.pad(codes, (0, groups * size - k))
     laid_out = codes.view(n, groups, size).permute(1, 2, 0).to(exact).contiguous()

@@ -13,6 +13,7 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.contract import Decoder
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 from runtime.kernels.dispatch import Kernel, join, linear
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeLinear
@@ -84,7 +85,7 @@ class _Reader:
         found = self.checkpoint.weight(prefix, unpack=not self.kernel.native)
         self._check(f"{prefix}.weight", tuple(found.shape), shape)
         found = _to(found, self.device)
-        if not (self.planes and isinstance(found, PackedWeight) and found.scheme.kind == "int8"):
+        if not (self.planes and isinstance(found, PackedWeight) and KINDS[found.scheme.kind].has_planes):
             return found
         if found.scheme.group_size:
             raise UserError(

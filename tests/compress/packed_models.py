@@ -60,8 +60,7 @@ def write_packed(source: Path, out: Path, kind: str, targets: tuple[str, ...] = 
         weight = checkpoint.tensor(name)
         if name.endswith(targets) and weight.ndim == 2:
             packed = pack(kind, weight)
-            module = formats.FORMATS[packed.scheme.kind]
-            tensors |= module.to_tensors(packed, prefix)
+            tensors |= formats.to_tensors(packed, prefix, torch.bfloat16)
             schemes[prefix] = packed.scheme
             if packed.perm is not None:
                 ordered.append(prefix)

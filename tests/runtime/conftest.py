@@ -20,6 +20,7 @@ from runtime import formats, native
 from runtime.contract import UNCALIBRATED, Cache, CacheScheme, Decoder, Out, Rows
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import KINDS
 
 VOCABULARY = 320
 Context = tuple[int, ...]
@@ -302,7 +303,7 @@ def pack_as(kind: str, prefix: str, weight: Tensor) -> PackedWeight:
     if kind == "int8 static":
         return int8.pack(weight, input_scale=torch.rand(1, generator=g) * 0.02 + 0.02)
     if not kind.startswith("int") or kind == "int8":
-        return formats.FORMATS[kind].pack(weight)  # type: ignore[index]
+        return KINDS[kind].format.pack(weight)
     bits, size = int(kind[3]), 0 if "rows" in kind else 32
     symmetric = "zero points" not in kind and "order" not in kind
     perm = torch.randperm(weight.shape[1], generator=g) if "order" in kind else None
@@ -318,7 +319,7 @@ def _pack(source: Path, out: Path, kind: str) -> None:
         if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             prefix = name.removesuffix(".weight")
             packed = pack_as(kind, prefix, tensor)
-            written |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, torch.float32)
+            written |= formats.to_tensors(packed, prefix, torch.float32)
             schemes[prefix] = packed.scheme
             if packed.perm is not None:
                 reordered.append(prefix)

@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from runtime.formats import fp8
-from runtime.formats.codes import unpack_nibbles
-from runtime.formats.nf4 import INT8_LEVELS
+from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 from runtime.kernels.triton.weight_layout import CHUNKS, PER_BYTE, Cut, cut
 
 # Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
 MAX_INPUTS = 1 << 17
-# Kinds of integer codes by the scheme's kind, each with its first and last code; the first that holds all is taken.
-_RANGES: dict[str, tuple[tuple[str, int, int], ...]] = {
-    "int8": (("int8", -128, 127),),
-    "int4": (("int4", -8, 7), ("uint4", 0, 15)),
-    "nf4": (("nf4", 0, 15),),
-    "ternary": (("ternary", -1, 1),),
-}
 # Bits of one code in a byte, by how many share it.
 _BITS = {1: 8, 2: 4, 4: 2}
 
@@ -86,7 +79,8 @@ def gpu_weight(
     """
     where = torch.device(device)
     if isinstance(weight, PackedWeight):
-        if weight.scheme.kind == "fp8" and not (planes or weight.planes):
+        kind = KINDS.get(weight.scheme.kind)
+        if kind is not None and kind.is_float and not (planes or weight.planes):
             return _fp8(weight, where)
         return _packed(weight, where, planes or weight.planes)
     return _float(weight, bias, where)
@@ -181,9 +175,9 @@ def _fp8(weight: PackedWeight, device: torch.device) -> GpuWeight:
 
 def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeight:
     kind, (n, k) = weight.scheme.kind, weight.shape
-    if kind not in _RANGES:
+    if kind not in PER_BYTE:
         raise ValueError(f"no Triton kernel for {kind} weights")
-    if planes and kind != "int8":
+    if planes and not KINDS[kind].has_planes:
         raise ValueError(f"only int8 weights have planes, found {kind}")
     if n < 1 or not 1 <= k <= MAX_INPUTS:
         raise ValueError(
@@ -194,10 +188,11 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
     found = _kind(kind, codes)
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
-    scale = _by_group("scale", weight.scale / 127.0 if kind == "nf4" else weight.scale, n, shape, device)
+    levels = KINDS[kind].levels
+    scale = _by_group("scale", weight.scale / 127.0 if levels else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
-    pairs = _pairs().to(device) if found == "nf4" else None
+    pairs = _pairs(KINDS[kind].format.INT8_LEVELS).to(device) if levels else None
     return GpuWeight(
         "planes" if planes else found,
         (n, k),
@@ -215,10 +210,7 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
 
 def _codes(weight: PackedWeight, device: torch.device) -> Tensor:
     """(N, K) int8 on the device, one code a byte."""
-    codes = weight.codes.to(device)
-    if weight.nibbles is not None:
-        minus = 8 if weight.scheme.kind == "int4" else 0
-        codes = unpack_nibbles(codes, minus, high_first=weight.nibbles == "high")
+    codes = with_whole_codes(replace(weight, codes=weight.codes.to(device))).codes
     if codes.ndim != 2 or codes.dtype != torch.int8:
         raise ValueError(f"codes must be (N, K) int8, found {codes.dtype} {list(codes.shape)}")
     return codes
@@ -226,10 +218,11 @@ def _codes(weight: PackedWeight, device: torch.device) -> Tensor:
 
 def _kind(kind: str, codes: Tensor) -> str:
     low, high = (int(v) for v in torch.aminmax(codes))
-    for name, first, last in _RANGES[kind]:
+    for number, (first, last) in enumerate(KINDS[kind].ranges):
         if first <= low and high <= last:
-            return name
-    shown = " or ".join(f"{first}..{last}" for _, first, last in _RANGES[kind])
+            # Nibbles may count from 0, too (int4 with zero points), and are other codes then.
+            return f"u{kind}" if number else kind
+    shown = " or ".join(f"{first}..{last}" for first, last in KINDS[kind].ranges)
     raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
 
 
@@ -252,10 +245,10 @@ def _pack(stored: Tensor, shape: Cut) -> Tensor:
     return packed.view(torch.int8).flatten(1)
 
 
-def _pairs() -> Tensor:
-    """For every byte its two levels of nf4: (256,) int16, the first in the low half."""
+def _pairs(levels: Tensor) -> Tensor:
+    """For every byte its two levels: (256,) int16, the first in the low half; levels (16,) int8."""
     byte = torch.arange(256)
-    low, high = INT8_LEVELS[byte & 15].to(torch.int16), INT8_LEVELS[byte >> 4].to(torch.int16)
+    low, high = levels[byte & 15].to(torch.int16), levels[byte >> 4].to(torch.int16)
     return (low & 255) | (high << 8)
 
 

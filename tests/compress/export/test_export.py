@@ -67,7 +67,7 @@ def write_packed(source: Path, out: Path, pack: Pack) -> Path:
             tensors.setdefault(name, tensor)
             continue
         packed = pack(prefix, tensor)
-        tensors |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, torch.float32)
+        tensors |= formats.to_tensors(packed, prefix, torch.float32)
         schemes[prefix] = packed.scheme
         reordered += [prefix] if packed.perm is not None else []
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

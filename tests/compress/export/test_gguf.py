@@ -192,7 +192,7 @@ def _packed(source: Path, out: Path, make: Callable[[Tensor], PackedWeight], dty
         prefix = name.removesuffix(".weight")
         if name.endswith("_proj.weight"):
             packed = make(tensor)
-            written |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, dtype)
+            written |= formats.to_tensors(packed, prefix, dtype)
             schemes[prefix] = packed.scheme
         else:
             written[name] = tensor.to(dtype)

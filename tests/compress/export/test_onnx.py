@@ -19,6 +19,7 @@ from compress.export.onnx import model as onnx
 from runtime import formats, load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
+from runtime.formats import nf4
 from runtime.formats.packed import PackedWeight
 from tests.compress.onnx_models import export, session, step
 from tests.compress.packed_models import SCHEMES, write_packed
@@ -233,7 +234,7 @@ def _dequantized(written: Any, name: str, packed: PackedWeight) -> torch.Tensor:
         return codes.T.float() * tensors[f"{name}.scales"].unsqueeze(1)
     if "MatMulBnb4" in kinds:
         nibbles = torch.stack((codes >> 4, codes & 15), dim=1).flatten().long()
-        blocks = formats.nf4.LEVELS[nibbles].view(-1, 64) * tensors[f"{name}.absmax"].unsqueeze(1)
+        blocks = nf4.LEVELS[nibbles].view(-1, 64) * tensors[f"{name}.absmax"].unsqueeze(1)
         return blocks.view(n, k)
     about = {a.name: a.i for a in kinds["MatMulNBits"].attribute}
     bits, block = about["bits"], about["block_size"]

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from compress.qat.layers import QuantizedLinear, pack_rounded, round_inputs
-from compress.quantize import rtn
-from runtime.formats import dequantize, int4, int8, nf4
+from runtime.formats import dequantize, int4, int8, nf4, to_tensors
 from runtime.formats.packed import Scheme
 from runtime.kernels.reference import packed_linear
 
@@ -39,7 +38,7 @@ def test_a_trained_layer_computes_what_the_kernel_does_with_its_packed_form(sche
 def test_scales_are_those_that_the_file_holds(stored: torch.dtype) -> None:
     for scheme in SCHEMES:
         packed = pack_rounded(random(16, 128), scheme, stored)
-        tensors = rtn.to_tensors(packed, "x", stored)
+        tensors = to_tensors(packed, "x", stored)
         assert tensors["x.weight_scale"].dtype == stored
         assert torch.equal(tensors["x.weight_scale"].float().flatten(), packed.scale.flatten())
 

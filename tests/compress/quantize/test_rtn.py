@@ -11,6 +11,7 @@ from compress.report.size import bits_per_weight
 from runtime import formats
 from runtime.formats import int4, int8, nf4, ternary
 from runtime.formats.packed import Scheme
+from runtime.formats.schemes import named
 
 
 def weights(n: int = 24, k: int = 256) -> torch.Tensor:
@@ -36,12 +37,12 @@ def weights(n: int = 24, k: int = 256) -> torch.Tensor:
 def test_what_is_described_is_what_is_made_and_stored(
     scheme: str, group: int, symmetric: bool, expected: Scheme
 ) -> None:
-    assert rtn.describe(scheme, group, symmetric) == expected
+    assert named(scheme).scheme(group, symmetric) == expected
     step = 0.25 if scheme == "int8-static" else None
     packed = rtn.quantize(weights(), scheme, group, symmetric=symmetric, input_scale=step)
     assert packed.scheme == expected and (packed.offset is None) == symmetric
     assert (packed.input_scale is None) == (step is None) and packed.input_scale in (None, 0.25)
-    tensors = rtn.to_tensors(packed, "x", torch.bfloat16)
+    tensors = formats.to_tensors(packed, "x", torch.bfloat16)
     assert ("x.weight_zero_point" in tensors) == (not symmetric) and ("x.input_scale" in tensors) == (step is not None)
     # Three bits of mantissa are coarser than int8 where no weight is far out.
     bound = 0.04 if scheme == "fp8" else {8: 0.01, 4: 0.15, 3: 0.35, 2: 0.7}[packed.scheme.bits]
@@ -87,7 +88,7 @@ def test_stored_bits_count_zero_points_and_input_order(scheme: str, bits: int) -
     """As the pipeline counts them: all the tensors of a layer without bias."""
     packed = rtn.quantize(weights(64, 512), scheme, 128, symmetric=False)
     for perm, extra in ((None, 0.0), (torch.arange(511, -1, -1), 32 / 64)):
-        stored = rtn.to_tensors(replace(packed, perm=perm), "x", torch.bfloat16)
+        stored = formats.to_tensors(replace(packed, perm=perm), "x", torch.bfloat16)
         bytes_ = sum(t.numel() * t.element_size() for t in stored.values())
         record = LayerRecord("x", scheme, 128, 64 * 512, bytes_, 0.1)
         assert bits_per_weight([record]) == bits + (16 + bits) / 128 + 128 / (64 * 512) + extra

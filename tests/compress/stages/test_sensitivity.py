@@ -20,10 +20,10 @@ from compress.stages.sensitivity import (
     nearest,
     output_error,
     single_units,
-    stored_bytes,
 )
 from runtime.formats import int4, int8
 from runtime.formats import tensors as stored
+from runtime.formats.schemes import stored_bytes
 
 Tiny = Callable[..., Path]
 CANDIDATES = (Candidate(2, 32), Candidate(4, 64), Candidate(8, 0))
@@ -70,7 +70,7 @@ def test_damage_is_the_divergence_of_the_changed_model(tiny: Tiny, kind: str) ->
             changed = other(tokens).logits.double().log_softmax(-1)
         kl = float((reference.exp() * (reference - changed)).sum(-1).mean())
         assert unit.damage[c] == pytest.approx(kl, rel=1e-4, abs=1e-10)
-        assert unit.stored_bits[c] == 8 * stored_bytes(*layer.weight.shape, candidate)
+        assert unit.stored_bits[c] == 8 * stored_bytes(candidate.stored_as, *layer.weight.shape)
     for unit in found.units:
         assert unit.damage[0] > unit.damage[1] > unit.damage[2] > 0
     # The model is what it was: weights, forwards, hooks.
@@ -133,10 +133,12 @@ def test_weights_that_are_not_finite(tiny: Tiny) -> None:
 def test_sizes_are_the_files(n: int, k: int) -> None:
     weight = torch.randn(n, k)
     packed = int8.pack(weight)
-    assert stored_bytes(n, k, Candidate(8, 0)) == stored.stored_bytes(int8.to_tensors(packed, "layer"))
+    assert stored_bytes(Candidate(8, 0).stored_as, n, k) == stored.tensor_bytes(int8.to_tensors(packed, "layer"))
     for group in (32, 0):
         packed = int4.pack(weight, group)
-        assert stored_bytes(n, k, Candidate(4, group)) == stored.stored_bytes(int4.to_tensors(packed, "layer"))
+        assert stored_bytes(Candidate(4, group).stored_as, n, k) == stored.tensor_bytes(
+            int4.to_tensors(packed, "layer")
+        )
 
 
 def test_rounding_to_nearest_is_the_format_s() -> None:

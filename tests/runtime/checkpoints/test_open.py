@@ -74,8 +74,7 @@ def _write(
         name = f"{prefix}.bias"
         bias = checkpoint.tensor(name).to(dtype) if name in checkpoint.names() else None
         packed = pack(prefix, checkpoint.tensor(f"{prefix}.weight").to(dtype), bias)
-        kind = formats.FORMATS[packed.scheme.kind]
-        stored |= kind.to_tensors(packed, prefix, dtype)
+        stored |= formats.to_tensors(packed, prefix, dtype)
         schemes[prefix] = packed.scheme
         dense[f"{prefix}.weight"] = formats.dequantize(packed)
         if bias is not None:

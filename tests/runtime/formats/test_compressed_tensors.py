@@ -176,10 +176,10 @@ def test_bits_per_weight_count_zero_points_and_input_order(bits: int) -> None:
     weight, shape = weights(64, 512), 2 * 64 / (64 * 512)
     packed = int4.pack(weight, 128, bits=bits, symmetric=False)
     zeros = bits / 128
-    assert int4.bits_per_weight(packed) == bits + 16 / 128 + zeros + shape
-    assert int4.bits_per_weight(int4.pack(weight, 128, bits=bits)) == bits + 16 / 128 + shape
+    assert formats.bits_per_weight(packed) == bits + 16 / 128 + zeros + shape
+    assert formats.bits_per_weight(int4.pack(weight, 128, bits=bits)) == bits + 16 / 128 + shape
     ordered = reorder(packed, torch.randperm(512, generator=generator()))
-    assert int4.bits_per_weight(ordered) == bits + 16 / 128 + zeros + shape + 32 * 512 / weight.numel()
+    assert formats.bits_per_weight(ordered) == bits + 16 / 128 + zeros + shape + 32 * 512 / weight.numel()
 
 
 def test_offsets_that_are_no_zero_points_are_refused() -> None:
@@ -261,7 +261,7 @@ def write(source: Path, out: Path, pack: Callable[[str, Tensor], PackedWeight], 
         prefix = name.removesuffix(".weight")
         if name.endswith("_proj.weight"):
             packed = pack(prefix, tensor)
-            stored |= formats.FORMATS[packed.scheme.kind].to_tensors(packed, prefix, torch.float32)
+            stored |= formats.to_tensors(packed, prefix, torch.float32)
             dense[prefix], schemes[prefix] = formats.dequantize(packed), packed.scheme
             if packed.perm is not None:
                 reordered.append(prefix)

@@ -98,7 +98,7 @@ def test_any_weight_is_rounded_to_its_nearest_code_and_survives_the_file(
 
 
 def test_size_is_eight_bits_and_the_scales() -> None:
-    assert fp8.bits_per_weight(fp8.pack(weights(4, 64))) == 8 + 16 / 64
+    assert formats.bits_per_weight(fp8.pack(weights(4, 64))) == 8 + 16 / 64
 
 
 def damaged(**changes: Tensor | None) -> dict[str, Tensor]:

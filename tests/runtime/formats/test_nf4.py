@@ -7,8 +7,9 @@ import torch
 
 from runtime import formats
 from runtime.errors import UserError
-from runtime.formats import nf4
+from runtime.formats import int8, nf4
 from runtime.formats.nf4 import double_quantize, dynamic_map
+from runtime.formats.packed import PackedWeight
 
 bnb = pytest.importorskip("bitsandbytes.functional")
 
@@ -75,7 +76,7 @@ def test_what_was_packed_is_what_is_read_back(double: bool) -> None:
         assert torch.equal(getattr(back, field), getattr(packed, field))
     again = nf4.to_tensors(back, "a.b")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
-    assert type(back.plain()) is formats.PackedWeight
+    assert type(back.plain()) is PackedWeight
     assert torch.equal(formats.dequantize(back.plain()), nf4.dequantize(packed))
 
 
@@ -95,9 +96,9 @@ def test_bits_per_weight() -> None:
     tables = 64 + 1024
     state = len(nf4.to_tensors(nf4.pack(weight), "x")["x.weight.quant_state.bitsandbytes__nf4"])
     expected = 4 + 8 / 64 + 32 / (64 * 256) + 8 * (tables + state) / weight.numel()
-    assert nf4.bits_per_weight(nf4.pack(weight)) == pytest.approx(expected, abs=1e-9)
-    assert nf4.bits_per_weight(nf4.pack(weight)) < 4.2
-    assert nf4.bits_per_weight(nf4.pack(weight, double_quant=False)) == pytest.approx(4.5, abs=0.01)
+    assert formats.bits_per_weight(nf4.pack(weight)) == pytest.approx(expected, abs=1e-9)
+    assert formats.bits_per_weight(nf4.pack(weight)) < 4.2
+    assert formats.bits_per_weight(nf4.pack(weight, double_quant=False)) == pytest.approx(4.5, abs=0.01)
 
 
 def test_blocks_that_straddle_rows_are_refused() -> None:
@@ -154,4 +155,4 @@ def test_damaged_tensors_are_named(change: dict[str, torch.Tensor | None], messa
 def test_nf4_does_not_mix_with_the_other_library() -> None:
     assert formats.hf_config({"a": nf4.scheme()}, ["lm_head"])["llm_int8_skip_modules"] == ["lm_head"]
     with pytest.raises(ValueError, match="one checkpoint has one library"):
-        formats.hf_config({"a": nf4.scheme(), "b": formats.FORMATS["int8"].scheme()})
+        formats.hf_config({"a": nf4.scheme(), "b": int8.scheme()})

@@ -134,7 +134,7 @@ def test_both_directions_of_the_scale_are_read() -> None:
 
 def test_bits_per_weight_count_codes_and_scale() -> None:
     packed = ternary.pack(_random(64, 128), bias=_random(1, 64)[0])
-    assert ternary.bits_per_weight(packed) == 2 + 16 / (64 * 128)
+    assert formats.bits_per_weight(packed) == 2 + 16 / (64 * 128)
 
 
 def test_weights_that_the_layout_cannot_hold_are_refused() -> None:
@@ -230,8 +230,10 @@ def test_the_class_says_the_direction() -> None:
     config = formats.hf_config({"a": ternary.scheme(), "b": ternary.scheme()}, ["lm_head"])
     theirs = BitNetQuantConfig.from_dict(config)
     assert {key: getattr(theirs, key) for key in config} == config
-    assert ternary.scale_direction(config) == ternary.scale_direction({"quant_method": "bitnet"}) == "divide"
-    assert ternary.scale_direction(config | {"linear_class": "autobitlinear"}) == "multiply"
+    tensors = {"a.weight": torch.zeros(1, 4, dtype=torch.uint8), "a.weight_scale": torch.tensor([4.0])}
+    for said, scale in ((config, 0.25), ({"quant_method": "bitnet"}, 0.25), ({"linear_class": "autobitlinear"}, 4.0)):
+        read = formats.read({"quant_method": "bitnet"} | said, tensors, "a")
+        assert not isinstance(read, torch.Tensor) and bool((read.scale == scale).all())
     formats.check_supported({"quant_method": "bitnet"})
     for other in (nf4.scheme(), int8.scheme()):
         with pytest.raises(ValueError, match="one checkpoint has one library"):
