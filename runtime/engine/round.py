@@ -1,4 +1,4 @@
-"""One round of the engine, piece by piece: who takes part, the rows of the forward, and the verdict on each draft."""
+"""The parts of one round: who takes part, the rows of the forward, what becomes of each draft, and what it took."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, greedy_tokens
+from runtime.sampling.stopping import kept
 from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller, Drafted, Round
-from runtime.speculative.verify import Acceptance, Rule, coupled, depths, greedy, paths, rejection, typical
+from runtime.speculative.verify import Acceptance, Rule, coupled, greedy, rejection, typical
 
 
 @dataclass(eq=False)
-class Live:
+class RequestState:
     """A request with its place in the target's cache, and what has been counted of it.
 
     number   the order in which requests came.
@@ -39,84 +40,80 @@ class Live:
         return self.request.prompt_length + self.request.max_new_tokens
 
 
-class Work(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """One request's part of a forward: `fed` of its tokens from `first` on, then its draft of at most `budget`.
 
-    judged    whether its last token is among them, so that a next one comes of it.
-    decoding  whether it goes on with its text, rather than with its prompt or with what it had before it was put back.
+    samples   whether its last token is among them, so that a next one comes of it.
+    decoding  whether it goes on with its text, rather than with its prompt or with what it had when it was preempted.
     """
 
-    one: Live
+    state: RequestState
     first: int
     fed: int
     budget: int
-    judged: bool
+    samples: bool
     decoding: bool
 
-
-EMPTY = Draft()
-
-
-def handle_of(one: Live) -> int:
-    assert one.handle is not None
-    return one.handle
+    @property
+    def end(self) -> int:
+        """Where the draft begins: where it samples, the length of the text before the round."""
+        return self.first + self.fed
 
 
-def rows_of(work: Sequence[Work], drafts: dict[int, Draft]) -> tuple[Tensor, Rows, Tensor | None]:
+def handle_of(state: RequestState) -> int:
+    assert state.handle is not None
+    return state.handle
+
+
+def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> tuple[Tensor, Rows, Tensor | None]:
     """Tokens and rows of a forward, and which rows' logits are wanted (None: all)."""
     tokens: list[int] = []
     request: list[int] = []
     position: list[int] = []
     parent: list[int] = []
     at: list[int] = []
-    for part in work:
-        text, draft = part.one.request.tokens, drafts.get(part.one.number, EMPTY)
-        base, last = len(tokens), part.first + part.fed
-        tokens += text[part.first : last]
+    for part, draft in zip(batch, drafts, strict=True):
+        base, last = len(tokens), part.end
+        tokens += part.state.request.tokens[part.first : last]
         position += range(part.first, last)
         parent += [-1, *range(base, base + part.fed - 1)]
-        if part.judged:
+        if part.samples:
             end = len(tokens) - 1
             at += range(end, end + 1 + len(draft.tokens))
             tokens += draft.tokens
-            position += [last + depth for depth in depths(draft)]
+            position += [last + depth for depth in draft.depths]
             parent += [end + 1 + above for above in draft.parents]
-        request += [handle_of(part.one)] * (len(tokens) - base)
-    where = Rows(integers(request), integers(position), integers(parent))
-    return integers(tokens), where, None if len(at) == len(tokens) else integers(at)
+        request += [handle_of(part.state)] * (len(tokens) - base)
+    rows = Rows(integers(request), integers(position), integers(parent))
+    return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
 
 
-def along(hidden: Tensor, path: list[int]) -> Tensor | None:
-    """Of hidden (n + 1, hidden), of the text's last token and a draft, the rows of the text and the accepted path.
-
-    They hold until the target's next forward. None where the decoder gives no hidden states.
-    """
-    if not len(hidden):
-        return None
-    if path == list(range(len(path))):
-        return hidden[: len(path) + 1]
-    return hidden[[0, *(1 + i for i in path)]]
-
-
-def asked_of(request: Request, draft: Draft, rule: Rule) -> list[RowSampling]:
-    """What a device is to choose by, for each of the n + 1 nodes of a draft."""
-    if not sampled_on_device(request.sampling, rule):
-        return [ARGMAX] * (len(draft.parents) + 1)
-    position = len(request.tokens)
-    return [RowSampling(request.sampling, position + depth) for depth in (0, *(1 + depth for depth in depths(draft)))]
+def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], rule: Rule) -> list[RowSampling]:
+    """How a device samples at each row of logits: for each part that samples, its draft's n + 1 nodes."""
+    rows: list[RowSampling] = []
+    for part, draft in zip(batch, drafts, strict=True):
+        if not part.samples:
+            continue
+        sampling = part.state.request.sampling
+        if sampled_on_device(sampling, rule):
+            rows += [RowSampling(sampling, part.end + depth) for depth in (0, *(1 + depth for depth in draft.depths))]
+        else:
+            rows += [ARGMAX] * (len(draft.tokens) + 1)
+    return rows
 
 
-def judge(
-    request: Request, draft: Draft, logits: Logits, choices: list[int], rule: Rule, chosen: bool = False
+def verify(
+    request: Request, draft: Draft, logits: Logits, tokens: Sequence[int], rule: Rule, on_device: bool
 ) -> Acceptance:
-    """What the request's rule makes of its draft. logits (n + 1, V) of the draft's nodes; `choices`: their argmax.
+    """What the request's rule accepts of its draft.
 
-    chosen  `choices` are what a device chose by `asked_of` instead.
+    logits  (n + 1, V) of the draft's nodes.
+    tokens  their argmax; with `on_device` what a device sampled by `row_samplings`.
     """
     sampling, position = request.sampling, len(request.tokens)
-    if (sampling.greedy and sampling.plain) or (chosen and sampled_on_device(sampling, rule)):
-        return greedy(choices, draft)
-    context = (sampling, request.tokens, paths(draft), request.prompt_length, request.stop_tokens)
+    if (sampling.greedy and sampling.plain) or (on_device and sampled_on_device(sampling, rule)):
+        return greedy(tokens, draft)
+    context = (sampling, request.tokens, draft.paths, request.prompt_length, request.stop_tokens)
     if sampling.greedy:
         return greedy(greedy_tokens(logits, *context), draft)
     rows = Distributions(logits, *context)
@@ -127,80 +124,87 @@ def judge(
     return rejection(rows, draft, position, sampling.seed)
 
 
-class Counted(NamedTuple):
-    """One round: how many of its requests went on with their text, each draft with its budget, the forward's rows.
+def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden: Tensor) -> Outcome:
+    """Appends the accepted tokens and the target's own to the text, as far as its stop tokens and strings let it go.
 
-    draft_seconds, rest_seconds  wall time until the drafts were there, and from then to the round's end.
+    hidden  (n + 1, hidden) of the text's last token and the draft; of no rows where the decoder gives none.
     """
+    gained = [*(draft.tokens[i] for i in accepted.path), accepted.next_token]
+    count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
+    path = accepted.path[:count]
+    request.tokens += gained[:count]
+    request.noise.forget(len(request.tokens))
+    request.finished = stopped or request.missing <= 0
+    return Outcome(request, path, len(path), hidden_along(hidden, path))
 
-    decoding: int
-    drafts: list[tuple[int, Drafted]]
-    width: int
-    draft_seconds: float
-    rest_seconds: float
+
+def hidden_along(hidden: Tensor, path: list[int]) -> Tensor | None:
+    """Of hidden (n + 1, hidden) the rows of the text's last token and of the accepted path; None where it has no rows.
+
+    They hold until the target's next forward.
+    """
+    if not len(hidden):
+        return None
+    if path == list(range(len(path))):
+        return hidden[: len(path) + 1]
+    return hidden[[0, *(1 + i for i in path)]]
 
 
 def account(
-    work: Sequence[Work],
-    drafts: dict[int, Draft],
-    outcomes: Sequence[Outcome],
-    lengths: Sequence[int],
-    times: tuple[float, float, float, float],
-    width: int,
-) -> Counted:
-    """Counts the round, and gives each request its share of the time: of drafting by heads, of the rest by rows.
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    times: Sequence[float],
+) -> None:
+    """Adds the round to its requests' metrics, with each one's share of the time: of drafting by heads, else by rows.
 
-    outcomes, lengths  of each part that was judged, in order: what came of it, and its text's length before.
-    times              when the round began, its drafts were there, they were judged, and all was done.
-    width              rows of the forward.
+    times  when the round began, its drafts were there, they were verified, and all was done.
     """
     started, drafted, verified, ended = times
-    settled = iter(zip(outcomes, lengths, strict=True))
-    learned: list[tuple[int, Drafted]] = []
-    decoding = 0
-    for part in work:
-        m, draft = part.one.metrics, drafts.get(part.one.number, EMPTY)
-        rows = part.fed + len(draft.tokens)
+    heads = sum(part.budget > 0 for part in batch)
+    width = sum(part.fed + len(draft.tokens) for part, draft in zip(batch, drafts, strict=True))
+    for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
+        metrics, rows = part.state.metrics, part.fed + len(draft.tokens)
         target_share = rows / width
-        draft_share = 1 / len(drafts) if part.one.number in drafts else 0.0
-        spent = (drafted - started) * draft_share + (ended - drafted) * target_share
-        if not drafts:
+        drafting = (drafted - started) / heads if part.budget > 0 else 0.0
+        spent = drafting + (ended - drafted) * target_share
+        if not heads:
             spent += (drafted - started) * target_share
-        m.seconds += spent
-        outcome, length = next(settled) if part.judged else (None, 0)
+        metrics.seconds += spent
         if outcome is None or not part.decoding:
-            m.prompt_seconds += spent
+            metrics.prompt_seconds += spent
             continue
-        at = depths(draft)
-        drafting = (drafted - started) * draft_share
-        if not m.drafted:
-            m.first_seconds += drafting
-            m.first_drafted = len(at)
-        m.count_draft(at, [at[i] for i in outcome.path])
-        m.rounds += 1
-        m.gained += len(part.one.request.tokens) - length
-        m.target_forwards += 1
-        m.target_rows += rows
-        m.draft_seconds += drafting
-        m.target_seconds += (verified - drafted) * target_share
-        decoding += 1
-        if part.budget > 0:
-            chain = draft.parents == [*range(-1, len(at) - 1)]
-            learned.append((part.budget, Drafted(len(at), outcome.length, chain)))
-    return Counted(decoding, learned, width, drafted - started, ended - drafted)
+        if not metrics.drafted:
+            metrics.first_seconds += drafting
+            metrics.first_drafted = len(draft.tokens)
+        metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
+        metrics.rounds += 1
+        metrics.gained += len(outcome.request.tokens) - part.end
+        metrics.target_forwards += 1
+        metrics.target_rows += rows
+        metrics.draft_seconds += drafting
+        metrics.target_seconds += (verified - drafted) * target_share
 
 
-def learn(controller: Controller, work: Sequence[Work], counted: Counted) -> None:
-    """Tells the controller of a round in which every request went on with its text."""
-    if controller.resting(len(work)):
-        controller.rested(counted.draft_seconds + counted.rest_seconds)
+def learn(
+    controller: Controller,
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    times: Sequence[float],
+) -> None:
+    """Tells the controller of a round in which every request went on with its text; arguments as for `account`."""
+    started, drafted, _, ended = times
+    if controller.resting(len(batch)):
+        controller.rested(ended - started)
         return
-    whole: tuple[Drafted, ...] = ()
-    budget, behind = 0, False
-    if counted.drafts:
-        budget = max(own for own, _ in counted.drafts)
+    budget = max(part.budget for part in batch)
+    found = tuple(
+        Drafted(len(draft.tokens), outcome.length, draft.is_chain)
+        for part, draft, outcome in zip(batch, drafts, outcomes, strict=True)
         # A text about to end drafts less than the others: that says nothing of this γ.
-        whole = tuple(one for own, one in counted.drafts if own == budget)
-        behind = any(part.budget > 0 and not part.one.drafted for part in work)
-    seconds = (counted.draft_seconds, counted.rest_seconds)
-    controller.observe(Round(len(work), budget, whole, counted.width, *seconds, behind))
+        if outcome is not None and part.budget == budget > 0
+    )
+    behind = any(part.budget > 0 and not part.state.drafted for part in batch)
+    width = sum(1 + len(draft.tokens) for draft in drafts)
+    controller.observe(Round(len(batch), budget, found, width, drafted - started, ended - drafted, behind))

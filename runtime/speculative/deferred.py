@@ -1,4 +1,8 @@
-"""Drafts that stay on the device: the host reads their tokens together with the target's choices (on_device.py)."""
+"""Drafts that stay on the device until the target has verified them: what such a drafter offers the loop.
+
+A draft model on the target's device need not be waited for: its tokens go to the target's forward there, and the host
+reads drafts and verified tokens together (model/on_device.py is the decoder's side of it).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,14 +48,14 @@ class DeferredDrafter(Protocol):
         """Drafts without waiting for the tokens; None, with nothing changed, where this drafter cannot."""
 
     def settle(
-        self, requests: Sequence[Request], later: DeferredDrafts, tokens: Sequence[Sequence[int]]
+        self, requests: Sequence[Request], deferred: DeferredDrafts, tokens: Sequence[Sequence[int]]
     ) -> list[Draft]:
-        """One draft per request of the same call, now that the tokens of `later` are known.
+        """One draft per request of the same call, now that the tokens of `deferred` are known.
 
-        Raises UserError where the draft's logits were no numbers.
+        Raises UserError where the draft's logits were not finite.
         """
 
 
 def sampled_on_device(sampling: Sampling, rule: Rule) -> bool:
-    """Whether a request's tokens can be chosen on the device."""
+    """Whether a request's tokens can be sampled on the device."""
     return sampling.plain and (sampling.greedy or rule == "coupled")

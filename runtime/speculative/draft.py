@@ -1,7 +1,11 @@
-"""Proposers: the contract that the speculative loop knows them by. One file per drafter beside this one."""
+"""What the loop and the drafters share: a request, a draft, what became of it, and the drafters' contract.
+
+The drafters themselves are in drafters/, one file each.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -61,6 +65,35 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """For each of the n tokens how many others stand between it and the text."""
+        above: list[int] = []
+        for parent in self.parents:
+            above.append(0 if parent < 0 else above[parent] + 1)
+        return above
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """For each of the n + 1 nodes the tokens before it: [] for the text, the path to token i for node i + 1."""
+        before: list[list[int]] = [[]]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            before.append([*before[parent + 1], token])
+        return before
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Indices of the tokens below each node, in draft order; −1 is the request's last token."""
+        below: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            below.setdefault(parent, []).append(index)
+        return below
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return self.parents == [*range(-1, len(self.parents) - 1)]
 
 
 @dataclass(frozen=True)

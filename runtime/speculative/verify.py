@@ -34,30 +34,6 @@ class TargetRows(Protocol):
         """(V,) float64."""
 
 
-def children(draft: Draft) -> dict[int, list[int]]:
-    """Indices of the draft tokens below each node, in draft order; −1 is the request's last token."""
-    below: dict[int, list[int]] = {}
-    for index, parent in enumerate(draft.parents):
-        below.setdefault(parent, []).append(index)
-    return below
-
-
-def paths(draft: Draft) -> list[list[int]]:
-    """For each of the n + 1 rows the draft tokens before it: [] for row 0, the root path to token i for row i + 1."""
-    before: list[list[int]] = [[]]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        before.append([*before[parent + 1], token])
-    return before
-
-
-def depths(draft: Draft) -> list[int]:
-    """For each of the n draft tokens how many others stand between it and the text."""
-    above: list[int] = []
-    for parent in draft.parents:
-        above.append(0 if parent < 0 else above[parent] + 1)
-    return above
-
-
 def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
     """Raises ValueError for a draft that breaks the drafter's contract (a programming error, not a user's)."""
     count = len(draft.tokens)
@@ -71,9 +47,9 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
         raise ValueError(f"draft probabilities must be {(count, vocab_size)}, found {tuple(draft.probs.shape)}")
 
 
-def greedy(choices: Sequence[int], draft: Draft) -> Acceptance:
-    """Accepts the path on which every token is the target's own choice; choices (n + 1) are its argmax at each row."""
-    return _walk(draft, lambda row, depth: choices[row])
+def greedy(tokens: Sequence[int], draft: Draft) -> Acceptance:
+    """Accepts the path on which every token is the target's own; tokens (n + 1) are its argmax at each row."""
+    return _walk(draft, lambda row, depth: tokens[row])
 
 
 def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Acceptance:
@@ -85,11 +61,11 @@ def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noi
     noise     the function `exponential`, or a memo of it.
     """
 
-    def choose(row: int, depth: int) -> int:
+    def target_token(row: int, depth: int) -> int:
         distribution = target_rows[row].numpy()
         return race(distribution, noise(seed, position + depth, len(distribution)))
 
-    return _walk(draft, choose)
+    return _walk(draft, target_token)
 
 
 def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -> Acceptance:
@@ -104,7 +80,7 @@ def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -
     position  absolute position of the first draft token.
     Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
     """
-    below = children(draft)
+    below = draft.children
     path: list[int] = []
     node = -1
     while True:
@@ -144,7 +120,7 @@ def typical(
     position  absolute position of the first draft token.
     noise     the function `exponential`, or a memo of it.
     """
-    below = children(draft)
+    below = draft.children
     longest: list[int] = []
     # Depth first, in draft order: of equally long paths the first one found is taken.
     open_paths: list[list[int]] = [[]]
@@ -171,13 +147,13 @@ def _typical(row: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[
     return out
 
 
-def _walk(draft: Draft, choose: Callable[[int, int], int]) -> Acceptance:
-    """Follows the target's choices, choose(row, depth), as long as the draft holds them."""
-    below = children(draft)
+def _walk(draft: Draft, target_token: Callable[[int, int], int]) -> Acceptance:
+    """Follows the target's tokens, target_token(row, depth), as long as the draft holds them."""
+    below = draft.children
     path: list[int] = []
     node = -1
     while True:
-        token = choose(node + 1, len(path))
+        token = target_token(node + 1, len(path))
         match = next((child for child in below.get(node, []) if draft.tokens[child] == token), None)
         if match is None:
             return Acceptance(path, token)

@@ -97,7 +97,7 @@ class ModelDrafter:
     def propose_deferred(
         self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device
     ) -> DeferredDrafts | None:
-        """See device_rounds.DeferredDrafter: greedy and `coupled` drafts of a model on the same device."""
+        """See DeferredDrafter: greedy and `coupled` drafts of a model on the same device."""
         decoder = self._decoder
         if not isinstance(decoder, DeviceRounds) or decoder.device != device:
             return None
@@ -116,11 +116,11 @@ class ModelDrafter:
         return DeferredDrafts(drafted, counts, chains)
 
     def settle(
-        self, requests: Sequence[Request], later: DeferredDrafts, tokens: Sequence[Sequence[int]]
+        self, requests: Sequence[Request], deferred: DeferredDrafts, tokens: Sequence[Sequence[int]]
     ) -> list[Draft]:
-        """See device_rounds.DeferredDrafter."""
+        """See DeferredDrafter."""
         drafts = [Draft() for _ in requests]
-        for i, count, row in zip(later.chains, later.counts, tokens, strict=True):
+        for i, count, row in zip(deferred.chains, deferred.counts, tokens, strict=True):
             drafted = list(row[:count])
             if NON_FINITE in drafted:
                 raise not_finite("draft")

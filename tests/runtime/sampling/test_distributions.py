@@ -120,7 +120,7 @@ def enumerated_rejection(
             patch.setattr(verify, "uniforms", lambda seed, at, stream, count: [Coin(choose)] * count)
             patch.setattr(verify, "pick", lambda row, uniform: choose(row / row.sum()))
             draft = propose(choose)
-            depth = [0, *(d + 1 for d in verify.depths(draft))]
+            depth = [0, *(d + 1 for d in draft.depths)]
             verdict = rejection(torch.tensor(p[depth]), draft, 10, 0)
         out = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
         return (out[0], out[1]) if len(out) > 1 else (out[0],)
@@ -209,7 +209,7 @@ def test_siblings_without_their_own_distributions_are_not_exact(monkeypatch: pyt
 
     def propose(choose: Choose) -> Draft:
         draft = grown(ShapedTree(STATIC, 5, 9), drawing(choose, Q3, 2))
-        return Draft(draft.tokens, draft.parents, torch.from_numpy(Q3[verify.depths(draft)]))
+        return Draft(draft.tokens, draft.parents, torch.from_numpy(Q3[draft.depths]))
 
     joint = enumerated_rejection(monkeypatch, P3, propose)
     assert joint.sum() == pytest.approx(1) and np.abs(joint - np.outer(P3[0], P3[1])).max() > 1e-3
@@ -276,7 +276,7 @@ def counted(
     counts = np.zeros((V, V))
     for seed in range(draws):
         draft = proposal(shape, rule, q, seed)
-        target = torch.from_numpy(p[[0, *(d + 1 for d in verify.depths(draft))]])
+        target = torch.from_numpy(p[[0, *(d + 1 for d in draft.depths)]])
         verdict = decide(target, draft, AT, seed)
         out = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
         if len(out) == 1 and rule == "coupled":

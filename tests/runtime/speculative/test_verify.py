@@ -12,7 +12,7 @@ from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculative import verify
 from runtime.speculative.draft import Draft
-from runtime.speculative.verify import Acceptance, children, coupled, greedy, paths, rejection
+from runtime.speculative.verify import Acceptance, coupled, greedy, rejection
 
 ChiSquared = Callable[[np.ndarray, np.ndarray], float]
 V = 16
@@ -153,9 +153,9 @@ PARENTS = [-1, -1, 0, 0, 1]
 
 def test_paths_and_children() -> None:
     draft = Draft([5, 6, 7, 8, 9], PARENTS)
-    assert paths(draft) == [[], [5], [6], [5, 7], [5, 8], [6, 9]]
-    assert children(draft) == {-1: [0, 1], 0: [2, 3], 1: [4]}
-    assert paths(Draft()) == [[]]
+    assert draft.paths == [[], [5], [6], [5, 7], [5, 8], [6, 9]]
+    assert draft.children == {-1: [0, 1], 0: [2, 3], 1: [4]}
+    assert Draft().paths == [[]]
 
 
 def test_greedy_walks_the_target_s_choices() -> None:

@@ -22,7 +22,6 @@ from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, TreeShape
-from runtime.speculative.verify import depths, paths
 
 Fake = Callable[..., Any]
 PLANS = {"static": TreeShape((2, 2, 1, 1)), "dynamic": Growth(depth=3, width=2, branch=3)}
@@ -196,7 +195,7 @@ def test_the_cache_is_in_step(fake: Fake, plan: str, sampling: Sampling, rule: s
             assert same(draft, anew(model, PLANS[plan], text, budget, rule))
             assert len(draft.tokens) <= budget and (budget == 0 or draft.tokens)
             leaf = int(torch.randint(-1, len(draft.tokens), (1,), generator=random))
-            text.tokens += [*paths(draft)[leaf + 1], int(torch.randint(0, 320, (1,), generator=random))]
+            text.tokens += [*draft.paths[leaf + 1], int(torch.randint(0, 320, (1,), generator=random))]
         fed.append(model.decoder.caches[0].slots[0][:3])
     for text in texts:
         drafter.close(text)
@@ -240,7 +239,7 @@ def test_children_of_coupled_are_ranked_with_the_target_s_noise(fake: Fake) -> N
     text = request([5, 6, 7], sampling=sampling)
     for plan in PLANS.values():
         [draft] = TreeDrafter(model, plan).propose([text], [6])
-        for node, (before, depth) in enumerate(zip(paths(draft), [-1, *depths(draft)], strict=True)):
+        for node, (before, depth) in enumerate(zip(draft.paths, [-1, *draft.depths], strict=True)):
             own = [draft.tokens[i] for i, parent in enumerate(draft.parents) if parent == node - 1]
             context = tuple([*text.tokens, *before][-3:])
             row = probabilities(torch.tensor(model.decoder.law(context), dtype=torch.float32), sampling).numpy()
@@ -255,7 +254,7 @@ def test_positions_and_vocabularies(fake: Fake) -> None:
         deepest = []
         for count in (9, 10, 11, 12, 13, 40):
             [draft] = drafter.propose([request(list(range(1, count + 1)), count)], [6])
-            deepest.append(max(depths(draft), default=-1) + 1)
+            deepest.append(max(draft.depths, default=-1) + 1)
         assert deepest[2:] == [2, 1, 0, 0] and deepest[0] >= 2
     sampling = Sampling(temperature=9.0, seed=1)
     wide = TreeDrafter(fake(1), verify="rejection", vocab_size=400)
