@@ -14,8 +14,9 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from calib.corpora import STANDARD_LIBRARY, Corpus
 from calib.errors import UserError
 from calib.sources import is_held_out, package_files, standard_library
 from calib.token_bytes import Ints
-from calib.windows import remainder, start_token
+from calib.windows import Windows, make_windows, remainder, start_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +92,7 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class Measured:
-    """The text that calibration and evaluation read, and how `make_windows` cut it.
+    """The text that calibration and evaluation read, and how `make_windows` cuts it.
 
     source  as calib.corpora.load was given it; corpus what came of it.
     """
@@ -105,6 +106,21 @@ class Measured:
     seed: int
     separator: int | None
 
+    @cached_property
+    def windows(self) -> Windows:
+        """Cut once. Raises UserError for text that is too short."""
+        return make_windows(self.corpus, self.tokenizer, **self._cut)
+
+    @cached_property
+    def rest(self) -> tuple[list[str], list[Ints]]:
+        """What the windows leave for training: texts, and runs of tokens, as `calib.windows.remainder` has them."""
+        return remainder(self.corpus, self.tokenizer, **self._cut)
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        names = ("length", "calibration", "evaluation_tokens", "seed", "separator")
+        return {name: getattr(self, name) for name in names}
+
 
 def gather(source: str | None, measured: Measured) -> TrainingText:
     """The text of `source` (None: the source that is measured on) without what is measured on.
@@ -115,16 +131,7 @@ def gather(source: str | None, measured: Measured) -> TrainingText:
     if wished in (STANDARD_LIBRARY, PYTHON):
         return _of_library(measured.corpus, packages=wished == PYTHON)
     if wished == measured.source:
-        documents, runs = remainder(
-            measured.corpus,
-            measured.tokenizer,
-            length=measured.length,
-            calibration=measured.calibration,
-            evaluation_tokens=measured.evaluation_tokens,
-            seed=measured.seed,
-            separator=measured.separator,
-        )
-        return _text(f"{measured.corpus.name} (the rest)", documents, runs)
+        return _text(f"{measured.corpus.name} (the rest)", *measured.rest)
     corpus = corpora.load(wished)
     kept, leaks = _without_copies(corpus.documents, marks(measured.corpus.documents))
     return _text(corpus.name, kept, left_out={_COPIES_OF_HELD_OUT: leaks})

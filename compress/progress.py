@@ -2,11 +2,17 @@
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+# (stage, done, total), as everywhere in a run.
+Progress = Callable[[str, int, int], None]
+# A line for people.
+Note = Callable[[str], None]
 
 _TITLES = {
     "check": "Checking",
@@ -31,6 +37,14 @@ _TITLES = {
     "page": "Writing the report",
 }
 _EVERY = 5.0  # seconds between plain lines of one stage
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress for those who do not want to see any."""
+
+
+def unsaid(line: str) -> None:
+    """Notes for those who do not want to read any."""
 
 
 def title_of(stage: str) -> str:

@@ -1,8 +1,11 @@
-"""What the pipeline hands to the report: what was asked, what was done, where it lies."""
+"""What the pipeline hands to the report besides the run's context: what was done, where it lies."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from calib.training_text import Measured
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,11 @@ class LeftAlone:
 class RunFacts:
     """A finished artifact before its report. Paths are real directories (`folder` may still be the partial one).
 
+    text     what calibration read, and what the report is to measure on.
     pruned   linear layers, by their names in `model`, of which single weights were set to zero.
     exports  what was made of `model` for other engines: Exported.to_dict() of each.
     """
 
-    recipe: dict[str, Any]
     model_name: str
     draft_name: str | None
     original: Path
@@ -65,23 +68,7 @@ class RunFacts:
     layers: tuple[LayerRecord, ...]
     left_alone: tuple[LeftAlone, ...]
     calibration: dict[str, Any]
-    command: str
-    seed: int
+    text: "Measured"
     versions: dict[str, str] = field(default_factory=dict)
     pruned: tuple[str, ...] = ()
     exports: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """How the report measures. `speed` off: every speed figure is null, with that reason."""
-
-    text: str | None = None
-    samples: int = 16
-    seq_len: int = 512
-    eval_tokens: int = 16_384
-    new_tokens: int = 64
-    draft_length: int = 4
-    speed: bool = True
-    device: str = "cpu"
-    threads: int | None = None

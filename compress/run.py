@@ -6,19 +6,24 @@ python -m compress.run --list
 
 import shlex
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
 
+# Fields of RunContext that a command to repeat the run does not have.
+_UNSHOWN = ("recipe", "resume", "force", "shard_bytes", "command", "progress", "note")
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Option(help="Built-in recipe (see --list) or a YAML file.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Model directory or hub name.", show_default="the embedded pair's target")
@@ -38,14 +43,20 @@ def main(
             show_default="this Python's standard library, held-out files",
         ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration windows.", show_default="16")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.", show_default="512")] = None,
-    eval_tokens: Annotated[int, typer.Option(help="Tokens to measure quality on; 0: measure none.")] = 16_384,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = 64,
-    draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = 4,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration windows.", show_default=str(RunContext.samples))
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a window.", show_default=str(RunContext.seq_len))
+    ] = None,
+    eval_tokens: Annotated[
+        int, typer.Option(help="Tokens to measure quality on; 0: measure none.")
+    ] = RunContext.eval_tokens,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = RunContext.new_tokens,
+    draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = RunContext.draft_length,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = RunContext.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = RunContext.seed,
     memory_budget: Annotated[
         str | None,
         typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free"),
@@ -67,34 +78,13 @@ def main(
     """Compresses a model by a recipe, pairs it with a draft, measures size, quality and speed, writes the report."""
     # Ctrl-C counts from the first import on: they take seconds.
     with without_traceback(USER_ERRORS):
-        _main(
-            recipe,
-            model,
-            out,
-            list_,
-            {
-                "draft": draft,
-                "calib": calib,
-                "samples": samples,
-                "seq_len": seq_len,
-                "eval_tokens": eval_tokens,
-                "new_tokens": new_tokens,
-                "draft_length": draft_length,
-                "device": device,
-                "threads": threads,
-                "seed": seed,
-                "memory_budget": memory_budget,
-                "minutes": minutes,
-                "tokens": tokens,
-                "export": export,
-                "resume": resume,
-                "force": force,
-                "speed": not no_speed,
-            },
-        )
+        _main(**context.params)
 
 
-def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, given: dict[str, Any]) -> None:
+def _main(
+    recipe: str | None, list_: bool, export: str, memory_budget: str | None, no_speed: bool, **options: Any
+) -> None:
+    """`options`: the fields of RunContext that are as the command line has them."""
     from compress.recipe import Recipe, built_in
 
     if list_:
@@ -107,20 +97,16 @@ def _main(recipe: str | None, model: str | None, out: str | None, list_: bool, g
     from compress.export import names_in
     from compress.pipeline import run
     from compress.pipeline.forecast import parse_size
-    from compress.pipeline.options import Options, check_ranges
+    from compress.progress import show
     from compress.training.parallel import follows
 
-    given["export"] = tuple(names_in(given["export"]))
-    if given["memory_budget"] is not None:
-        given["memory_budget"] = parse_size(given["memory_budget"])
-    options = Options(**given)
-    check_ranges(options)
+    options["export"] = tuple(names_in(export))
+    options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
+    context = RunContext.of(chosen, speed=not no_speed, **options)
     _quiet_libraries()
-    from compress.progress import show
-
     with show() as progress:
-        command = command_line(recipe, model, out, options)
-        artifact = run(model, chosen, out, options, progress, command=command, note=progress.note)
+        command = command_line(recipe, context)
+        artifact = run(replace(context, command=command, progress=progress, note=progress.note))
     if not follows():
         _summary(artifact.report, artifact.path)
 
@@ -133,23 +119,18 @@ def _quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def command_line(recipe: str, model: str | None, out: str | None, options: Any) -> str:
-    """The command that gives this run again, without paths from outside the current directory."""
-    from dataclasses import fields
-
-    words = ["python", "-m", "compress.run", "--recipe", _shown(recipe)]
-    for name, value in (("model", model), ("out", out)):
-        words += [f"--{name}", _shown(value)] if value is not None else []
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value == field.default or field.name in ("resume", "force", "shard_bytes"):
+def command_line(recipe: str, context: RunContext) -> str:
+    """The command that gives this run again, without paths from outside the current directory; `recipe` names it."""
+    words, plain = ["python", "-m", "compress.run", "--recipe", _shown(recipe)], RunContext.of(context.recipe)
+    for name in (one.name for one in fields(RunContext) if one.name not in _UNSHOWN):
+        value = getattr(context, name)
+        if value == getattr(plain, name):
             continue
-        if field.name == "speed":
+        if name == "speed":
             words.append("--no-speed")
-        elif field.name == "export":
-            words += ["--export", ",".join(value)]
         else:
-            words += ["--" + field.name.replace("_", "-"), _shown(value)]
+            shown = ",".join(value) if name == "export" else _shown(value)
+            words += ["--" + name.replace("_", "-"), shown]
     return shlex.join(words)
 
 

@@ -100,9 +100,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def pair_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`pair_target("nf4")` is the embedded pair's target by that recipe; also "original", and "ternary"."""
-    from compress import Recipe
     from compress.model.source import default_pair
-    from compress.pipeline import Options, run
+    from compress.pipeline import compress
 
     source: Path = default_pair()[0]
     made: dict[str, Path] = {"original": source}
@@ -114,7 +113,7 @@ def pair_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
                 made[name] = write_ternary(source, out)
             else:
                 # Only the weights are wanted here: no report.
-                made[name] = run(str(source), Recipe.load(name), out, Options(), report=lambda *_: {}).model
+                made[name] = compress(source, name, out, report=lambda *_: {}).model
         return made[name]
 
     return get

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from calib.sources import is_held_out, standard_library
-from compress import Artifact, Recipe
+from compress import Artifact
 from compress.model.source import default_pair
-from compress.pipeline import Options, run
+from compress.pipeline import compress
 from compress.records import RunFacts
 from compress.report.size import bits_per_weight, weight_bytes
 from runtime import Model, load
@@ -39,7 +39,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return {}
 
     out = tmp_path_factory.mktemp("artifacts") / request.param
-    return request.param, run(None, Recipe.load(request.param), out, Options(), report=keep), seen[0]
+    return request.param, compress(None, request.param, out, report=keep), seen[0]
 
 
 def ours(model: Model, tokens: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from compress.errors import UserError
 
 # Names within a partial run folder: of the folder of trained stages, and of the checkpoint of one that is not done.
 STAGES, TRAINING = "stages", "training.json"
+# Most bytes in one file of weights.
+SHARD_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)

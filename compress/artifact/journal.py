@@ -16,7 +16,7 @@ from compress.errors import UserError
 
 NAME = "journal.json"
 COPY = "journal.json.copy"
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass

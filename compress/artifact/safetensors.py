@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from compress.artifact import SHARD_BYTES
 from compress.artifact.files import sync_folder, whole, write_json
 
-SHARD_BYTES = 1_000_000_000
 INDEX = "model.safetensors.index.json"
 NAMES = {
     torch.float64: "F64",

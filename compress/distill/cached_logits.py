@@ -21,9 +21,9 @@ from compress.artifact import files
 from compress.distill.divergences import Divergence, collapse, divergence
 from compress.distill.teacher import Teacher, of_model
 from compress.errors import UserError
+from compress.progress import Progress
 from compress.recipe.training import Settings
 from compress.recipe.training_stages import Answers
-from compress.training.contract import Progress
 from compress.training.data import PackedBatches
 from compress.training.parallel import World, alone, current
 

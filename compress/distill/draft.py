@@ -27,7 +27,7 @@ from compress.training.data import PackedBatches, portions
 from compress.training.loop import train
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
     from runtime.model.load import Model
 
 # Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
@@ -36,8 +36,8 @@ _PROMPTS, _NEW_TOKENS = 24, 64
 _SAMPLING = 0.2
 
 
-def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
-    """Aligns the draft at `given.draft` (None: one made of the original) with the packed model at `given.model`.
+def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
+    """Aligns the draft at `context.draft` (None: one made of the original) with the packed model at `context.model`.
 
     Writes the plain directory `out`. Returns, for the report: what the loop says of the run, `acceptance` before and
     after on held-out windows, `samples` that the target has written with the seconds that took, and `made_of`, the
@@ -47,41 +47,43 @@ def run(stage: Draft, given: "Given", out: Path) -> dict[str, Any]:
     from runtime import load
     from runtime.sampling.detokenize import require_same_vocabulary
 
-    given.work.mkdir(parents=True, exist_ok=True)
-    source, made_of = given.draft, None
+    context.work.mkdir(parents=True, exist_ok=True)
+    source, made_of = context.draft, None
     if source is None:
-        source = given.work / "made"
-        made_of = _make(stage, given, source)
-    target = load(given.model, device=given.device, threads=given.threads)
-    before_model = load(source, device=given.device, threads=given.threads)
+        source = context.work / "made"
+        made_of = _make(stage, context, source)
+    target = load(context.model, device=context.device, threads=context.run.threads)
+    before_model = load(source, device=context.device, threads=context.run.threads)
     require_same_vocabulary(target.tokenizer, before_model.tokenizer)
-    prompts = given.held_out[:_PROMPTS, : min(stage.prompt, given.held_out.shape[1])].tolist()
+    prompts = context.held_out[:_PROMPTS, : min(stage.prompt, context.held_out.shape[1])].tolist()
 
     def accepted(draft: "Model") -> acceptance.Acceptance:
-        return acceptance.measure(target, draft, given.held_out, prompts, _NEW_TOKENS)
+        return acceptance.measure(target, draft, context.held_out, prompts, _NEW_TOKENS)
 
     before = accepted(before_model)
     del before_model
-    student = float_model.load(source, given.device)
+    student = float_model.load(source, context.device)
     frozen = float_model.freeze_fused(student, source)
     blocks = {name for name, _ in float_model.block_matrices(student, source)}
-    samples = _samples(stage, given, target)
+    samples = _samples(stage, context, target)
     task = DraftTask(
         stage,
         student,
         of_decoder(target.decoder),
-        given.held_out,
+        context.held_out,
         blocks,
-        writer=_student_writer(stage, given, student, target),
+        writer=_student_writer(stage, context, student, target),
         samples=samples,
-        autocast=given.settings.autocast,
+        autocast=context.settings.autocast,
     )
-    batches = PackedBatches(given.tokens, given.settings)
-    budget = _left(given.budget, samples)
-    result = train(task, batches, budget, given.settings, given.work, given.progress, given.note, stage="draft")
-    float_model.write(student, source, out, given.shard_bytes)
-    after = accepted(load(out, device=given.device, threads=given.threads))
-    given.note(
+    batches = PackedBatches(context.tokens, context.settings)
+    budget = _left(context.budget, samples)
+    result = train(
+        task, batches, budget, context.settings, context.work, context.run.progress, context.run.note, stage="draft"
+    )
+    float_model.write(student, source, out, context.run.shard_bytes)
+    after = accepted(load(out, device=context.device, threads=context.run.threads))
+    context.run.note(
         f"draft: greedy acceptance at {acceptance.DRAFT_LENGTH} drafted tokens {_shown(before.acceptance_rate)} -> "
         f"{_shown(after.acceptance_rate)}, agreement {before.agreement:.3f} -> {after.agreement:.3f}"
     )
@@ -189,33 +191,33 @@ class DraftTask:
         return Loss(found / new.shape[1])
 
 
-def _make(stage: Draft, given: "Given", out: Path) -> tuple[int, ...]:
+def _make(stage: Draft, context: "StageContext", out: Path) -> tuple[int, ...]:
     """A new draft of the original's blocks; the target's are packed."""
-    original = float_model.load(given.original, given.device)
+    original = float_model.load(context.original, context.device)
     count = draft_init.count_of(stage.keep, int(original.config.num_hidden_layers))
-    kept = draft_init.choose_blocks(original, given.held_out, count, stage.blocks)
+    kept = draft_init.choose_blocks(original, context.held_out, count, stage.blocks)
     shutil.rmtree(out, ignore_errors=True)  # a run before this one may have left half of it
-    draft_init.write_draft(given.original, kept, out, given.shard_bytes)
-    given.note(f"draft: made of {count} of the original's blocks, numbers {', '.join(map(str, kept))}")
+    draft_init.write_draft(context.original, kept, out, context.run.shard_bytes)
+    context.run.note(f"draft: made of {count} of the original's blocks, numbers {', '.join(map(str, kept))}")
     return kept
 
 
-def _samples(stage: Draft, given: "Given", target: "Model") -> Samples | None:
+def _samples(stage: Draft, context: "StageContext", target: "Model") -> Samples | None:
     """What the target writes, greedily and at temperature 1 in turn: written once, and found again by a resumed run."""
     if not stage.teacher:
         return None
     writers = [on_policy.decoder_writer(target.decoder, temperature) for temperature in (0.0, 1.0)]
-    minutes, tokens = given.budget.minutes, given.budget.tokens
+    minutes, tokens = context.budget.minutes, context.budget.tokens
     # No more than training will read.
-    enough = stage.samples if tokens is None else math.ceil(stage.teacher * tokens / given.settings.length)
+    enough = stage.samples if tokens is None else math.ceil(stage.teacher * tokens / context.settings.length)
     return on_policy.write_samples(
-        given.work / "samples.bin",
+        context.work / "samples.bin",
         writers,
-        _prompts(given.tokens, stage.prompt),
+        _prompts(context.tokens, stage.prompt),
         min(stage.samples, enough),
-        given.settings.length + 1,
-        given.seed,
-        given.progress,
+        context.settings.length + 1,
+        context.run.seed,
+        context.run.progress,
         seconds=None if minutes is None else 60 * minutes * _SAMPLING,
     )
 
@@ -230,16 +232,16 @@ def _prompts(tokens: Any, length: int) -> Callable[[int, torch.Generator], Tenso
     return take
 
 
-def _student_writer(stage: Draft, given: "Given", student: Any, target: "Model") -> Writer | None:
+def _student_writer(stage: Draft, context: "StageContext", student: Any, target: "Model") -> Writer | None:
     """The runtime's kernels on a CPU, transformers elsewhere (there minillm draws from the student alone)."""
     if not stage.on_policy_fraction:
         return None
-    if given.device != "cpu":
+    if context.device != "cpu":
         return on_policy.model_writer(student)
     mixed = stage.loss == "minillm" and stage.teacher_mix > 0
 
     def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
-        now = on_policy.snapshot(student, given.work / "policy", given.threads)
+        now = on_policy.snapshot(student, context.work / "policy", context.run.threads)
         if mixed:
             return minillm.mixed_writer(now, target.decoder, stage.teacher_mix)(prompts, new, generator)
         return on_policy.decoder_writer(now)(prompts, new, generator)

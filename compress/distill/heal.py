@@ -17,29 +17,40 @@ from compress.training.data import PackedBatches
 from compress.training.loop import train
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
 
 
-def run(stage: Heal, given: "Given", out: Path) -> dict[str, Any]:
-    """Heals the plain model at `given.model` and writes the plain directory `out`.
+def run(stage: Heal, context: "StageContext", out: Path) -> dict[str, Any]:
+    """Heals the plain model at `context.model` and writes the plain directory `out`.
 
     Returns, for the report: what the loop says of the run, `perplexity` of the held-out windows for the original, the
     pruned and the healed model as it is written, and `frozen`, parameters that were not trained (fused experts).
     Raises UserError for whatever stops the loop.
     """
-    teacher, student = (float_model.load(folder, given.device) for folder in (given.original, given.model))
-    frozen = float_model.freeze_fused(student, given.model)
-    matrices = float_model.block_matrices(student, given.model)
-    original = float_model.held_out_loss(teacher, given.held_out)
-    packed = PackedBatches(given.tokens, given.settings)
+    teacher, student = (float_model.load(folder, context.device) for folder in (context.original, context.model))
+    frozen = float_model.freeze_fused(student, context.model)
+    matrices = float_model.block_matrices(student, context.model)
+    original = float_model.held_out_loss(teacher, context.held_out)
+    packed = PackedBatches(context.tokens, context.settings)
     batches: Batches = packed
     if stage.answers is not None:
-        teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
-    task = HealTask(student, teacher, given.held_out, stage, {name for name, _ in matrices}, given.settings.autocast)
-    result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage="heal")
-    float_model.write(student, given.model, out, given.shard_bytes)
+        teacher, batches = keep(stage.answers, teacher, packed, context.settings, context.work, context.run.progress)
+    task = HealTask(
+        student, teacher, context.held_out, stage, {name for name, _ in matrices}, context.settings.autocast
+    )
+    result = train(
+        task,
+        batches,
+        context.budget,
+        context.settings,
+        context.work,
+        context.run.progress,
+        context.run.note,
+        stage="heal",
+    )
+    float_model.write(student, context.model, out, context.run.shard_bytes)
     del teacher, student, task
-    healed = float_model.held_out_loss(float_model.load(out, given.device), given.held_out)
+    healed = float_model.held_out_loss(float_model.load(out, context.device), context.held_out)
     found = float_model.perplexities(original=original, pruned=result.before, healed=healed)
     return {**result.to_dict(), "perplexity": found, "frozen": frozen}
 

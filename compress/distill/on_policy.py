@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.artifact import files
-from compress.training.contract import Progress
+from compress.progress import Progress
 
 if TYPE_CHECKING:
     from runtime.contract import Decoder

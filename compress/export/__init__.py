@@ -17,6 +17,7 @@ from typing import Any
 
 from compress.artifact import files
 from compress.errors import UserError
+from compress.progress import Progress, silent
 
 FORMATS: dict[str, str] = {
     "gptq": "compress.export.gptq:write",
@@ -32,8 +33,6 @@ FORMATS: dict[str, str] = {
 
 ABOUT = "export.json"
 """In every export: its `Exported`, and the mark by which a folder is known for one."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,6 @@ class Exported:
 def names_in(text: str) -> list[str]:
     """The names in "gptq, awq"."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Progress for those who do not want to see any."""
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ from compress.medusa.joint import run_joint
 from compress.recipe.training_stages import Medusa
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
 
 
-def run(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
-    """Trains heads for the packed model in `given.model` and writes them to `out`; what the report says of it.
+def run(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
+    """Trains heads for the packed model in `context.model` and writes them to `out`; what the report says of it.
 
     Raises UserError for a text that is too short, and as the training loop does.
     """
-    return run_joint(stage, given, out) if stage.kind == "medusa-2" else run_frozen(stage, given, out)
+    return run_joint(stage, context, out) if stage.kind == "medusa-2" else run_frozen(stage, context, out)

@@ -34,7 +34,7 @@ from runtime.engine.metrics import total as summed
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
 
 # Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
 _ASIDE, WATCHED = 64, 32
@@ -44,17 +44,17 @@ _MEASURED = 64
 _COLLECTING = 0.25
 
 
-def run_frozen(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
-    """Medusa-1: trains heads for the packed model in `given.model` and writes them to `out`; the report's part.
+def run_frozen(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
+    """Medusa-1: trains heads for the packed model in `context.model` and writes them to `out`; the report's part.
 
     Raises UserError for a text that is too short, and as the training loop does.
     """
-    target = load(given.model, threads=torch.get_num_threads())
-    text = make_text(stage, given, target)
-    heads = new_heads(stage, given.model)
-    before = assess(stage, heads, target, text, given.work / "before")
-    task = HeadsTask(heads, stage, text, given.settings.autocast)
-    trained = train_on(task, text, given, budget_left(stage, given, text), given.work / "heads")
+    target = load(context.model, threads=torch.get_num_threads())
+    text = make_text(stage, context, target)
+    heads = new_heads(stage, context.model)
+    before = assess(stage, heads, target, text, context.work / "before")
+    task = HeadsTask(heads, stage, text, context.settings.autocast)
+    trained = train_on(task, text, context, budget_left(stage, context, text), context.work / "heads")
     after = assess(stage, heads, target, text, out)
     return summary(stage, text, before, after, trained)
 
@@ -76,18 +76,18 @@ class Text:
     prompt: int
 
 
-def make_text(stage: Medusa, given: "Given", target: Model) -> Text:
+def make_text(stage: Medusa, context: "StageContext", target: Model) -> Text:
     """The windows of the training text and of the held-out one, continued by the target as the stage says."""
-    length, prompt = given.settings.length, prompt_of(stage, given)
-    windows = cut(given.tokens, length, stage.samples + _ASIDE, given.seed, "the training text")
+    length, prompt = context.settings.length, prompt_of(stage, context)
+    windows = cut(context.tokens, length, stage.samples + _ASIDE, context.run.seed, "the training text")
     if len(windows) < 2:
         raise UserError(f"the training text is too short: expected two windows of {length} tokens, found one")
-    measured = cut(given.held_out, length, _MEASURED, given.seed, "the held-out text")
+    measured = cut(context.held_out, length, _MEASURED, context.run.seed, "the held-out text")
     aside, rest = windows.split([apart := min(_ASIDE, -(-len(windows) // 8)), len(windows) - apart])
-    seconds = None if given.budget.minutes is None else 60 * given.budget.minutes * _COLLECTING
-    watched = continued(stage, given, target, aside, given.work / "watched")
-    train_on = continued(stage, given, target, rest[: stage.samples], given.work / "states", seconds)
-    given.note(
+    seconds = None if context.budget.minutes is None else 60 * context.budget.minutes * _COLLECTING
+    watched = continued(stage, context, target, aside, context.work / "watched")
+    train_on = continued(stage, context, target, rest[: stage.samples], context.work / "states", seconds)
+    context.run.note(
         f"medusa: {len(train_on)} windows of {length} tokens to train on, continuations: {stage.continuations}; "
         f"hidden states take {len(train_on) * length * target.decoder.hidden_size * 2 / 1e6:.0f} MB"
     )
@@ -96,21 +96,21 @@ def make_text(stage: Medusa, given: "Given", target: Model) -> Text:
 
 
 def continued(
-    stage: Medusa, given: "Given", target: Model, windows: Tensor, folder: Path, seconds: float | None = None
+    stage: Medusa, context: "StageContext", target: Model, windows: Tensor, folder: Path, seconds: float | None = None
 ) -> HiddenStates:
     """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
-    source = Source(windows, stage.continuations, prompt_of(stage, given), given.seed)
+    source = Source(windows, stage.continuations, prompt_of(stage, context), context.run.seed)
     about = {"target": weights_digest(target.path), "continuations": stage.continuations, "prompt": source.prompt}
 
     def told(done: int, total: int) -> None:
-        given.progress("states", done, total)
+        context.run.progress("states", done, total)
 
     return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told)
 
 
-def prompt_of(stage: Medusa, given: "Given") -> int:
+def prompt_of(stage: Medusa, context: "StageContext") -> int:
     """Tokens of each window that are the text's own. Raises UserError where too few are left for the heads."""
-    length = given.settings.length
+    length = context.settings.length
     prompt = max(1, int(length * stage.prompt))
     if length - prompt < stage.heads + 2:
         raise UserError(
@@ -146,22 +146,24 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
 
 
-def budget_left(stage: Medusa, given: "Given", text: Text) -> Budget:
+def budget_left(stage: Medusa, context: "StageContext", text: Text) -> Budget:
     """The budget without what making the text took, which is kept with it: a resumed run trains as long.
 
     Minutes end after the stage's epochs over the text, too: a fast machine would have the heads learn it by heart.
     """
-    if given.budget.minutes is None:
-        return given.budget
-    spent = min(_COLLECTING, text.train.seconds / 60 / given.budget.minutes)
-    most = stage.max_epochs * len(text.train) * given.settings.length
-    return Budget(minutes=given.budget.minutes * (1 - spent), most_tokens=most)
+    if context.budget.minutes is None:
+        return context.budget
+    spent = min(_COLLECTING, text.train.seconds / 60 / context.budget.minutes)
+    most = stage.max_epochs * len(text.train) * context.settings.length
+    return Budget(minutes=context.budget.minutes * (1 - spent), most_tokens=most)
 
 
-def train_on(task: Task, text: Text, given: "Given", budget: Budget, folder: Path) -> Trained:
+def train_on(task: Task, text: Text, context: "StageContext", budget: Budget, folder: Path) -> Trained:
     """Trains on the text's windows until the budget ends; the task then holds the best weights."""
-    batches = StateBatches(len(text.train), given.settings, current())
-    return train(task, batches, budget, given.settings, folder, given.progress, given.note, stage="medusa")
+    batches = StateBatches(len(text.train), context.settings, current())
+    return train(
+        task, batches, budget, context.settings, folder, context.run.progress, context.run.note, stage="medusa"
+    )
 
 
 class HeadsTask:

@@ -22,12 +22,12 @@ from runtime import load
 from runtime.contract import Decoder, Rows, integers
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
 
 _ROWS = 512
 
 
-def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
+def run_joint(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
     """Trains heads alone, then heads and model; writes the heads to `out`, and the model, packed again, to its model/.
 
     The model learns to stay what it was (KL to the original, on the text that the heads learn from) while its hidden
@@ -35,34 +35,36 @@ def run_joint(stage: Medusa, given: "Given", out: Path) -> dict[str, Any]:
 
     Raises UserError as medusa.run; ValueError where nothing can pack.
     """
-    if given.pack is None:
+    if context.pack is None:
         raise ValueError("medusa-2 comes after packing, and needs to pack again")
     joint = stage.joint or Joint()
-    target = load(given.model, threads=torch.get_num_threads())
-    text = frozen.make_text(stage, given, target)
-    heads = frozen.new_heads(stage, given.model)
-    before = frozen.assess(stage, heads, target, text, given.work / "before")
-    alone = frozen.HeadsTask(heads, stage, text, given.settings.autocast)
-    budget = frozen.budget_left(stage, given, text)
-    frozen.train_on(alone, text, given, share(budget, joint.warmup), given.work / "heads")
-    model, teacher = float_model.load(given.original), float_model.load(given.original)
+    target = load(context.model, threads=torch.get_num_threads())
+    text = frozen.make_text(stage, context, target)
+    heads = frozen.new_heads(stage, context.model)
+    before = frozen.assess(stage, heads, target, text, context.work / "before")
+    alone = frozen.HeadsTask(heads, stage, text, context.settings.autocast)
+    budget = frozen.budget_left(stage, context, text)
+    frozen.train_on(alone, text, context, share(budget, joint.warmup), context.work / "heads")
+    model, teacher = float_model.load(context.original), float_model.load(context.original)
     both = JointTask(alone, model, teacher, joint)
-    trained = frozen.train_on(both, text, given, share(budget, 1 - joint.warmup), given.work / "joint")
-    plain = given.work / "plain"
+    trained = frozen.train_on(both, text, context, share(budget, 1 - joint.warmup), context.work / "joint")
+    plain = context.work / "plain"
     for stale in (plain, out / "model"):
         shutil.rmtree(stale, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    float_model.write(model, given.original, plain, given.shard_bytes)
-    given.pack(plain, out / "model")
+    float_model.write(model, context.original, plain, context.run.shard_bytes)
+    context.pack(plain, out / "model")
     packed = load(out / "model", threads=torch.get_num_threads())
     perplexity = {
-        "before": perplexity_of(target.decoder, given.held_out),
-        "after": perplexity_of(packed.decoder, given.held_out),
+        "before": perplexity_of(target.decoder, context.held_out),
+        "after": perplexity_of(packed.decoder, context.held_out),
     }
     lost = perplexity["after"] / perplexity["before"] - 1
-    given.note(f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after")
+    context.run.note(
+        f"medusa-2: held-out perplexity {perplexity['before']:.3f} before, {perplexity['after']:.3f} after"
+    )
     # The new model's own words and hidden states choose the tree.
-    watched = frozen.continued(stage, given, packed, text.aside, given.work / "after")
+    watched = frozen.continued(stage, context, packed, text.aside, context.work / "after")
     after = frozen.assess(stage, heads, packed, replace(text, watched=watched), out)
     return frozen.summary(stage, text, before, after, trained) | {"perplexity": perplexity, "perplexity_lost": lost}
 

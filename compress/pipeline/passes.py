@@ -8,11 +8,12 @@ ternary, qat             training first, unless there is something to prune
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from compress.artifact import STAGES, safetensors
 from compress.artifact import journal as journals
@@ -23,40 +24,19 @@ from compress.model import directory
 from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
 from compress.model.structure import Skeleton, Survey, survey
-from compress.pipeline.sequential import Note, Progress, Walked, Work, make_work, release, walk
+from compress.pipeline.inputs import RunInputs
+from compress.pipeline.sequential import Walked, Work, make_work, release, walk
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone
 from compress.stages.quantize import is_plain, make_stages
 from compress.stages.sensitivity import choose_schemes
 from compress.training import contract
-from compress.training.contract import KINDS, Given
+from compress.training.contract import KINDS, StageContext
 from compress.training.parallel import World, current
 from runtime.checkpoints.open import open_checkpoint
-from runtime.devices import resolve
-
-if TYPE_CHECKING:
-    from calib.windows import Windows
-    from compress.training.data import StageText
 
 _SECOND = "second-walk"
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What all stages of a run share. `texts`: what stages train on, by their index in the recipe."""
-
-    target: Source
-    draft: Source | None
-    recipe: Recipe
-    windows: "Windows"
-    texts: Mapping[int, "StageText"]
-    device: str
-    threads: int | None
-    seed: int
-    shard_bytes: int
-    progress: Progress
-    note: Note
 
 
 @dataclass(frozen=True)
@@ -70,14 +50,14 @@ class Pass:
 
 
 @dataclass
-class Made:
-    """What is known of model/ once it is there. `told` is what each stage that trained says, by its kind."""
+class ModelResult:
+    """What is known of model/ once it is there. `reports`: what each stage that trained says, by its kind."""
 
     layers: tuple[LayerRecord, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
     experts: tuple[ExpertRecord, ...] = ()
     pruned: tuple[str, ...] = ()
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def first_stages(recipe: Recipe) -> Recipe | None:
@@ -93,21 +73,22 @@ def weights_trained(recipe: Recipe) -> list[int]:
     return [i for i, stage in enumerate(recipe.stages) if stage.trained is not None and not _after(stage.kind)]
 
 
-def plan_pass(source: Source, recipe: Recipe, structure: Survey, windows: "Windows", progress: Progress) -> Pass:
+def plan_pass(source: Source, recipe: Recipe, structure: Survey, inputs: RunInputs) -> Pass:
     """Plans a walk. Raises UserError for what no stage can do with this model."""
+    windows = inputs.windows.calibration
     plan = make_plan(source.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
     if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
-        plan = choose_schemes(source.path, plan, structure, recipe.quantize, windows.calibration, progress)
+        plan = choose_schemes(source.path, plan, structure, recipe.quantize, windows, inputs.context.progress)
     return Pass(source, recipe, plan, _work(source, recipe, plan, structure, windows))
 
 
-def read_texts(around: Surroundings, folder: Path) -> None:
+def read_texts(inputs: RunInputs, folder: Path) -> None:
     """Tokenises what stages train on, before any work: a text that is too short is told at once."""
-    for text in around.texts.values():
-        text.tokens(folder / STAGES, around.progress)
+    for text in inputs.training_texts.values():
+        text.tokens(folder / STAGES, inputs.context.progress)
 
 
-def make_model(planned: Pass | None, around: Surroundings, journal: Journal, mapped: bool) -> Made:
+def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped: bool) -> ModelResult:
     """Makes `journal.folder`/model.
 
     planned  the first walk; None where training comes before anything else. mapped: activations stay in their file.
@@ -115,36 +96,36 @@ def make_model(planned: Pass | None, around: Surroundings, journal: Journal, map
     model = journal.folder / "model"
     # What a run that was killed in here has left is made again, as a whole.
     _clear(model)
-    source, made, walked = around.target, Made(), None
+    source, made, walked = inputs.target, ModelResult(), None
     if planned is not None:
-        walked = _walk(planned, around, journal, mapped)
+        walked = _walk(planned, inputs, journal, mapped)
         made = _known(planned.recipe, walked)
-    trained = weights_trained(around.recipe)
+    trained = weights_trained(inputs.context.recipe)
     if not trained:
         assert planned is not None and walked is not None
-        _assemble(planned, walked, journal, model, around)
+        _assemble(planned, walked, journal, model, inputs)
         return made
     if planned is not None and walked is not None:
         plain = journal.folder / STAGES / "walked"
-        if not _is_done(around.recipe, trained[-1], journal):
+        if not _is_done(inputs.context.recipe, trained[-1], journal):
             _clear(plain)
-            _assemble(planned, walked, journal, plain, around)
+            _assemble(planned, walked, journal, plain, inputs)
             release()
-        source = Source(around.target.name, open_checkpoint(plain)) if plain.exists() else source
+        source = Source(inputs.target.name, open_checkpoint(plain)) if plain.exists() else source
     out = source.path
     for index in trained:
-        finished = _train(index, out, around, journal)
+        finished = _train(index, out, inputs, journal)
         out = finished.out
-        _remember(made, around.recipe.stages[index].kind, finished.told)
-    second = around.recipe.only("smooth", "quantize")
+        _remember(made, inputs.context.recipe.stages[index].kind, finished.report)
+    second = inputs.context.recipe.only("smooth", "quantize")
     if not second.stages:
         copy_folder(out, model)
         return made
-    source = Source(around.target.name, open_checkpoint(out))
-    planned = plan_pass(source, second, survey(out), around.windows, around.progress)
+    source = Source(inputs.target.name, open_checkpoint(out))
+    planned = plan_pass(source, second, survey(out), inputs)
     inner = _second_journal(journal)
-    walked = _walk(planned, around, inner, mapped)
-    _assemble(planned, walked, inner, model, around)
+    walked = _walk(planned, inputs, inner, mapped)
+    _assemble(planned, walked, inner, model, inputs)
     known = _known(second, walked)
     made.layers, made.left_alone = known.layers, known.left_alone
     made.experts += known.experts
@@ -162,32 +143,32 @@ def check_processes(recipe: Recipe, world: World) -> None:
         raise UserError(f"torchrun: expected one process, found {world.size}: {what}; start it with python -m")
 
 
-def follow(around: Surroundings, world: World) -> None:
+def follow(inputs: RunInputs, world: World) -> None:
     """What processes besides the first do: train with it whenever it comes to a stage that trains."""
     call: tuple[int, Path, Path | None, Path] | None
     while (call := world.share(None)) is not None:
         with tempfile.TemporaryDirectory() as folder:
             index, model, draft, texts = call
-            given = _given(index, model, draft, texts, Path(folder) / "work", around)
-            contract.work(around.recipe.stages[index], given, Path(folder) / "out")
+            context = _stage_context(index, model, draft, texts, Path(folder) / "work", inputs)
+            contract.work(inputs.context.recipe.stages[index], context, Path(folder) / "out")
 
 
-def make_companions(around: Surroundings, journal: Journal, made: Made) -> None:
+def make_companions(inputs: RunInputs, journal: Journal, made: ModelResult) -> None:
     """Makes draft/ and medusa/ beside the finished model/: by the stages that train them, or as the draft is."""
     folder = journal.folder
-    stages = {stage.kind: index for index, stage in enumerate(around.recipe.stages) if _after(stage.kind)}
+    stages = {stage.kind: index for index, stage in enumerate(inputs.context.recipe.stages) if _after(stage.kind)}
     results = {KINDS[kind].result for kind in stages}
     for name in {"draft", *results}:
         _clear(folder / name)
-    if around.draft is not None and "draft" not in results:
-        directory.copy_model(around.draft.path, folder / "draft", around.draft.weight_files)
+    if inputs.draft is not None and "draft" not in results:
+        directory.copy_model(inputs.draft.path, folder / "draft", inputs.draft.weight_files)
     for kind, index in stages.items():
-        finished = _train(index, folder / "model", around, journal)
+        finished = _train(index, folder / "model", inputs, journal)
         copy_folder(finished.out, folder / KINDS[kind].result)
         if (again := folder / KINDS[kind].result / "model").is_dir():
             _clear(folder / "model")
             again.rename(folder / "model")
-        _remember(made, kind, finished.told)
+        _remember(made, kind, finished.report)
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -200,91 +181,97 @@ def copy_folder(source: Path, target: Path) -> None:
     sync_folder(target)
 
 
-def _train(index: int, model: Path, around: Surroundings, journal: Journal) -> contract.Finished:
-    stage, text = around.recipe.stages[index], around.texts[index]
+def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> contract.Finished:
+    stage, text = inputs.context.recipe.stages[index], inputs.training_texts[index]
     home = contract.place(journal.folder, index, stage.kind)
     if home.name in journal.stages:
         return contract.finished(home, journal)
     drafting = journal.folder / "draft"
-    draft = drafting if drafting.is_dir() else around.draft.path if around.draft is not None else None
+    draft = drafting if drafting.is_dir() else inputs.draft.path if inputs.draft is not None else None
     texts = journal.folder / STAGES
-    given = _given(index, model, draft, texts, home / "work", around)
+    context = _stage_context(index, model, draft, texts, home / "work", inputs)
     if _after(stage.kind):
-        given = replace(given, pack=partial(_pack, around, journal))
+        context = replace(context, pack=partial(_pack, inputs, journal))
     current().share((index, model, draft, texts))
-    return contract.run_stage(stage, home, journal, given, text.told())
+    return contract.run_stage(stage, home, journal, context, text.report())
 
 
-def _given(index: int, model: Path, draft: Path | None, texts: Path, work: Path, around: Surroundings) -> Given:
-    trained = around.recipe.stages[index].trained
+def _stage_context(
+    index: int, model: Path, draft: Path | None, texts: Path, work: Path, inputs: RunInputs
+) -> StageContext:
+    context, text = inputs.context, inputs.training_texts[index]
+    trained = context.recipe.stages[index].trained
     assert trained is not None
-    return Given(
-        original=around.target.path,
+    return StageContext(
+        run=context,
+        original=inputs.target.path,
         model=model,
         draft=draft,
-        tokens=around.texts[index].tokens(texts, around.progress),
-        held_out=around.texts[index].held_out,
-        tokenizer=around.target.tokenizer,
+        tokens=text.tokens(texts, context.progress),
+        held_out=text.held_out,
         work=work,
-        settings=trained.training.settings(around.seed),
+        settings=trained.training.settings(context.seed),
         budget=trained.training.budget(),
-        seed=around.seed,
-        progress=around.progress,
-        note=around.note,
-        device=str(resolve(around.device)),
-        threads=around.threads,
-        shard_bytes=around.shard_bytes,
     )
 
 
-def _pack(around: Surroundings, journal: Journal, plain: Path, out: Path) -> None:
+def _pack(inputs: RunInputs, journal: Journal, plain: Path, out: Path) -> None:
     """Packs a plain directory with the original's architecture by the recipe's stages, as the original was packed."""
-    recipe = around.recipe.only("smooth", "quantize")
+    recipe = inputs.context.recipe.only("smooth", "quantize")
     if not recipe.stages:
         copy_folder(plain, out)
     else:
-        source = Source(around.target.name, open_checkpoint(plain))
-        planned = plan_pass(source, recipe, survey(plain), around.windows, around.progress)
+        source = Source(inputs.target.name, open_checkpoint(plain))
+        planned = plan_pass(source, recipe, survey(plain), inputs)
         folder = out.with_name(out.name + "-walk")
         _clear(folder)
         folder.mkdir()
         inner = journals.begin(folder, journal.fingerprint)
-        _assemble(planned, _walk(planned, around, inner, mapped=False), inner, out, around)
+        _assemble(planned, _walk(planned, inputs, inner, mapped=False), inner, out, inputs)
         _clear(folder)
-    if around.recipe.kv is not None:
-        from compress.stages import kv_cache
-
-        scheme, windows = around.recipe.kv.scheme, around.windows.calibration
-        found = kv_cache.calibrate(out, scheme, windows, around.threads, partial(around.progress, "cache"))
-        kv_cache.attach(out, found, around.shard_bytes)
+    calibrate_cache(out, inputs)
 
 
-def _remember(made: Made, kind: str, told: dict[str, Any]) -> None:
+def calibrate_cache(model: Path, inputs: RunInputs) -> None:
+    """Calibrates the scales of keys and values on finished weights and puts them beside them, where the recipe says."""
+    context = inputs.context
+    if context.recipe.kv is None:
+        return
+    from compress.stages import kv_cache
+
+    scheme, windows = context.recipe.kv.scheme, inputs.windows.calibration
+    found = kv_cache.calibrate(model, scheme, windows, context.threads, partial(context.progress, "cache"))
+    kv_cache.attach(model, found, context.shard_bytes)
+
+
+def _remember(made: ModelResult, kind: str, report: dict[str, Any]) -> None:
     """Takes what a stage says; the layers that it has packed are the model's."""
-    about = dict(told)
+    about = dict(report)
     layers, left = about.pop("layers", None), about.pop("left_alone", None)
     if layers is not None:
         made.layers = tuple(LayerRecord(**layer) for layer in layers)
     if left is not None:
         made.left_alone = tuple(LeftAlone(**entry) for entry in left)
-    made.told[kind] = about
+    made.reports[kind] = about
 
 
-def _known(recipe: Recipe, walked: Walked) -> Made:
+def _known(recipe: Recipe, walked: Walked) -> ModelResult:
     masked = any(prune.share is None for prune in recipe.prunes)
-    return Made(walked.layers, walked.plan.left_alone, walked.experts, walked.linears if masked else ())
+    return ModelResult(walked.layers, walked.plan.left_alone, walked.experts, walked.linears if masked else ())
 
 
-def _walk(planned: Pass, around: Surroundings, journal: Journal, mapped: bool) -> Walked:
+def _walk(planned: Pass, inputs: RunInputs, journal: Journal, mapped: bool) -> Walked:
     work = None if planned.work is None else replace(planned.work, mapped=mapped)
-    return walk(planned.source.checkpoint, planned.plan, work, journal, around.progress, around.note)
+    return walk(planned.source.checkpoint, planned.plan, work, journal, inputs.context.progress, inputs.context.note)
 
 
-def _assemble(planned: Pass, walked: Walked, journal: Journal, out: Path, around: Surroundings) -> None:
+def _assemble(planned: Pass, walked: Walked, journal: Journal, out: Path, inputs: RunInputs) -> None:
     """Puts a walk's parts together as a model directory."""
     source, plan = planned.source, walked.plan
     out.mkdir(parents=True)
-    safetensors.join([journal.folder / journal.parts[part]["file"] for part, _ in plan.parts], out, around.shard_bytes)
+    safetensors.join(
+        [journal.folder / journal.parts[part]["file"] for part, _ in plan.parts], out, inputs.context.shard_bytes
+    )
     quantization = directory.quantization_config(plan, source.checkpoint.config)
     directory.write_config(source.path, out, quantization, walked.config)
     directory.copy_companions(source.path, out)
@@ -311,7 +298,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _work(source: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "Windows") -> Work | None:
+def _work(source: Source, recipe: Recipe, plan: Plan, model: Survey, windows: Tensor) -> Work | None:
     """What the recipe does to blocks; None where it only rounds to nearest, tensor by tensor."""
     if is_plain(recipe):
         return None
@@ -321,4 +308,4 @@ def _work(source: Source, recipe: Recipe, plan: Plan, model: Survey, windows: "W
     wished = recipe.quantize.experts if recipe.quantize is not None else None
     few = wished or Experts()
     depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
-    return make_work(skeleton, plan, stages, windows.calibration, few, depth)
+    return make_work(skeleton, plan, stages, windows, few, depth)

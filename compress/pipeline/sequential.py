@@ -8,7 +8,7 @@ import ctypes
 import math
 import statistics as mathematics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from compress.calibration.statistics import collect, union
 from compress.model.block import Block, Statistics
 from compress.model.plan import Plan
 from compress.model.structure import Skeleton
+from compress.progress import Note, Progress
 from compress.prune.depth import choose, influence
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord
@@ -34,9 +35,6 @@ from runtime.checkpoints.directory import Checkpoint
 
 if TYPE_CHECKING:
     from calib.moments import Wants
-
-Progress = Callable[[str, int, int], None]
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)

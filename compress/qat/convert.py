@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.artifact import safetensors
+from compress.artifact import SHARD_BYTES, safetensors
 from compress.errors import UserError
 from compress.model import directory
 from compress.model.block import cast
@@ -151,7 +151,7 @@ class RoundedModel:
         error = rtn.relative_error(module.weight.detach(), dequantize(packed))
         return made, LayerRecord(layer.prefix, layer.scheme, layer.group_size, packed.codes.numel(), size, error)
 
-    def write(self, folder: Path, parts: Path, shard_bytes: int = safetensors.SHARD_BYTES) -> tuple[LayerRecord, ...]:
+    def write(self, folder: Path, parts: Path, shard_bytes: int = SHARD_BYTES) -> tuple[LayerRecord, ...]:
         """Writes the packed model's directory, `folder`, by way of one file for each part of the plan in `parts`.
 
         `parts` is a folder of its own, which is gone in the end.

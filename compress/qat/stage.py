@@ -29,7 +29,7 @@ from compress.training.loop import train
 from runtime.checkpoints.open import open_checkpoint
 
 if TYPE_CHECKING:
-    from compress.training.contract import Given
+    from compress.training.contract import StageContext
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class RoundedTask:
         set_share(self.model, 1.0)
 
 
-def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
-    """Trains the model at `given.model` with its layers rounded and writes the packed directory `out`.
+def run(stage: Ternary | Qat, context: "StageContext", out: Path) -> dict[str, Any]:
+    """Trains the model at `context.model` with its layers rounded and writes the packed directory `out`.
 
     Returns, for the report: what the loop says of the run; `perplexity` of the held-out windows for the original, for
     the same layers rounded without training, and trained (computed in float32, of the model as it is written);
@@ -117,28 +117,37 @@ def run(stage: Ternary | Qat, given: "Given", out: Path) -> dict[str, Any]:
     Raises UserError for layers that cannot be trained so, and for whatever stops the loop.
     """
     kind = "ternary" if isinstance(stage, Ternary) else "qat"
-    checkpoint, structure = open_checkpoint(given.model), survey(given.model)
+    checkpoint, structure = open_checkpoint(context.model), survey(context.model)
     plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
-    original, model = (float_model.load(folder, given.device) for folder in (given.original, given.model))
-    before = float_model.held_out_loss(original, given.held_out)
+    original, model = (float_model.load(folder, context.device) for folder in (context.original, context.model))
+    before = float_model.held_out_loss(original, context.held_out)
     make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
     convert(model, plan, checkpoint, make)
     frozen = freeze_experts(model, structure)
-    rounded = float_model.held_out_loss(model, given.held_out)
+    rounded = float_model.held_out_loss(model, context.held_out)
     objective = Objective.of(stage)
     teacher: Any = original if objective.needs_teacher else None
     del original
-    packed = PackedBatches(given.tokens, given.settings)
+    packed = PackedBatches(context.tokens, context.settings)
     batches: Batches = packed
     if stage.answers is not None:
-        teacher, batches = keep(stage.answers, teacher, packed, given.settings, given.work, given.progress)
+        teacher, batches = keep(stage.answers, teacher, packed, context.settings, context.work, context.run.progress)
     ramp = stage.ramp if isinstance(stage, Ternary) else 0.0
     manner = Manner(ramp, stage.optimizer, stage.rest, stage.gradient_checkpointing)
-    task = RoundedTask(model, teacher, given.held_out, objective, manner, given.settings.autocast)
-    result = train(task, batches, given.budget, given.settings, given.work, given.progress, given.note, stage=kind)
+    task = RoundedTask(model, teacher, context.held_out, objective, manner, context.settings.autocast)
+    result = train(
+        task,
+        batches,
+        context.budget,
+        context.settings,
+        context.work,
+        context.run.progress,
+        context.run.note,
+        stage=kind,
+    )
     written = RoundedModel(model, checkpoint, structure, plan)
-    records = written.write(out, given.work / "parts", given.shard_bytes)
-    after = float_model.held_out_loss(model, given.held_out)
+    records = written.write(out, context.work / "parts", context.run.shard_bytes)
+    after = float_model.held_out_loss(model, context.held_out)
     perplexity = float_model.perplexities(original=before, rounded_without_training=rounded, trained=after)
     return {
         **result.to_dict(),

@@ -5,19 +5,21 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from calib import corpora
+from calib.corpora import Corpus
 from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
-from calib.windows import Windows, make_windows
+from calib.windows import Windows
 from compress.artifact.files import write_atomic
-from compress.records import LayerRecord, ReportOptions, RunFacts
+from compress.context import RunContext
+from compress.recipe import Recipe
+from compress.records import LayerRecord, RunFacts
 from compress.report import baselines, exports, page, quality, size, speed, unmeasured
 from compress.report.schema import SCHEMA, validate
 from runtime import load
@@ -31,21 +33,15 @@ if TYPE_CHECKING:
     from runtime.contract import Decoder
     from runtime.model.load import Model
 
-Progress = Callable[[str, int, int], None]
 PROMPTS = 8
 _SHORT_PROMPT = 32  # tokens of a prompt that is cut from an evaluation window
 _NO_KV = "the key-value cache is not quantised"
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Progress for those who do not want to see any."""
 
 
 @dataclass(frozen=True)
 class _Measured:
     """Sections of the report, and why figures are missing, by dotted path."""
 
-    corpus: corpora.Corpus
     quality: dict[str, Any]
     speed: dict[str, Any]
     lossless: dict[str, Any]
@@ -56,16 +52,16 @@ class _Measured:
     missing: dict[str, str]
 
 
-def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = silent) -> dict[str, Any]:
+def make_report(facts: RunFacts, context: RunContext) -> dict[str, Any]:
     """Measures the artifact and writes report.json, report.md and report.html into `facts.folder`; returns the report.
 
-    progress  progress(stage, done, total): stages "load", "quality", "speed", "baselines", "exports", "page".
+    `context.progress` is told of the stages "load", "quality", "speed", "baselines", "exports" and "page".
 
     Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
     """
     # Models larger than memory can be compressed, but not be measured here.
-    loads = bool(options.eval_tokens) or options.speed
-    measured = _measure(facts, options, progress) if loads else _unloaded(facts, options)
+    loads = bool(context.eval_tokens) or context.speed
+    measured = _measure(facts, context) if loads else _unloaded(facts, context)
     missing = dict(measured.missing)
     measured_size = size.measure(
         facts.original,
@@ -74,32 +70,32 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         facts.layers,
         measured.cache_bytes,
         facts.pruned,
-        resolve(options.device),
+        resolve(context.device),
     )
     for section, figures in (("size", measured_size), ("quality", measured.quality)):
         missing |= {f"{section}.{path}": why for path, why in figures.pop("not_measured", {}).items()}
     if measured.quality["kv_perplexity"] is None:
         missing.setdefault("quality.kv_perplexity", _NO_KV)
     calibration, uncalibrated = _calibration(facts.calibration)
-    corpus = measured.corpus
+    corpus, recipe = facts.text.corpus, context.recipe
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "recipe": str(facts.recipe.get("name", "recipe")),
+        "recipe": recipe.name,
         "model": display_name(facts.model_name),
         "draft": None if facts.draft_name is None else display_name(facts.draft_name),
         "asked": {
-            "command": scrub_command(facts.command),
-            "recipe": without_directories(facts.recipe),
-            "samples": options.samples,
-            "seq_len": options.seq_len,
-            "eval_tokens": options.eval_tokens,
-            "new_tokens": options.new_tokens,
-            "draft_length": options.draft_length,
-            "threads": options.threads,
+            "command": scrub_command(context.command or f"python -m compress.run --recipe {recipe.name}"),
+            "recipe": without_directories(recipe.to_dict()),
+            "samples": context.samples,
+            "seq_len": context.seq_len,
+            "eval_tokens": context.eval_tokens,
+            "new_tokens": context.new_tokens,
+            "draft_length": context.draft_length,
+            "threads": context.threads,
         },
         "machine": measured.machine,
         "versions": dict(facts.versions) or _versions(),
-        "seed": facts.seed,
+        "seed": context.seed,
         "size": measured_size,
         "quality": {
             "corpus": {"name": corpus.name, "sha256": corpus.sha256, "python": corpus.python},
@@ -115,57 +111,47 @@ def make_report(facts: RunFacts, options: ReportOptions, progress: Progress = si
         "not_measured": missing | uncalibrated,
     }
     validate(report)
-    progress("page", 0, 1)
+    context.progress("page", 0, 1)
     write_report(report, facts.folder)
-    progress("page", 1, 1)
+    context.progress("page", 1, 1)
     return report
 
 
-def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Measured:
+def _measure(facts: RunFacts, context: RunContext) -> _Measured:
     """Loads both models and measures what was asked for."""
+    progress, windows = context.progress, facts.text.windows
     progress("load", 0, 1)
-    models = [load(path, device=options.device, threads=options.threads) for path in (facts.original, facts.model)]
+    models = [load(path, device=context.device, threads=context.threads) for path in (facts.original, facts.model)]
     original, compressed = models
     draft = None
-    if facts.draft is not None and options.speed:
-        draft = load(facts.draft, device=options.device, threads=options.threads)
+    if facts.draft is not None and context.speed:
+        draft = load(facts.draft, device=context.device, threads=context.threads)
     heads = None
-    if compressed.medusa_path is not None and options.speed:
+    if compressed.medusa_path is not None and context.speed:
         heads = MedusaDrafter(load_heads(compressed.medusa_path, compressed))
-    corpus = corpora.load(options.text)
-    length = min(options.seq_len, *(model.decoder.max_positions for model in models))
-    windows = make_windows(
-        corpus,
-        compressed.tokenizer,
-        length=length,
-        calibration=options.samples,
-        evaluation_tokens=options.eval_tokens,
-        seed=facts.seed,
-        separator=compressed.tokenizer.eos_token_id,
-    )
     progress("load", 1, 1)
     missing: dict[str, str] = {}
-    head = _head(facts.recipe)
+    head = _head(context.recipe)
     measured_quality = (
         quality.measure(
             original.decoder,
             compressed.decoder,
             windows,
-            facts.seed,
+            context.seed,
             head=head,
             on_step=lambda done, total: progress("quality", done, total),
         )
-        if options.eval_tokens
-        else unmeasured.quality(length, head)
+        if context.eval_tokens
+        else unmeasured.quality(windows.length, head)
     )
     kind = compressed.decoder.kv.kind
-    quantised = kind != "float32" and options.eval_tokens > 0
+    quantised = kind != "float32" and context.eval_tokens > 0
     cached = quality.kv_perplexity(compressed.decoder, windows, kind) if quantised else None
     measured_quality["kv_perplexity"] = cached
-    new_tokens = _affordable(options.new_tokens, [*models, *([draft] if draft else [])])
-    prompts = make_prompts(corpus, compressed, windows, new_tokens, facts.seed)
+    new_tokens = _affordable(context.new_tokens, [*models, *([draft] if draft else [])])
+    prompts = make_prompts(facts.text.corpus, compressed, windows, new_tokens, context.seed)
     # Without evaluation the draft's agreement is measured on the calibration windows, which no draft has seen.
-    held_out = windows.evaluation if options.eval_tokens else windows.calibration
+    held_out = windows.evaluation if context.eval_tokens else windows.calibration
     measured_speed = (
         speed.measure(
             original,
@@ -175,11 +161,11 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
             prompts,
             held_out,
             new_tokens,
-            options.draft_length,
+            context.draft_length,
             progress,
-            facts.seed,
+            context.seed,
         )
-        if options.speed
+        if context.speed
         else speed.not_measured()
     )
     sample = make_sample(original, compressed, prompts[0], new_tokens)
@@ -191,14 +177,14 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
     )
     windows_of_exports = exports.held_out(windows.evaluation)
     artifact_perplexity = None
-    if facts.exports and options.eval_tokens:
+    if facts.exports and context.eval_tokens:
         what = "the compressed model's logits"
         artifact_perplexity = quality.perplexity(compressed.decoder, windows_of_exports, what)
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
-    if options.speed:
+    if context.speed:
         progress("baselines", 0, 1)
-        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, options.draft_length, threads, device)
+        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, context.draft_length, threads, device)
         measured_speed.speed["baselines"] = [_scrubbed(row, facts) for row in rows]
         for index, row in enumerate(rows):
             if row["why"]:
@@ -209,17 +195,14 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
         folder=facts.folder / "exports",
         windows=windows_of_exports,
         perplexity=artifact_perplexity,
-        prompts=prompts if options.speed else (),
+        prompts=prompts if context.speed else (),
         new_tokens=new_tokens,
         draft=facts.draft,
-        draft_length=options.draft_length,
-        device=options.device,
-        threads=options.threads,
+        run=context,
     )
-    exported, unknown = exports.measure(facts.exports, task, progress) if facts.exports else ([], {})
+    exported, unknown = exports.measure(facts.exports, task) if facts.exports else ([], {})
     missing |= {path: _scrubbed(why, facts) for path, why in unknown.items()}
     return _Measured(
-        corpus=corpus,
         quality=measured_quality,
         speed=measured_speed.speed,
         lossless=measured_speed.lossless,
@@ -231,17 +214,16 @@ def _measure(facts: RunFacts, options: ReportOptions, progress: Progress) -> _Me
     )
 
 
-def _unloaded(facts: RunFacts, options: ReportOptions) -> _Measured:
+def _unloaded(facts: RunFacts, context: RunContext) -> _Measured:
     """What there is to say where nothing is measured that takes a model."""
     nothing = speed.not_measured()
-    device = resolve(options.device)
+    device = resolve(context.device)
     kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, unknown = exports.unmeasured(facts.exports, unmeasured.NOT_LOADED)
     missing = {**nothing.not_measured, "sample": unmeasured.NOT_LOADED, **unknown}
-    section = unmeasured.quality(options.seq_len, _head(facts.recipe))
+    section = unmeasured.quality(context.seq_len, _head(context.recipe))
     machine = _machine(device, kernels)
     return _Measured(
-        corpus=corpora.load(options.text),
         quality=section,
         speed=nothing.speed,
         lossless=nothing.lossless,
@@ -271,7 +253,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def make_prompts(
-    corpus: corpora.Corpus, model: "Model", windows: Windows, new_tokens: int, seed: int, count: int = PROMPTS
+    corpus: Corpus, model: "Model", windows: Windows, new_tokens: int, seed: int, count: int = PROMPTS
 ) -> list[list[int]]:
     """`count` prompts as tokens, with room for the new ones; the front of one that is too long is cut off.
 
@@ -376,11 +358,8 @@ def _affordable(new_tokens: int, models: Sequence["Model"]) -> int:
     return max(1, min(new_tokens, *(model.decoder.max_positions // 2 for model in models)))
 
 
-def _head(recipe: dict[str, Any]) -> str:
-    for stage in recipe.get("stages", []):
-        if "quantize" in stage:
-            return str(stage["quantize"].get("head", "keep"))
-    return "keep"
+def _head(recipe: Recipe) -> str:
+    return "keep" if recipe.quantize is None else recipe.quantize.head
 
 
 def _calibration(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -5,7 +5,7 @@ artifact's speed, so that their quality alone is measured.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from compress.context import RunContext
 from compress.errors import USER_ERRORS
 from compress.report import quality, speed
 from compress.report.schema import null_paths
@@ -27,7 +28,6 @@ from runtime.speculative.drafters.lookup import LookupDrafter
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
-Progress = Callable[[str, int, int], None]
 Entry = dict[str, Any]
 
 # An export shall not cost what the artifact's own report costs: held-out tokens, and prompts that are decoded.
@@ -46,6 +46,7 @@ class Task:
     windows      (E, L) int64, held-out tokens; none where no quality was asked for.
     perplexity   the artifact's on them; None without windows.
     prompts      token lists with room for `new_tokens` more; none where no speed was asked for.
+    run          what is asked of the run: its draft length, device, threads.
     draft        the run's draft, which is exported, too, to draft for ONNX; None: prompt lookup drafts.
     """
 
@@ -55,9 +56,7 @@ class Task:
     prompts: Sequence[Sequence[int]]
     new_tokens: int
     draft: Path | None
-    draft_length: int
-    device: str
-    threads: int | None
+    run: RunContext
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _reasons(report: dict[str, Any], index: int) -> dict[str, str]:
     return {p.removeprefix(start): why for p, why in report["not_measured"].items() if p.startswith(start)}
 
 
-def measure(entries: Sequence[Entry], task: Task, progress: Progress) -> tuple[list[Entry], dict[str, str]]:
+def measure(entries: Sequence[Entry], task: Task) -> tuple[list[Entry], dict[str, str]]:
     """The entries with their `measured`, and why figures are null, by dotted path.
 
     An export that cannot be loaded or run has no figures, and the sentence that says so for a reason.
@@ -108,14 +107,14 @@ def measure(entries: Sequence[Entry], task: Task, progress: Progress) -> tuple[l
     missing: dict[str, str] = {}
     with _drafting(task, entries) as drafting:
         for index, entry in enumerate(entries):
-            progress("exports", index, len(entries))
+            task.run.progress("exports", index, len(entries))
             try:
                 figures, reasons = _measure(_path(task.folder / entry["name"]), task, drafting)
             except USER_ERRORS as error:
                 figures, reasons = None, {"": str(error)}
             found.append(entry | {"measured": figures})
             missing |= {f"exports.{index}.measured{path}": why for path, why in reasons.items()}
-    progress("exports", len(entries), len(entries))
+    task.run.progress("exports", len(entries), len(entries))
     return found, missing
 
 
@@ -128,7 +127,7 @@ def _path(folder: Path) -> Path:
 def _drafting(task: Task, entries: Sequence[Entry]) -> Iterator[_Drafting | None]:
     """Who drafts for those in ONNX; None where nothing is to be drafted."""
     onnx = any(onnx_files.holds(task.folder / entry["name"]) for entry in entries)
-    if not onnx or not task.prompts or task.draft_length == 0:
+    if not onnx or not task.prompts or task.run.draft_length == 0:
         yield None
     elif task.draft is None:
         yield _Drafting(LookupDrafter(), "lookup")
@@ -148,13 +147,13 @@ def _exported(draft: Path, place: Path, task: Task) -> _Drafting:
         path, note = place, None
     except USER_ERRORS as error:
         path, note = draft, f"its draft ran on the runtime's own kernels, because it has no ONNX form: {error}"
-    model = load(path, device=task.device, threads=task.threads)
+    model = load(path, device=task.run.device, threads=task.run.threads)
     return _Drafting(model, f"draft on {model.decoder.kernels}", note)
 
 
 def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Entry, dict[str, str]]:
     """`measured` of one export, and why figures are null, by the path below it. Raises UserError as `load` does."""
-    model = load(path, device=task.device, threads=task.threads)
+    model = load(path, device=task.run.device, threads=task.run.threads)
     missing: dict[str, str] = {}
     figures: Entry = {
         "engine": model.decoder.kernels,
@@ -185,13 +184,13 @@ def _speed(model: "Model", task: Task, drafting: _Drafting | None) -> tuple[Entr
     prompts = task.prompts[:PROMPTS]
     ways = {"plain": Speculator(model)}
     if drafting is not None:
-        ways["speculative"] = Speculator(model, drafting.drafter, task.draft_length)
+        ways["speculative"] = Speculator(model, drafting.drafter, task.run.draft_length)
     timed = speed.time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
     rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
     figures: Entry = {
         "prompts": len(prompts),
         "new_tokens": task.new_tokens,
-        "draft_length": task.draft_length,
+        "draft_length": task.run.draft_length,
         "tokens_per_second": rates["plain"],
         **dict.fromkeys(("drafter", "speculative_tokens_per_second", "acceptance_rate", "class")),
         **dict.fromkeys(("tokens_compared", "mismatches")),

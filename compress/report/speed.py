@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.progress import Progress
 from compress.report.advice import advise, fit_acceptance, iid_speedup
 from compress.report.schema import covers, null_paths
 from runtime.contract import Rows
@@ -24,7 +25,6 @@ from runtime.speculative.drafters.medusa import MedusaDrafter
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
-Progress = Callable[[str, int, int], None]
 
 REPEATS = 3
 # Timed repeats stop when this much is spent (the first one always ends), and forwards are timed for that much.

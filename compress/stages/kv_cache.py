@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from compress.artifact import safetensors
+from compress.artifact import SHARD_BYTES, safetensors
 from compress.artifact.files import write_json
 from compress.errors import UserError
 from runtime import load
@@ -259,7 +259,7 @@ def calibrate(
     )
 
 
-def attach(model: Path, found: Calibrated, shard_bytes: int = safetensors.SHARD_BYTES) -> None:
+def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes what was calibrated into a model directory that nobody reads yet (a run's partial folder).
 
     config.json gets the keys of cache/scheme.py, and kv_cache/ the factors. The static scales join the weights where

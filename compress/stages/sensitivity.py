@@ -20,6 +20,7 @@ from compress.errors import UserError
 from compress.logits import kl_rows, log_probabilities
 from compress.model.plan import Plan
 from compress.model.structure import Survey
+from compress.progress import Progress
 from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
 from runtime.formats.schemes import Scheme, stored_bytes
@@ -27,8 +28,6 @@ from runtime.formats.tensors import group_width, round_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Progress = Callable[[str, int, int], None]
 
 # Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
 _LOGITS = 1 << 26
@@ -288,7 +287,7 @@ def choose_schemes(
     model: Survey,
     stage: Quantize,
     windows: "Tensor",
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> Plan:
     """The plan with the scheme for each layer that costs the model's output the least within `stage.bits_per_weight`.
 

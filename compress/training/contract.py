@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 from compress.artifact import STAGES, files
 from compress.artifact.journal import Journal
-from compress.artifact.safetensors import SHARD_BYTES
+from compress.context import RunContext
 from compress.errors import UserError
 from compress.recipe.training import Budget, Settings
+from runtime.devices import resolve
 
 if TYPE_CHECKING:
     from calib.training_text import Stream
     from compress.recipe.stages import Stage
-
-# (stage, done, total), as everywhere in a run.
-Progress = Callable[[str, int, int], None]
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,10 @@ def matrices_and_rest(parameters: Iterable[tuple[str, nn.Parameter]], matrix_dec
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a stage has to work with.
+class StageContext:
+    """What a stage that trains has to work with, besides its keys.
 
+    run        what is asked of the run: seed, threads, progress, …
     original   the uncompressed model's directory.
     model      what the stages before have left: a plain directory for heal, ternary and qat, the finished model/ for
                draft and medusa.
@@ -108,27 +106,26 @@ class Given:
                there yet. None for stages before packing.
     """
 
+    run: RunContext
     original: Path
     model: Path
     draft: Path | None
     tokens: "Stream"
     held_out: Tensor
-    tokenizer: Any
     work: Path
     settings: Settings
     budget: Budget
-    seed: int
-    progress: Progress
-    note: Note
-    device: str = "cpu"
-    threads: int | None = None
-    shard_bytes: int = SHARD_BYTES
     pack: Callable[[Path, Path], None] | None = None
+
+    @property
+    def device(self) -> str:
+        """Where the stage trains: "cpu", "cuda:0"."""
+        return str(resolve(self.run.device))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of stage: the module whose function `run(stage, given, out)` does it, and what `out` is in the artifact.
+    """A kind of stage: the module whose function `run(stage, context, out)` does it, and what `out` is in the artifact.
 
     after_packing  whether it works on the finished model/, beside which its result is put. Where that holds a folder
                    model/, it takes the place of the artifact's.
@@ -149,7 +146,7 @@ KINDS: dict[str, Kind] = {
     "draft": Kind("compress.distill.draft", "draft", after_packing=True),
     "medusa": Kind("compress.medusa", "medusa", after_packing=True),
 }
-Run = Callable[[Any, Given, Path], dict[str, Any]]
+Run = Callable[[Any, StageContext, Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Finished:
     """A stage's result directory, and what the report says of it."""
 
     out: Path
-    told: dict[str, Any]
+    report: dict[str, Any]
 
 
 def place(folder: Path, index: int, kind: str) -> Path:
@@ -165,35 +162,35 @@ def place(folder: Path, index: int, kind: str) -> Path:
     return folder / STAGES / f"{index:02d}-{kind}"
 
 
-def run_stage(stage: "Stage", home: Path, journal: Journal, given: Given, text: dict[str, Any]) -> Finished:
+def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContext, text: dict[str, Any]) -> Finished:
     """Does a stage in its folder `home` and puts it into the journal. `text` is what the report says of its text."""
     out, making = home / "out", home / "out.tmp"
     for stale in (out, making):
         if stale.exists():
             shutil.rmtree(stale)
-    told = work(stage, given, making)
-    told = _without_nulls({"budget": asdict(given.budget), "text": text, **told})
+    report = work(stage, context, making)
+    report = _without_nulls({"budget": asdict(context.budget), "text": text, **report})
     _sync(making)
     files.rename(making, out)
     files.sync_folder(home)
-    journal.commit_stage(home.name, {"files": _listed(out), "told": told})
+    journal.commit_stage(home.name, {"files": _listed(out), "report": report})
     # Its checkpoints are of no more use.
-    shutil.rmtree(given.work)
-    return Finished(out, told)
+    shutil.rmtree(context.work)
+    return Finished(out, report)
 
 
-def work(stage: "Stage", given: Given, out: Path) -> dict[str, Any]:
+def work(stage: "Stage", context: StageContext, out: Path) -> dict[str, Any]:
     """Does a stage: writes `out`, and returns what the report says of it."""
     run: Run = importlib.import_module(KINDS[stage.kind].module).run
-    given.work.mkdir(parents=True, exist_ok=True)
-    return run(getattr(stage, stage.kind), given, out)
+    context.work.mkdir(parents=True, exist_ok=True)
+    return run(getattr(stage, stage.kind), context, out)
 
 
 def finished(home: Path, journal: Journal) -> Finished:
     """A stage that a run before has finished. Raises UserError where its files are not what was written."""
     record = journal.stages[home.name]
     _check(home / "out", record["files"])
-    return Finished(home / "out", record["told"])
+    return Finished(home / "out", record["report"])
 
 
 def _without_nulls(value: Any) -> Any:
@@ -226,7 +223,7 @@ def _check(folder: Path, expected: dict[str, dict[str, Any]]) -> None:
             raise UserError(f"{folder / name} is not what the journal says was written: start again with --force")
 
 
-def for_manifest(told: dict[str, Any]) -> dict[str, Any]:
+def for_manifest(report: dict[str, Any]) -> dict[str, Any]:
     """What the manifest says of a stage: no times, so that equal runs give equal bytes."""
     kept = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
-    return {key: told[key] for key in kept if key in told}
+    return {key: report[key] for key in kept if key in report}

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import UserError
+from compress.progress import Progress
 from compress.recipe import Recipe
 from compress.recipe.training import Settings
-from compress.training.contract import Progress
 from compress.training.parallel import World, alone
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StageText:
             progress=progress,
         )
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What the report says of it."""
         about: dict[str, Any] = {"source": self.text.name, "sha256": self.text.sha256}
         about["held_out_tokens"] = self.held_out.numel()
@@ -150,19 +150,8 @@ def set_aside(text: "TrainingText", measured: "Measured") -> "tuple[TrainingText
 
     Raises UserError where there is not one window.
     """
-    from calib.windows import remainder
-
-    unread, _ = remainder(
-        measured.corpus,
-        measured.tokenizer,
-        length=measured.length,
-        calibration=measured.calibration,
-        evaluation_tokens=measured.evaluation_tokens,
-        seed=measured.seed,
-        separator=measured.separator,
-    )
     trained = set(text.documents)
-    apart = [document for document in unread if document not in trained]
+    apart = [document for document in measured.rest[0] if document not in trained]
     windows = _windows(_encoded(apart, measured), measured.length)
     if len(windows) > 1:
         return text, windows

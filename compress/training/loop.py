@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
+from compress.progress import Note, Progress
 from compress.recipe.training import Budget, Settings
 from compress.training import checkpoint
 from compress.training.checkpoint import Checkpoints, Point, Standing
-from compress.training.contract import Batches, Group, Note, Progress, Task
+from compress.training.contract import Batches, Group, Task
 from compress.training.parallel import World, current
 
 

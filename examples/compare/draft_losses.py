@@ -69,8 +69,10 @@ def _arrow(before: float | None, after: float | None) -> str:
 
 def compare(run: Path, losses: Sequence[str], keys: dict[str, Any], source: str, work: Path, seed: int) -> list[Row]:
     """Trains the run's draft with each loss, in a folder of its own in `work`; keys are the stage's others."""
+    from compress.context import RunContext
     from compress.distill import draft
-    from compress.training.contract import Given
+    from compress.recipe import Recipe
+    from compress.training.contract import StageContext
     from runtime import load
 
     target, start = load(run / "model"), load(run / "draft")
@@ -97,21 +99,18 @@ def compare(run: Path, losses: Sequence[str], keys: dict[str, Any], source: str,
         for loss in losses:
             stage = Draft.model_validate({**keys, "loss": loss})
             began = time.monotonic()
-            given = Given(
+            context = StageContext(
+                run=RunContext(Recipe.load("int4-aligned-draft"), seed=seed, progress=shown, note=shown.note),
                 original=run / "model",
                 model=run / "model",
                 draft=run / "draft",
                 tokens=tokens,
                 held_out=windows.calibration,
-                tokenizer=tokenizer,
                 work=work / loss,
                 settings=stage.training.settings(seed),
                 budget=stage.training.budget(),
-                seed=seed,
-                progress=shown,
-                note=shown.note,
             )
-            told = draft.run(stage, given, work / f"{loss}-draft")
+            told = draft.run(stage, context, work / f"{loss}-draft")
             after = measure(target, load(work / f"{loss}-draft"), windows.evaluation, texts, NEW_TOKENS)
             rows.append(Row(loss, before, after, told["steps"], told["tokens"], time.monotonic() - began))
     return rows

@@ -72,7 +72,7 @@ def table(rows: Sequence[Row], original: float) -> str:
 def ours(model: Path, recipe: str, block: int, work: Path) -> Path:
     """The model by one of our recipes, with groups of `block` inputs, exported."""
     from compress import Recipe
-    from compress.pipeline import Options, run
+    from compress.pipeline import compress
 
     loaded = Recipe.load(recipe)
     stages = tuple(
@@ -83,7 +83,7 @@ def ours(model: Path, recipe: str, block: int, work: Path) -> Path:
     )
     changed = loaded.model_copy(update={"stages": stages})
     # Only the weights are wanted here: no report.
-    made = run(str(model), changed, work / recipe, Options(), report=lambda *_: {})
+    made = compress(model, changed, work / recipe, report=lambda *_: {})
     export.run("onnx", made.model, work / f"{recipe}-onnx")
     return work / f"{recipe}-onnx"
 

@@ -85,14 +85,10 @@ def _gguf(shop: Workshop, checkpoint: Path) -> Path:
 @contextmanager
 def our_format(shop: Workshop, pair: Formats) -> Iterator[Formats]:
     """The run folder of the int8-dynamic recipe, without a report; gone when the block ends."""
-    from compress import Recipe
-    from compress.pipeline import Options, run
+    from compress.pipeline import compress
 
     with tempfile.TemporaryDirectory(prefix=".ours-", dir=shop.folder) as room:
-        options = Options(draft=str(pair.draft), speed=False)
-        artifact = run(
-            str(pair.target), Recipe.load("int8-dynamic"), Path(room) / "int8", options, report=lambda *_: None
-        )
+        artifact = compress(pair.target, "int8-dynamic", Path(room) / "int8", pair.draft, report=lambda *_: {})
         yield Formats(artifact.model, artifact.model.parent / "draft")
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from compress.pipeline import Options
-from compress.recipe import built_in
+from compress.context import RunContext
+from compress.recipe import Recipe, built_in
 from compress.run import app, command_line, summary_rows
 
 Tiny = Callable[..., Path]
@@ -223,12 +223,15 @@ def test_a_killed_run_goes_on(tiny: Tiny, text: Path, tmp_path: Path) -> None:
 
 def test_the_command_line_is_reproducible_and_has_no_foreign_paths(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    options = Options(draft="/home/me/models/small draft", samples=8, speed=False, force=True)
-    line = command_line(str(tmp_path / "own.yaml"), "org/name", None, options)
+    nf4 = Recipe.load("nf4")
+    context = RunContext.of(
+        nf4, model="org/name", draft="/home/me/models/small draft", samples=8, speed=False, force=True
+    )
+    line = command_line(str(tmp_path / "own.yaml"), context)
     assert line == (
         "python -m compress.run --recipe own.yaml --model org/name --draft 'small draft' --samples 8 --no-speed"
     )
-    assert command_line("nf4", None, None, Options()) == "python -m compress.run --recipe nf4"
+    assert command_line("nf4", RunContext.of(nf4)) == "python -m compress.run --recipe nf4"
 
 
 def test_the_summary_says_what_was_not_measured() -> None:

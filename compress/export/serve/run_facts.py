@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compress.artifact import Artifact, manifest
+from compress.context import RunContext
 from compress.errors import UserError
-from compress.records import ReportOptions
 
 DRAFTS = "serve/draft"
 """Where the page's commands put forms of the draft: under exports/ they would count as the target's."""
@@ -183,9 +183,8 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
 
 def _draft_length(run: Path) -> tuple[int, bool, str, bool]:
     """γ, whether it was measured, in what words, and whether speculation pays."""
-    default = ReportOptions().draft_length
     speed = (Artifact(run).report if (run / "report.json").is_file() else {}).get("speed") or {}
-    asked = speed.get("draft_length") or default
+    asked = speed.get("draft_length") or RunContext.draft_length
     advice = speed.get("advice")
     if not advice:
         return asked, False, f"Speculation was not measured, so {asked} drafted tokens are a start, not advice.", True

@@ -29,12 +29,15 @@ def ours(model: Path, recipe: Mapping[str, Any], out: Path, text: Mapping[str, A
     """Runs `recipe` (a recipe's mapping) on the checkpoint `model`, without a report, into the run folder `out`."""
     import yaml
 
-    from compress import Recipe
-    from compress.pipeline import Options, run
+    from compress.pipeline import compress
 
     file = out.with_name(f"{recipe['name']}.yaml")
     file.write_text(yaml.safe_dump(dict(recipe)))
-    options = Options(
+    compress(
+        model,
+        file,
+        out,
+        report=lambda *_: {},
         calib=text["source"],
         samples=text["samples"],
         seq_len=text["seq_len"],
@@ -43,7 +46,6 @@ def ours(model: Path, recipe: Mapping[str, Any], out: Path, text: Mapping[str, A
         threads=threads,
         speed=False,
     )
-    run(str(model), Recipe.load(file), out, options, report=lambda *_: {})
 
 
 if __name__ == "__main__":

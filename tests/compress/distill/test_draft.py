@@ -14,15 +14,17 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from compress.context import RunContext
 from compress.distill import draft, draft_init
 from compress.distill.draft import DraftTask
 from compress.distill.teacher import of_model
 from compress.errors import UserError
+from compress.recipe import Recipe
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Draft
 from compress.report.wording import training_findings
 from compress.training import float_model
-from compress.training.contract import Given
+from compress.training.contract import StageContext
 from runtime import load
 from runtime.errors import UserError as RuntimeUserError
 
@@ -36,22 +38,23 @@ def stage(**keys: Any) -> Draft:
     return Draft.model_validate({"samples": 16, "prompt": 8, "training": TRAINING} | keys)
 
 
-def given(model: Path, small: Path | None, work: Path, chosen: Draft, original: Path | None = None) -> Given:
+def given(model: Path, small: Path | None, work: Path, chosen: Draft, original: Path | None = None) -> StageContext:
     tokens = np.random.default_rng(0).integers(0, 320, 6000).astype(np.uint16)
-    return Given(
+    return StageContext(
+        run=RunContext(Recipe.load("int4-aligned-draft")),
         original=original or model,
         model=model,
         draft=small,
         tokens=tokens,
         held_out=HELD_OUT,
-        tokenizer=None,
         work=work,
         settings=chosen.training.settings(0),
         budget=chosen.training.budget(),
-        seed=0,
-        progress=lambda *_: None,
-        note=lambda _: None,
     )
+
+
+def with_run(context: StageContext, **changes: Any) -> StageContext:
+    return dataclasses.replace(context, run=dataclasses.replace(context.run, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +112,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(models: tuple[Path, Path],
 
     whole = given(target, small, tmp_path / "b", chosen)
     with pytest.raises(KeyboardInterrupt):
-        draft.run(chosen, dataclasses.replace(whole, progress=stop), tmp_path / "out-b")
+        draft.run(chosen, with_run(whole, progress=stop), tmp_path / "out-b")
     assert not (tmp_path / "out-b").exists()
     said: list[str] = []
-    draft.run(chosen, dataclasses.replace(whole, note=said.append), tmp_path / "out-b")
+    draft.run(chosen, with_run(whole, note=said.append), tmp_path / "out-b")
     assert any("goes on after step 8 of 16" in line for line in said)
     first, second = ((tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in "ab")
     assert first == second

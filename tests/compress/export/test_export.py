@@ -19,7 +19,7 @@ from compress.artifact.files import write_atomic
 from compress.errors import UserError
 from compress.export import Exported, Loss, layers
 from compress.export.__main__ import app
-from compress.pipeline import Options, run
+from compress.pipeline import compress
 from compress.quantize.rtn import relative_error
 from runtime import formats, load
 from runtime.checkpoints.directory import Checkpoint
@@ -286,7 +286,7 @@ def test_offsets_that_are_no_zero_points() -> None:
 
 def test_a_packed_head(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "head.yaml").write_text("stages: [{quantize: {scheme: int8-dynamic, head: int8}}]\n")
-    folder = run(str(tiny("qwen2")), Recipe.load(tmp_path / "head.yaml"), tmp_path / "run", Options(), report=nothing)
+    folder = compress(tiny("qwen2"), tmp_path / "head.yaml", tmp_path / "run", report=nothing)
     found = {name: export.run(name, folder.model, tmp_path / name) for name in ("gptq", "awq", "bitsandbytes")}
     assert found["gptq"].repacked == found["bitsandbytes"].repacked == 15
     said = open_checkpoint(tmp_path / "gptq").quantization or {}
@@ -330,9 +330,9 @@ def artifact(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     text = folder / "code.txt"
     text.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
-    options = Options(calib=str(text), seq_len=32, samples=2, eval_tokens=0, speed=False, export=("gptq",))
+    options: dict[str, Any] = {"seq_len": 32, "samples": 2, "eval_tokens": 0, "speed": False, "export": ("gptq",)}
     recipe = Recipe.load("int4-rtn").model_copy(update={"export": ("awq", "gptq")})
-    return run(str(tiny("qwen3")), recipe, folder / "int4", options).path
+    return compress(tiny("qwen3"), recipe, folder / "int4", calib=str(text), **options).path
 
 
 def command(*words: object) -> Any:
@@ -421,7 +421,7 @@ def test_recipes_name_exports(tmp_path: Path) -> None:
 
 def test_a_recipe_that_cannot_be_exported_stops_before_the_work(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"export gptq: .*found nf4"):
-        run(str(tiny("llama")), Recipe.load("nf4"), tmp_path / "out", Options(export=("gptq",)))
+        compress(tiny("llama"), "nf4", tmp_path / "out", export=("gptq",))
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress import Recipe, export
-from compress.pipeline import Options, run
+from compress.pipeline import compress
 from runtime import formats, load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
@@ -75,7 +75,7 @@ def test_transformers_reads_ours_exactly(
             "stages: [{quantize: {scheme: int4, group_size: 32, symmetric: false}}]\n"
         )
         wished = Recipe.load(tmp_path / "asymmetric.yaml")
-    folder = run(str(tiny(family)), wished, tmp_path / "run", Options(), report=lambda *_: {}).path
+    folder = compress(tiny(family), wished, tmp_path / "run", report=lambda *_: {}).path
     exported = export.run(form, folder / "model", tmp_path / form)
     assert exported.repacked == 14 and not exported.losses
     peer("read", tmp_path / form, tmp_path / "found.safetensors", "float16")

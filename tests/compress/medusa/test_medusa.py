@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from compress import medusa
+from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
 from compress.medusa import frozen, hidden_states, joint
 from compress.medusa import heads as medusa_tree
 from compress.medusa.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
 from compress.model.source import default_pair
-from compress.pipeline import Options
-from compress.pipeline import run as run_recipe
+from compress.pipeline import compress
 from compress.recipe import Recipe
 from compress.recipe.training import Budget, Settings
 from compress.recipe.training_stages import Joint, Medusa
+from compress.training.contract import StageContext
 from compress.training.parallel import World
 from runtime import Model, Speculator, load
 from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
@@ -38,7 +39,7 @@ from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 Tiny = Callable[..., Path]
 UNTIED = {"tie_word_embeddings": False}
-PACKING: dict[str, Any] = {"options": Options(seq_len=64, draft="none")}
+PACKING: dict[str, Any] = {"seq_len": 64, "draft": "none", "report": lambda *_: {}}
 
 # The tree.
 
@@ -147,7 +148,7 @@ def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder: a tiny llama at int8, whose text is no repetition of one token (its head is its own)."""
     out = tmp_path_factory.mktemp("medusa") / "run"
     recipe = Recipe.load("int8-dynamic")
-    return run_recipe(str(tiny("llama", **UNTIED)), recipe, out, report=lambda *_: {}, **PACKING).model.parent
+    return compress(tiny("llama", **UNTIED), recipe, out, **PACKING).model.parent
 
 
 @pytest.fixture(scope="module")
@@ -265,55 +266,43 @@ def test_new_heads_are_the_target_s_own(target: Model, packed: Path, tmp_path: P
 # The stage.
 
 
-@dataclass(frozen=True)
-class Given:
+def context_of(
+    original: Path, model: Path, work: Path, tokens: Any, held_out: torch.Tensor, settings: Settings, budget: Budget
+) -> StageContext:
     """What the pipeline gives to a stage."""
 
-    original: Path
-    model: Path
-    work: Path
-    tokens: Any
-    held_out: torch.Tensor
-    settings: Settings
-    budget: Budget
-    seed: int = 0
-    draft: Path | None = None
-    tokenizer: Any = None
-    shard_bytes: int = 1 << 30
-    pack: Any = None
-    notes: list[str] = field(default_factory=list)
-
-    def progress(self, stage: str, done: int, total: int) -> None:
+    def progress(stage: str, done: int, total: int) -> None:
         assert 0 <= done <= total
 
-    def note(self, line: str) -> None:
-        self.notes.append(line)
+    run = RunContext(Recipe.load("int8-medusa"), progress=progress)
+    return StageContext(run, original, model, None, tokens, held_out, work, settings, budget)
 
 
 SETTINGS = Settings(learning_rate=1e-2, batch=16, length=24, evaluate_every=20, save_every=20)
 
 
 @pytest.fixture
-def given(packed: Path, tiny: Tiny, tmp_path: Path) -> Given:
+def given(packed: Path, tiny: Tiny, tmp_path: Path) -> StageContext:
     run_folder = shutil.copytree(packed, tmp_path / "run")
     stream = windows(1, 24 * 700).flatten().numpy()
     budget = Budget(tokens=24 * 16 * 120)
     model, work, held_out = run_folder / "model", tmp_path / "work", windows(12, 50, 1)
-    return Given(tiny("llama", **UNTIED), model, work, stream, held_out, SETTINGS, budget)
+    return context_of(tiny("llama", **UNTIED), model, work, stream, held_out, SETTINGS, budget)
 
 
 STAGE = Medusa(heads=3, nodes=8, samples=600)
 
 
-def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
-    out = tmp_path / "medusa"
+def test_heads_learn_and_change_no_text(given: StageContext, tmp_path: Path) -> None:
+    out, notes = tmp_path / "medusa", list[str]()
+    given = replace(given, run=replace(given.run, note=notes.append))
     # A text in which every token is a function of the one before: what comes k tokens later can be learned.
     rule = [1]
     while len(rule) < 24 * 700:
         rule.append((rule[-1] + 7) % 97)
     given = replace(given, tokens=np.array(rule), held_out=torch.tensor(rule[7:607]).view(12, 50))
     stage = STAGE.model_copy(update={"continuations": "none"})
-    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa.run(stage, given, out)
     json.dumps(found)
     assert found["kind"] == "medusa-1" and found["windows"] == 600 and found["steps"] == 120
     assert found["best"] < 0.3 * found["before"]
@@ -328,21 +317,21 @@ def test_heads_learn_and_change_no_text(given: Given, tmp_path: Path) -> None:
     drafter = MedusaDrafter(load_heads(out, target))
     drafted = Speculator(target, drafter, 8).generate(prompts, 40, stop=())
     assert [one.tokens for one in drafted] == [one.tokens for one in expected]
-    assert any("600 windows of 24 tokens" in line for line in given.notes)
+    assert any("600 windows of 24 tokens" in line for line in notes)
 
 
-def test_minutes_end_after_the_passes(given: Given, tmp_path: Path) -> None:
+def test_minutes_end_after_the_passes(given: StageContext, tmp_path: Path) -> None:
     stage = STAGE.model_copy(update={"continuations": "none", "max_epochs": 2, "samples": 32})
     given = replace(given, budget=Budget(minutes=10.0))
-    found = medusa.run(stage, given, tmp_path / "medusa")  # type: ignore[arg-type]
+    found = medusa.run(stage, given, tmp_path / "medusa")
     assert found["windows"] == 32 and found["steps"] == 2 * 32 // given.settings.batch
 
 
 def test_a_stopped_stage_goes_on_to_the_same_bytes(
-    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = replace(given, budget=Budget(tokens=24 * 16 * 50))
-    whole = medusa.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")  # type: ignore[arg-type]
+    whole = medusa.run(STAGE, replace(given, work=tmp_path / "one"), tmp_path / "a")
     steps = 0
 
     class Stopping(frozen.HeadsTask):
@@ -356,23 +345,23 @@ def test_a_stopped_stage_goes_on_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(frozen, "HeadsTask", Stopping)
         with pytest.raises(KeyboardInterrupt):
-            medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
-    again = medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")  # type: ignore[arg-type]
+            medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")
+    again = medusa.run(STAGE, replace(given, work=tmp_path / "two"), tmp_path / "b")
     for name in (DESCRIPTION, WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert again["tree"] == whole["tree"] and steps == 33
 
 
-def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
+def test_medusa_2_trains_the_model_too(given: StageContext, tmp_path: Path) -> None:
     stage = STAGE.model_copy(update={"kind": "medusa-2", "joint": Joint(weight=0.5, rate_factor=0.05)})
 
     def pack(plain: Path, out: Path) -> None:
-        again = run_recipe(str(plain), Recipe.load("int8-dynamic"), tmp_path / "again", report=lambda *_: {}, **PACKING)
+        again = compress(plain, "int8-dynamic", tmp_path / "again", **PACKING)
         shutil.copytree(again.model, out)
 
     given = replace(given, budget=Budget(tokens=24 * 16 * 80), pack=pack)
     out = tmp_path / "medusa"
-    found = medusa.run(stage, given, out)  # type: ignore[arg-type]
+    found = medusa.run(stage, given, out)
     json.dumps(found)
     before, after = (load_file(folder / "model.safetensors") for folder in (given.model, out / "model"))
     assert before.keys() == after.keys()
@@ -385,14 +374,14 @@ def test_medusa_2_trains_the_model_too(given: Given, tmp_path: Path) -> None:
     assert abs(found["perplexity_lost"]) < 0.05 and found["perplexity"]["before"] > 1
     assert found["tokens_per_round"]["after"] > found["tokens_per_round"]["before"]
     with pytest.raises(ValueError, match="needs to pack again"):
-        medusa.run(stage, replace(given, pack=None), out)  # type: ignore[arg-type]
+        medusa.run(stage, replace(given, pack=None), out)
 
 
-def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny, tmp_path: Path) -> None:
+def test_the_joint_loss_holds_the_model_to_its_original(given: StageContext, tiny: Tiny, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     target = load(given.model)
-    text = frozen.make_text(STAGE, given, target)  # type: ignore[arg-type]
+    text = frozen.make_text(STAGE, given, target)
     heads = frozen.HeadsTask(frozen.new_heads(STAGE, given.model), STAGE, text)
     plain = tiny("llama", **UNTIED)
     model, teacher = (AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32) for _ in range(2))
@@ -422,12 +411,12 @@ def test_the_joint_loss_holds_the_model_to_its_original(given: Given, tiny: Tiny
 # Mistakes.
 
 
-def test_what_goes_wrong_is_said(given: Given, tmp_path: Path) -> None:
+def test_what_goes_wrong_is_said(given: StageContext, tmp_path: Path) -> None:
     out = tmp_path / "medusa"
 
     def refused(stage: Medusa = STAGE, **changes: Any) -> str:
         with pytest.raises(USER_ERRORS) as error:
-            medusa.run(stage, replace(given, **changes), out)  # type: ignore[arg-type]
+            medusa.run(stage, replace(given, **changes), out)
         return str(error.value)
 
     assert "the training text is too short" in refused(tokens=given.tokens[:20])
@@ -482,8 +471,8 @@ def test_heads_of_the_pair_gain(pair_target: Callable[[str], Path], tmp_path: Pa
     settings = Settings(learning_rate=3e-3, batch=4, length=192, evaluate_every=100, save_every=1000, autocast=True)
     held_out = torch.from_numpy(unseen[: 192 * 64]).view(64, 192)
     folder, budget = tmp_path / "medusa", Budget(tokens=192 * 4 * 600)
-    given = Given(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
-    found = medusa.run(Medusa(samples=800), given, folder)  # type: ignore[arg-type]
+    given = context_of(default_pair()[0], model, tmp_path / "work", stream, held_out, settings, budget)
+    found = medusa.run(Medusa(samples=800), given, folder)
     assert found["tokens_per_round"]["after"] > 1.8 > 1.4 > found["tokens_per_round"]["before"]
     texts = prompts(corpora.load(), 50, seed=0)
     expected = Speculator(target).generate(texts, 64)
@@ -515,16 +504,11 @@ def test_a_run_with_heads(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000)))
     told: list[Any] = []
-    options = Options(seq_len=64, samples=4, eval_tokens=512, draft="none", calib=str(text))
+    options: dict[str, Any] = {"seq_len": 64, "samples": 4, "eval_tokens": 512, "calib": str(text)}
 
     def run_to(out: Path) -> Path:
-        return run_recipe(
-            str(tiny("llama", **UNTIED)),
-            recipe_of(kind),
-            out,
-            options,
-            report=lambda facts, *_: told.append(facts) or {},
-        ).model.parent
+        keep = lambda facts, _: told.append(facts) or {}  # noqa: E731
+        return compress(tiny("llama", **UNTIED), recipe_of(kind), out, "none", report=keep, **options).path
 
     folder = run_to(tmp_path / "out")
     model = load(folder)

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from compress import pipeline
 from compress.artifact import files
 from compress.artifact.manifest import NAME
-from compress.pipeline import Options, run
 from compress.recipe import Recipe
 
 # What training imports when it begins: here once for all forks.
@@ -98,10 +98,8 @@ def fork(job: dict[str, Any], out: Path, at: int = 0, count_into: Path | None = 
 
 def compress(job: dict[str, Any], out: Path, resume: bool = False) -> None:
     """The run that is killed."""
-    options = Options(
-        calib=job["text"], seq_len=32, eval_tokens=64, samples=3, shard_bytes=100_000, resume=resume, threads=1
-    )
-    run(job["model"], Recipe.load(job["recipe"]), out, options, report=lambda *_: {})
+    small = {"calib": job["text"], "seq_len": 32, "eval_tokens": 64, "samples": 3, "shard_bytes": 100_000, "threads": 1}
+    pipeline.compress(job["model"], job["recipe"], out, report=lambda *_: {}, resume=resume, **small)
 
 
 class Counter:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compress.errors import UserError
-from compress.pipeline import Options, forecast, run
+from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast, parse_size
 from compress.recipe import Recipe
 
@@ -83,8 +83,8 @@ def test_a_run_says_its_forecast_and_keeps_to_its_budget(tiny: Tiny, tmp_path: P
     lines: list[str] = []
 
     def go(**options: Any) -> None:
-        small = Options(calib=str(text), seq_len=32, eval_tokens=64, samples=3, **options)
-        run(str(tiny("llama")), Recipe.load(recipe), tmp_path / "out", small, report=lambda *_: {}, note=lines.append)
+        small = {"calib": str(text), "seq_len": 32, "eval_tokens": 64, "samples": 3, "note": lines.append} | options
+        compress(tiny("llama"), recipe, tmp_path / "out", report=lambda *_: {}, **small)
 
     with pytest.raises(UserError, match="--memory-budget allows"):
         go(memory_budget=1_000_000)

@@ -11,7 +11,7 @@ import torch
 from compress.model.plan import make_plan
 from compress.model.source import open_sources
 from compress.model.structure import survey
-from compress.pipeline import Options, forecast, run
+from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast
 from compress.pipeline.forecast_training import Size, Sizes, with_training
 from compress.recipe import Recipe
@@ -78,9 +78,9 @@ def test_the_folder_grows_no_further_than_was_forecast(
     monkeypatch.setattr(Checkpoints, "_sweep", sweep_and_look)
     monkeypatch.setattr(forecast, "check", kept)
     draft = "none" if made or kind != "draft" else str(tiny("llama", seed=3))
-    options = Options(seq_len=64, samples=4, eval_tokens=512, draft=draft, calib=str(text), threads=1)
+    options: dict[str, Any] = {"seq_len": 64, "samples": 4, "eval_tokens": 512, "calib": str(text), "threads": 1}
     model = tiny("llama", tie_word_embeddings=False)
-    run(str(model), recipe_of(kind), tmp_path / "out", options, progress=look, report=lambda *_: {})
+    compress(model, recipe_of(kind), tmp_path / "out", draft, progress=look, report=lambda *_: {}, **options)
     fixed = 300_000  # tokenizers, texts and journals, which a forecast of large things leaves out
     assert needs[0].disk / 4 < max(found) < needs[0].disk + fixed
 

@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.artifact import Artifact, manifest
+from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
 from compress.export import FORMATS
 from compress.export import run as export
-from compress.pipeline import Options, Progress, run, silent
+from compress.pipeline import compress
+from compress.progress import Progress, silent
 from compress.recipe import Recipe
-from compress.records import ReportOptions, RunFacts
+from compress.records import RunFacts
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -33,7 +35,7 @@ class FakeReport:
         self.failure = failure
         self.facts: RunFacts
 
-    def __call__(self, facts: RunFacts, options: ReportOptions, progress: Progress) -> dict[str, Any]:
+    def __call__(self, facts: RunFacts, context: RunContext) -> dict[str, Any]:
         self.facts = facts
         if self.failure is not None:
             raise self.failure
@@ -72,7 +74,7 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Artifact, RunFacts]]:
     ) -> tuple[Artifact, RunFacts]:
         report = FakeReport(failure)
         small = {"calib": str(text), "seq_len": 32, "eval_tokens": 64, "samples": 2} | options
-        artifact = run(str(model), Recipe.load(recipe), out or tmp_path / "out", Options(**small), progress, report)
+        artifact = compress(model, recipe, out or tmp_path / "out", report=report, progress=progress, **small)
         return artifact, report.facts
 
     return run_it

@@ -15,14 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
-from compress import pipeline
 from compress.artifact import files, manifest
 from compress.calibration import activations
 from compress.calibration.activations import Activations, Inputs
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
-from compress.pipeline import Options, forecast, passes, run
-from compress.recipe import Recipe
+from compress.pipeline import compress, forecast, passes
 from compress.records import RunFacts
 from compress.stages import quantize
 from compress.stages.quantize import RoundToNearest
@@ -73,8 +71,7 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
             return {}
 
         small = {"calib": str(text), "seq_len": 32, "eval_tokens": 64, "samples": 3} | options
-        note = small.pop("note", pipeline.unsaid)
-        run(str(model), Recipe.load(recipe), tmp_path / out, Options(**small), report=report, note=note)
+        compress(model, recipe, tmp_path / out, report=report, **small)
         return tmp_path / out, kept[0]
 
     return run_it

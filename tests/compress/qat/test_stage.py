@@ -11,12 +11,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from compress.context import RunContext
 from compress.distill.objective import Objective
 from compress.errors import UserError
 from compress.model.plan import make_plan
 from compress.model.structure import survey
-from compress.pipeline import Options
-from compress.pipeline import run as run_recipe
+from compress.pipeline import compress
 from compress.qat.convert import (
     RoundedModel,
     bit_linear,
@@ -31,8 +31,8 @@ from compress.qat.stage import Manner, RoundedTask, run
 from compress.recipe import Recipe
 from compress.recipe.training import Budget, Settings
 from compress.recipe.training_stages import Qat, Ternary
-from compress.records import ReportOptions, RunFacts
-from compress.training.contract import Given
+from compress.records import RunFacts
+from compress.training.contract import StageContext
 from compress.training.float_model import held_out_loss
 from compress.training.float_model import load as load_plain
 from runtime import load
@@ -52,23 +52,20 @@ def text(count: int, seed: int) -> Tensor:
     return torch.tensor(tokens[1:])
 
 
-def given(folder: Path, work: Path, tokens: int) -> Given:
+def given(folder: Path, work: Path, tokens: int) -> StageContext:
     def progress(stage: str, done: int, total: int) -> None:
         assert 0 <= done <= total and stage in ("ternary", "qat")
 
-    return Given(
+    return StageContext(
+        run=RunContext(Recipe.load("ternary"), progress=progress),
         original=folder,
         model=folder,
         draft=None,
         tokens=text(20_000, 0).numpy(),
         held_out=text(8 * 33, 1).view(8, 33),
-        tokenizer=None,
         work=work,
         settings=Settings(learning_rate=2e-3, batch=4, length=32, evaluate_every=4, save_every=8),
         budget=Budget(tokens=tokens),
-        seed=0,
-        progress=progress,
-        note=lambda line: None,
     )
 
 
@@ -217,15 +214,15 @@ def test_recipes_run_the_stages(tiny: Tiny, tmp_path: Path, stage: dict[str, Any
     source.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
     kept: list[RunFacts] = []
 
-    def report(facts: RunFacts, options: ReportOptions, progress: Any) -> dict[str, Any]:
+    def report(facts: RunFacts, context: RunContext) -> dict[str, Any]:
         kept.append(facts)
         return {}
 
     [(kind, keys)] = stage.items()
     training = {"tokens": 512, "batch": 4, "length": 16, "save_every": 4, "evaluate_every": 4}
     recipe = Recipe.model_validate({"name": "own", "stages": [{kind: {**keys, "training": training}}]})
-    options = Options(calib=str(source), seq_len=32, eval_tokens=64, samples=2, threads=1)
-    artifact = run_recipe(str(tiny("llama")), recipe, tmp_path / "out", options, report=report)
+    options = {"calib": str(source), "seq_len": 32, "eval_tokens": 64, "samples": 2, "threads": 1}
+    artifact = compress(tiny("llama"), recipe, tmp_path / "out", report=report, **options)
     artifact.verify()
     [facts] = kept
     assert len(facts.layers) == 14 and facts.left_alone

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from calib import corpora
-from compress.records import LayerRecord, LeftAlone, ReportOptions, RunFacts
+from calib.training_text import Measured
+from compress.context import RunContext
+from compress.recipe import Recipe
+from compress.records import LayerRecord, LeftAlone, RunFacts
 from compress.report import assemble, baselines
 from compress.report.schema import validate
 from compress.stages import kv_cache
+from runtime import load
 
 SOURCE = '''
 def clamp_{n}(value, low={n}, high=100):
@@ -39,12 +43,11 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def facts(tmp_path: Path, tiny: Callable[..., Path]) -> RunFacts:
+def facts(tmp_path: Path, text: Path, tiny: Callable[..., Path]) -> RunFacts:
     original, model = tiny("llama"), tiny("llama", seed=1)
     folder = tmp_path / "run.partial"
     folder.mkdir()
     return RunFacts(
-        recipe={"name": "nf4", "about": "Four bits.", "stages": [{"quantize": {"scheme": "nf4", "head": "keep"}}]},
         model_name=str(original),
         draft_name="someone/small-draft",
         original=original,
@@ -54,24 +57,42 @@ def facts(tmp_path: Path, tiny: Callable[..., Path]) -> RunFacts:
         layers=(LayerRecord("model.layers.0.mlp.up_proj", "nf4", 64, 12288, 6400, 0.08),),
         left_alone=(LeftAlone("lm_head", "tied to the embedding"),),
         calibration={},
-        command=f"python -m compress.run --recipe nf4 --model {original} --out={folder}",
-        seed=3,
+        text=Measured(
+            source=str(text),
+            corpus=corpora.load(str(text)),
+            tokenizer=load(model).tokenizer,
+            length=48,
+            calibration=2,
+            evaluation_tokens=192,
+            seed=3,
+            separator=None,
+        ),
         versions={"python": platform.python_version()},
     )
 
 
 @pytest.fixture
-def options(text: Path) -> ReportOptions:
-    return ReportOptions(text=str(text), samples=2, seq_len=48, eval_tokens=192, new_tokens=8, draft_length=2)
+def context(facts: RunFacts, text: Path) -> RunContext:
+    return RunContext.of(
+        Recipe.load("nf4"),
+        calib=str(text),
+        samples=2,
+        seq_len=48,
+        eval_tokens=192,
+        new_tokens=8,
+        draft_length=2,
+        seed=3,
+        command=f"python -m compress.run --recipe nf4 --model {facts.original} --out={facts.folder}",
+    )
 
 
 def test_the_whole_report(
-    facts: RunFacts, options: ReportOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    facts: RunFacts, context: RunContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # A child that has half a second finishes nothing: what is left of the baselines are their reasons.
     monkeypatch.setattr(baselines, "run", partial(baselines.run, limit=0.5))
     stages: list[str] = []
-    report = assemble.make_report(facts, options, lambda stage, done, total: stages.append(stage))
+    report = assemble.make_report(facts, replace(context, progress=lambda stage, done, total: stages.append(stage)))
     assert json.loads((facts.folder / "report.json").read_text()) == report
     found = validate(report)
     assert sorted(path.name for path in facts.folder.iterdir()) == ["report.html", "report.json", "report.md"]
@@ -86,8 +107,8 @@ def test_the_whole_report(
     assert found.sample.prompt.startswith("def clamp_")
 
 
-def test_no_path_and_no_names_of_this_machine(facts: RunFacts, options: ReportOptions, tmp_path: Path) -> None:
-    assemble.make_report(facts, replace(options, speed=False))
+def test_no_path_and_no_names_of_this_machine(facts: RunFacts, context: RunContext, tmp_path: Path) -> None:
+    assemble.make_report(facts, replace(context, speed=False))
     for name in ("report.json", "report.md", "report.html"):
         content = (facts.folder / name).read_text()
         for private in (tmp_path, facts.original, facts.original.parent, Path.home(), Path.cwd()):
@@ -95,22 +116,22 @@ def test_no_path_and_no_names_of_this_machine(facts: RunFacts, options: ReportOp
         assert platform.node() not in content
 
 
-def test_without_speed_everything_else_is_there(facts: RunFacts, options: ReportOptions) -> None:
-    report = assemble.make_report(replace(facts, draft=None, draft_name=None), replace(options, speed=False))
+def test_without_speed_everything_else_is_there(facts: RunFacts, context: RunContext) -> None:
+    report = assemble.make_report(replace(facts, draft=None, draft_name=None), replace(context, speed=False))
     assert report["speed"]["original"] is None and report["speed"]["baselines"] is None
     assert report["not_measured"]["speed"] == "speed was not measured (--no-speed)"
     assert report["quality"]["perplexity"]["compressed"] > 1
     assert report["sample"]["original"] != report["sample"]["compressed"]
 
 
-def test_a_quantised_cache_is_in_the_report(facts: RunFacts, options: ReportOptions, tmp_path: Path) -> None:
-    plain = assemble.make_report(facts, replace(options, speed=False))
+def test_a_quantised_cache_is_in_the_report(facts: RunFacts, context: RunContext, tmp_path: Path) -> None:
+    plain = assemble.make_report(facts, replace(context, speed=False))
     assert plain["quality"]["kv_perplexity"] is None and "quality.kv_perplexity" in plain["not_measured"]
     model = tmp_path / "model"
     shutil.copytree(facts.model, model)
     windows = torch.randint(1, 300, (2, 48), generator=torch.Generator().manual_seed(0))
     kv_cache.attach(model, kv_cache.calibrate(model, "int4", windows))
-    report = assemble.make_report(replace(facts, model=model), replace(options, speed=False))
+    report = assemble.make_report(replace(facts, model=model), replace(context, speed=False))
     quality, before = report["quality"], plain["quality"]
     assert quality["perplexity"] == before["perplexity"] and "quality.kv_perplexity" not in report["not_measured"]
     assert 0 < abs(quality["kv_perplexity"] / quality["perplexity"]["compressed"] - 1) < 0.05
@@ -120,9 +141,9 @@ def test_a_quantised_cache_is_in_the_report(facts: RunFacts, options: ReportOpti
     assert "through its quantised cache" in page and f"{quality['kv_perplexity']:.3f}" in page.replace(",", "")
 
 
-def test_the_same_run_gives_the_same_report(facts: RunFacts, options: ReportOptions) -> None:
+def test_the_same_run_gives_the_same_report(facts: RunFacts, context: RunContext) -> None:
     def run() -> dict[str, Any]:
-        report = assemble.make_report(facts, replace(options, speed=False))
+        report = assemble.make_report(facts, replace(context, speed=False))
         del report["size"]["peak_memory_bytes"]
         return report
 

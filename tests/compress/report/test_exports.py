@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from compress import Artifact, Recipe
+from compress import Artifact
 from compress.artifact import manifest
 from compress.export.onnx import graph as onnx_graph
-from compress.pipeline import run
-from compress.pipeline.options import Options
+from compress.pipeline import compress
 from compress.report import baselines, exports, page, quality
 from compress.report.schema import validate
 from runtime import load
@@ -36,7 +35,7 @@ def artifact(tiny: Tiny, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     out = tmp_path_factory.mktemp("run") / "int4"
-    options = Options(
+    options = dict[str, Any](
         draft=str(tiny("llama")),
         calib=str(text),
         seq_len=48,
@@ -52,7 +51,7 @@ def artifact(tiny: Tiny, text: Path, tmp_path_factory: pytest.TempPathFactory) -
         # Target and draft have one architecture, whose tracing takes seconds.
         traced = cache(onnx_graph.trace)
         patch.setattr(onnx_graph, "trace", lambda _, dtype: _copied(*traced(tiny("llama"), dtype)))
-        return run(str(tiny("llama")), Recipe.load("int4-rtn"), out, options).path
+        return compress(tiny("llama"), "int4-rtn", out, **options).path
 
 
 def _copied(graph: Any, sizes: Any) -> tuple[Any, Any]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compress.errors import UserError
-from compress.pipeline import Options, run
-from compress.recipe import Recipe
+from compress.pipeline import compress
 from compress.records import RunFacts
 from runtime import load
 
@@ -31,8 +30,8 @@ def go(tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
             kept.append(facts)
             return {}
 
-        options = Options(calib=str(text), seq_len=32, eval_tokens=64, samples=3)
-        run(str(model), Recipe.load(file), tmp_path / out, options, report=report)
+        options = {"calib": str(text), "seq_len": 32, "eval_tokens": 64, "samples": 3}
+        compress(model, file, tmp_path / out, report=report, **options)
         return tmp_path / out, kept[0]
 
     return run_it

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from compress.artifact import Artifact
 from compress.artifact import journal as journals
+from compress.context import RunContext
 from compress.distill import cached_logits, heal
 from compress.distill.objective import objective_loss
 from compress.errors import USER_ERRORS, UserError
-from compress.pipeline import Options, Progress, run, silent, unsaid
+from compress.pipeline import compress
+from compress.progress import Note, Progress, silent, unsaid
 from compress.recipe import Recipe
-from compress.records import ReportOptions, RunFacts
+from compress.records import RunFacts
 from compress.report.wording import training_findings
 from compress.training.contract import Loss
 
@@ -45,18 +47,18 @@ def go(tmp_path: Path) -> Go:
         stages: list[dict[str, Any]],
         out: str = "out",
         progress: Progress = silent,
-        note: Callable[[str], None] = unsaid,
+        note: Note = unsaid,
         **options: Any,
     ) -> tuple[Artifact, RunFacts]:
         kept: list[RunFacts] = []
 
-        def report(facts: RunFacts, options: ReportOptions, progress: Progress) -> dict[str, Any]:
+        def report(facts: RunFacts, context: RunContext) -> dict[str, Any]:
             kept.append(facts)
             return {}
 
         recipe = Recipe.model_validate({"name": "own", "stages": stages})
         small = {"calib": str(text), "seq_len": 32, "eval_tokens": 64, "samples": 2, "threads": 1} | options
-        made = run(str(model), recipe, tmp_path / out, Options(**small), progress, report, note=note)
+        made = compress(model, recipe, tmp_path / out, report=report, progress=progress, note=note, **small)
         return made, kept[0]
 
     return run_it

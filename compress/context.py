@@ -1,0 +1,118 @@
+"""What is asked of a run: one record that goes from the command to the report.
+
+A new option is a field here, with its range, a parameter of the command (compress/run.py), and the place that uses it.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifact import SHARD_BYTES
+from compress.errors import UserError
+from compress.progress import Note, Progress, silent, unsaid
+
+if TYPE_CHECKING:
+    from compress.recipe import Recipe
+
+
+def _number(default: int | None, least: int, most: int) -> Any:
+    """A field that holds a whole number from `least` to `most`."""
+    return field(default=default, metadata={"range": (least, most)})
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run's recipe and options. `of` fills in what the recipe says; a context that exists is within its ranges.
+
+    model           directory, run folder or hub name; None: the embedded pair's target.
+    draft           the same, or "none"; None: the embedded pair's draft with the embedded pair, else none.
+    out             the run folder; None: runs/<recipe>.
+    calib           text to calibrate and measure on, as calib.corpora.load takes it.
+    samples         calibration windows of `seq_len` tokens.
+    eval_tokens     tokens to measure quality on; 0: none is measured.
+    new_tokens      tokens for each prompt that speed is measured on, `draft_length` of them drafted in a round.
+    speed           False: no figure of the report is timed.
+    threads         of the CPU; None: torch's own number.
+    shard_bytes     most bytes in one file of weights.
+    memory_budget   bytes of memory that the work on the weights may take; None: what is free. Where activations do not
+                    fit into it they stay in a file; the result is the same.
+    minutes, tokens the budget of each stage that trains, in place of the recipe's; at most one of the two.
+    export          forms to export the finished model to, besides the recipe's (compress.export).
+    command         what the report shows to reproduce the run; None: the recipe alone.
+    progress, note  are told how far each stage has come, and lines for people.
+
+    Raises UserError for the first option that is out of its range.
+    """
+
+    recipe: "Recipe"
+    model: str | None = None
+    out: str | Path | None = None
+    draft: str | None = None
+    calib: str | None = None
+    samples: int = _number(16, 1, 100_000)
+    seq_len: int = _number(512, 8, 131_072)
+    eval_tokens: int = _number(16_384, 0, 100_000_000)
+    new_tokens: int = _number(64, 1, 100_000)
+    draft_length: int = _number(4, 1, 64)
+    device: str = "cpu"
+    threads: int | None = _number(None, 1, 1024)
+    seed: int = _number(0, 0, 2**63 - 1)
+    resume: bool = False
+    force: bool = False
+    speed: bool = True
+    shard_bytes: int = _number(SHARD_BYTES, 1, 2**62)
+    memory_budget: int | None = _number(None, 1, 2**62)
+    minutes: float | None = None
+    tokens: int | None = _number(None, 1, 10**15)
+    export: tuple[str, ...] = ()
+    command: str | None = None
+    progress: Progress = silent
+    note: Note = unsaid
+
+    @classmethod
+    def of(cls, recipe: "Recipe", **options: Any) -> "RunContext":
+        """A recipe with options by name; for those that are None the recipe's value holds, else the default."""
+        from compress.recipe.training import Budget
+
+        known = {one.name for one in fields(cls)} - {"recipe"}
+        for name in options:
+            if name not in known:
+                raise UserError(f"option {name!r} is unknown: expected one of {', '.join(sorted(known))}")
+        wished = recipe.calibration
+        values: dict[str, Any] = {"calib": wished.source, "samples": wished.samples, "seq_len": wished.seq_len}
+        values |= {name: value for name, value in options.items() if value is not None}
+        context = cls(recipe, **{name: value for name, value in values.items() if value is not None})
+        if context.minutes is None and context.tokens is None:
+            return context
+        return replace(context, recipe=recipe.with_budget(Budget(context.tokens, context.minutes)))
+
+    def __post_init__(self) -> None:
+        from compress.export import check_names
+        from compress.recipe.training import MOST_MINUTES
+        from runtime.devices import resolve
+        from runtime.errors import UserError as RuntimeFloorError
+
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is None or "range" not in one.metadata:
+                continue
+            least, most = one.metadata["range"]
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                option = "--" + one.name.replace("_", "-")
+                raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
+        if self.export:
+            check_names(self.export)
+        if self.minutes is not None:
+            if self.tokens is not None:
+                raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")
+            if not 0 < self.minutes <= MOST_MINUTES:
+                raise UserError(f"--minutes: expected a number above 0, found {self.minutes}: correct it")
+        try:
+            resolve(self.device)
+        except RuntimeFloorError as error:
+            raise UserError(f"--device: {error}") from error
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.out if self.out is not None else f"runs/{self.recipe.name}")
