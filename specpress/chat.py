@@ -1,0 +1,209 @@
+"""`specpress chat`: a conversation with a model in the terminal, answered speculatively and shown as it comes."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from runtime.cli import without_traceback
+from runtime.errors import UserError
+from runtime.generate import DrafterName
+
+if TYPE_CHECKING:
+    from runtime.model.load import Model
+    from runtime.sampling.params import Sampling
+    from runtime.speculate import CacheOptions, Speculator, Stream
+
+HELP = "/reset starts again · Ctrl-C ends an answer · Ctrl-D ends the chat"
+PAGE = 64  # tokens
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="A run folder, a model directory, a GGUF file or a hub name.")],
+    draft: Annotated[
+        str | None, typer.Option(help="A draft model's directory, or Medusa heads'.", show_default="the run's own")
+    ] = None,
+    drafter: Annotated[
+        DrafterName | None,
+        typer.Option(
+            help="Who proposes tokens.", show_default="model where there is a draft, else medusa, else lookup"
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the chat template's system message says.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="End an answer after this many tokens.")] = 512,
+    context: Annotated[int, typer.Option(help="Tokens to keep memory for: the conversation and the answer.")] = 4096,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Sample among the most probable tokens of this mass.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
+    kernels: Annotated[str, typer.Option(help="auto, or a set of kernels by name.")] = "auto",
+) -> None:
+    """Answers what you type, turn by turn, with the tokenizer's chat template where it has one.
+
+    A model without a template continues the text instead. Lines on standard input that is no terminal are the turns of
+    one conversation; then only the answers are printed.
+    """
+    with without_traceback():
+        from runtime.model.load import load
+        from runtime.sampling.params import Sampling
+        from runtime.speculate import Speculator
+        from runtime.speculative.drafters.by_name import choose
+
+        options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
+        model = load(target, planes=drafter is DrafterName.NESTED, **options)
+        chosen = choose(model, drafter and drafter.value, draft, options=options)
+        room = min(context, model.decoder.max_positions)
+        speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        chat = Chat(speculator, Conversation(model.tokenizer, system), sampling, max_new_tokens, room, terminal)
+        if terminal:
+            kind = "chat" if chat.conversation.has_template else "no chat template: the model continues the text"
+            typer.echo(f"{Path(target).name} ({kind}), drafter {speculator.drafter.name}{chosen.note}\n{HELP}")
+        for said in _turns(terminal):
+            chat.take(said)
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and what the model is to read of it.
+
+    tokenizer  with a chat template, or without: then the turns are one text.
+    system     the first message, where there is a template.
+    """
+
+    tokenizer: Any
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.has_template:
+            raise UserError("--system needs a tokenizer with a chat template, and this model's has none: leave it out")
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer says how a conversation is written."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def ask(self, said: str) -> list[int]:
+        """Adds a turn; returns the tokens of everything up to where the answer begins."""
+        self.messages.append({"role": "user", "content": said})
+        if not self.has_template:
+            text = "\n".join(message["content"] for message in self.messages)
+            return list(self.tokenizer(text)["input_ids"])
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        text = self.tokenizer.apply_chat_template([*first, *self.messages], add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def answered(self, text: str) -> None:
+        """Keeps the answer to the last turn."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def drop(self) -> None:
+        """Forgets the last turn."""
+        self.messages.pop()
+
+    def clear(self) -> None:
+        """Forgets all turns."""
+        self.messages.clear()
+
+
+@dataclass
+class Chat:
+    """A conversation and who answers in it.
+
+    room      tokens that the cache holds: conversation and answer.
+    terminal  whether somebody is there to read what is no answer.
+    """
+
+    speculator: "Speculator"
+    conversation: Conversation
+    sampling: "Sampling"
+    max_new_tokens: int
+    room: int
+    terminal: bool
+
+    def take(self, said: str) -> None:
+        """Does what a line asks for: a command, or an answer."""
+        if said == "/reset":
+            self.conversation.clear()
+        elif said.startswith("/") and self.terminal:
+            typer.echo(HELP)
+        elif said:
+            self._answer(said)
+
+    def _answer(self, said: str) -> None:
+        """Prints the answer as it comes. Ctrl-C in a terminal ends it, and what was written counts as the answer."""
+        try:
+            tokens = self.conversation.ask(said)
+            most = min(self.max_new_tokens, self.room - len(tokens))
+            if most < 1:
+                raise UserError(f"the conversation has {len(tokens)} tokens, and {self.room} have room: start again")
+            stream = self.speculator.stream(tokens, most, self.sampling)
+        except UserError as error:
+            if not self.terminal:
+                raise
+            self.conversation.drop()
+            typer.echo(f"error: {error} (/reset starts again)", err=True)
+            return
+        parts: list[str] = []
+        try:
+            for piece in stream:
+                parts.append(piece.text)
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            if not self.terminal:
+                raise
+        finally:
+            stream.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.conversation.answered("".join(parts))
+        if self.terminal:
+            _statistics(stream)
+
+
+def _cache(model: "Model", room: int) -> "CacheOptions":
+    """Pages, which keep what was read for the next turn, where the decoder has them."""
+    from runtime.speculate import CONTIGUOUS, CacheOptions
+
+    try:
+        model.decoder.new_cache(model.decoder.kv.kind, pages=1)
+    except UserError:
+        return CONTIGUOUS
+    return CacheOptions(pages=-(-room // PAGE))
+
+
+def _turns(terminal: bool) -> Iterator[str]:
+    """Lines of the user until the end of the input."""
+    if not terminal:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives `input` a history and keys to edit a line with
+    while True:
+        try:
+            yield input("\n> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            typer.echo(f"\n{HELP}")
+
+
+def _statistics(stream: "Stream") -> None:
+    metrics = stream.metrics
+    shown = [f"{metrics.new_tokens} tokens"]
+    if metrics.tokens_per_second is not None:
+        shown.append(f"{metrics.tokens_per_second:.1f} tokens/s")
+    if metrics.acceptance_rate is not None:
+        shown.append(f"acceptance rate α {metrics.acceptance_rate:.2f}")
+    if metrics.reused_tokens:
+        shown.append(f"{metrics.reused_tokens} of {metrics.prompt_tokens} tokens from the cache")
+    typer.secho(f"[{', '.join(shown)}]", dim=True)

@@ -1,0 +1,139 @@
+"""The model card of a run: the hub's metadata, the figures, how to load the model, and the report."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# What config.json's quant_method asks for, as pip knows it.
+_LOADERS = {
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel optimum",
+    "awq": "gptqmodel",
+    "bitnet": None,
+}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def model_card(
+    report: Mapping[str, Any], config: Mapping[str, Any], repo: str, text: str, base: str | None, license_: str | None
+) -> str:
+    """README.md of the repository `repo`: metadata in YAML, then Markdown.
+
+    report    report.json.
+    config    the compressed model's config.json.
+    text      report.md, which ends the card.
+    base      the base model's name on the hub; None: the report's, where it has the form of one.
+    license_  the base model's license, where it states one.
+    """
+    base = base or (report["model"] if _HUB_NAME.fullmatch(report["model"]) else None)
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    about = report["asked"]["recipe"].get("about", "")
+    source = f"[{base}](https://huggingface.co/{base})" if base else f"`{report['model']}`"
+    parts = [
+        f"---\n{yaml.safe_dump(_metadata(report, base, license_, method), sort_keys=False)}---",
+        f"# {repo.partition('/')[2]}",
+        f"{source}, compressed with Specpress by the recipe `{report['recipe']}`{': ' + about if about else '.'}",
+        _figures(report),
+        _loading(repo, method, report["draft"] is not None),
+        "## Report",
+        re.sub(r"^#", "###", text, flags=re.MULTILINE).strip(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_license(model: Path) -> str | None:
+    """The license that a model directory's own card states, if it has a card. Licence texts are not guessed at."""
+    try:
+        text = (model / "README.md").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    head = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    try:
+        data = yaml.safe_load(head.group(1)) if head else None
+    except yaml.YAMLError:
+        return None
+    stated = data.get("license") if isinstance(data, dict) else None
+    return stated if isinstance(stated, str) else None
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """config.json of a model directory."""
+    content: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _metadata(report: Mapping[str, Any], base: str | None, license_: str | None, method: str | None) -> dict[str, Any]:
+    tags = ["specpress", report["recipe"], *([method] if method else [])]
+    found: dict[str, Any] = {}
+    if base is not None:
+        found |= {"base_model": base, "base_model_relation": "quantized" if method else "finetune"}
+    if license_ is not None:
+        found["license"] = license_
+    found |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    return found | {"tags": [*tags, *(["speculative-decoding"] if report["draft"] else [])]}
+
+
+def _figures(report: Mapping[str, Any]) -> str:
+    """The table size × quality × speed; what was not measured says so."""
+    size, quality, speed = (report.get(key) or {} for key in ("size", "quality", "speed"))
+
+    def at(value: Any, form: str, unit: str = "") -> str:
+        return f"{value:{form}}{unit}" if isinstance(value, int | float) else "not measured"
+
+    def megabytes(value: Any) -> str:
+        return at(value / 1e6 if value else None, ",.1f", " MB")
+
+    def fast(kind: str) -> str:
+        return at((speed.get(kind) or {}).get("tokens_per_second"), ",.1f")
+
+    perplexity = quality.get("perplexity") or {}
+    draft = size.get("draft_bytes")
+    rows = [
+        (
+            "size on disk",
+            megabytes(size.get("original_bytes")),
+            megabytes(size.get("compressed_bytes")),
+            f"+ {megabytes(draft)} draft" if draft else "",
+        ),
+        ("perplexity", *(at(perplexity.get(key), ".3f") for key in ("original", "compressed")), ""),
+        ("tokens/s", fast("original"), fast("compressed"), fast("speculative")),
+    ]
+    facts = [
+        (size.get("ratio"), "{:.2f} × smaller"),
+        (size.get("bits_per_weight"), "{:.2f} bits per quantised weight"),
+        ((quality.get("kl_divergence") or {}).get("mean"), "KL divergence {:.4f} nats a token"),
+        (speed.get("acceptance_rate"), "acceptance rate α = {:.2f}"),
+        (speed.get("draft_length"), "draft length γ = {}"),
+    ]
+    lines = ["| | original | compressed | compressed, speculative |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    told = ", ".join(form.format(value) for value, form in facts if isinstance(value, int | float))
+    machine = report["machine"]
+    return "\n".join(lines) + f"\n\n{told}. Measured on {machine['cpu']}, {machine['cores']} cores."
+
+
+def _loading(repo: str, method: str | None, has_draft: bool) -> str:
+    """How to load it with transformers and with Specpress."""
+    needs, name = _LOADERS.get(method or ""), repo.partition("/")[2]
+    return f"""## How to load it
+
+With transformers (`pip install transformers{f" {needs}" if needs else ""}`):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+```
+
+With Specpress, which runs the packed weights as they are and decodes speculatively:
+
+```bash
+hf download {repo} --local-dir {name}
+specpress generate --target {name}{f" --draft {name}/draft" if has_draft else ""} --prompt "Tell me about gravity."
+```"""

@@ -1,0 +1,122 @@
+"""`specpress push`: a run becomes a repository of the Hugging Face hub, with a model card.
+
+The model's files come to the top, where `from_pretrained` looks for them; draft/, medusa/, the report, the recipe and
+the manifest lie beside them.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runtime.cli import without_traceback
+
+if TYPE_CHECKING:
+    from compress.artifact import Artifact
+
+_BESIDE = ("report.html", "report.md", "report.json", "recipe.yaml", "manifest.json")
+_FOLDERS = ("draft", "medusa")
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Run folder.")],
+    repo: Annotated[str, typer.Argument(help="Repository on the hub: OWNER/NAME. It is made where there is none.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and print the card; upload nothing.")
+    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
+    token: Annotated[
+        str | None, typer.Option(help="Token of the hub.", show_default="HF_TOKEN, else that of `hf auth login`")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The base model's name on the hub.", show_default="the report's, if it is one")
+    ] = None,
+    license_: Annotated[
+        str | None,
+        typer.Option("--license", help="The base model's license.", show_default="as model/README.md has it"),
+    ] = None,
+) -> None:
+    """Uploads a finished run to the Hugging Face hub, with a model card made of its report."""
+    from compress.errors import USER_ERRORS
+    from specpress.report import find_run
+
+    with without_traceback(USER_ERRORS):
+        _check_name(repo)
+        artifact = find_run(run)
+        artifact.verify()
+        card = _card(artifact, repo, base_model, license_)
+        files = listed(artifact)
+        if dry_run:
+            for name, path in files.items():
+                typer.echo(f"{path.stat().st_size:>15,}  {name}")
+            typer.echo(f"{len(card.encode()):>15,}  README.md\n\n{card}", nl=False)
+        else:
+            typer.echo(_upload(files, card, repo, private, token))
+
+
+def listed(artifact: "Artifact") -> dict[str, Path]:
+    """Every file by its name in the repository, but for the card."""
+    found = {}
+    for path in sorted(p for p in artifact.model.rglob("*") if p.is_file()):
+        found[path.relative_to(artifact.model).as_posix()] = path
+    for folder in _FOLDERS:
+        for path in sorted(p for p in (artifact.path / folder).rglob("*") if p.is_file()):
+            found[path.relative_to(artifact.path).as_posix()] = path
+    found |= {name: artifact.path / name for name in _BESIDE if (artifact.path / name).is_file()}
+    found.pop("README.md", None)
+    return found
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from compress.errors import UserError
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"{repo}: expected OWNER/NAME of a repository ({str(error).rstrip('.')}): correct it") from None
+    if "/" not in repo:
+        raise UserError(f"{repo}: expected OWNER/NAME of a repository, found no owner: write it in front")
+
+
+def _card(artifact: "Artifact", repo: str, base: str | None, license_: str | None) -> str:
+    from specpress.model_card import model_card, read_config, read_license
+
+    text = (artifact.path / "report.md").read_text(encoding="utf-8")
+    stated = license_ or read_license(artifact.model)
+    return model_card(artifact.report, read_config(artifact.model), repo, text, base, stated)
+
+
+def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, token: str | None) -> str:
+    """Uploads everything in one commit; returns the repository's address.
+
+    Raises UserError without a token, and for what the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from compress.errors import UserError
+
+    token = token or get_token()
+    if token is None:
+        raise UserError("no token of the hub was found: give --token, set HF_TOKEN, or run `hf auth login`")
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as folder:
+        # Links in the layout of the repository: nothing is copied.
+        for name, path in files.items():
+            place = Path(folder, name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(path.resolve())
+        Path(folder, "README.md").write_text(card, encoding="utf-8")
+        try:
+            address = api.create_repo(repo, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a Specpress run")
+        except (HfHubHTTPError, ConnectionError) as error:
+            raise UserError(
+                f"{repo}: the hub refused ({str(error).strip().splitlines()[-1]}): see the reason"
+            ) from error
+    return str(address)
