@@ -17,7 +17,7 @@ from compress.model.source import default_pair
 from runtime.bench.random_models import SHAPES, write_shape
 from runtime.cli import without_traceback
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()

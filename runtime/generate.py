@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from runtime.sampling.params import Sampling
     from runtime.speculate import Stream
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 class DrafterName(StrEnum):

@@ -94,7 +94,8 @@ class Conversation:
         """Adds a turn; returns the tokens of everything up to where the answer begins."""
         self.messages.append({"role": "user", "content": said})
         if not self.has_template:
-            text = "\n".join(message["content"] for message in self.messages)
+            # An answer goes on where its turn ended; the next turn begins on a line of its own.
+            text = "".join("\n" * (m["role"] == "user") + m["content"] for m in self.messages)[1:]
             return list(self.tokenizer(text)["input_ids"])
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         text = self.tokenizer.apply_chat_template([*first, *self.messages], add_generation_prompt=True, tokenize=False)

@@ -97,7 +97,7 @@ def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, toke
     Raises UserError without a token, and for what the hub refuses.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HTTPError
 
     from compress.errors import UserError
 
@@ -115,8 +115,9 @@ def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, toke
         try:
             address = api.create_repo(repo, private=private, exist_ok=True)
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a Specpress run")
-        except (HfHubHTTPError, ConnectionError) as error:
+        except (HTTPError, ConnectionError) as error:  # the hub's refusals are HTTPErrors, too
+            reason = str(error).strip().splitlines()[-1].rstrip(".")
             raise UserError(
-                f"{repo}: the hub refused ({str(error).strip().splitlines()[-1]}): see the reason"
+                f"{repo} cannot be uploaded to {api.endpoint} ({reason}): correct that and try again"
             ) from error
     return str(address)

@@ -37,9 +37,10 @@ def find_run(name: str) -> "Artifact":
     from compress.errors import UserError
 
     folder = Path(name).expanduser()
-    for place in (folder, folder.resolve().parent):
-        if manifest.is_run_folder(place):
-            return Artifact(place)
+    if folder.name == "model" and manifest.is_run_folder(folder.parent):
+        folder = folder.parent
+    if manifest.is_run_folder(folder):
+        return Artifact(folder)
     raise UserError(f"{name}: expected a run folder, with a manifest.json of a finished run: name one")
 
 

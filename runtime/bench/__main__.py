@@ -6,7 +6,7 @@ from runtime.bench.commands import decode, kernels, verify
 from runtime.bench.gpu_commands import app as gpu
 from runtime.bench.serving import load, speculate
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 for command in (kernels, decode, verify, speculate, load):
     app.command()(command)
 app.add_typer(gpu, name="gpu")

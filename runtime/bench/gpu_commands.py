@@ -24,7 +24,7 @@ from runtime.bench.options import (
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="What a GPU is measured by.")
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="What a GPU is measured by.")
 
 
 @app.command()

@@ -1,0 +1,163 @@
+"""`specpress chat`: turns from a pipe and from a terminal, templates, interruptions."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress.model.source import default_pair
+from runtime import Speculator, load
+from specpress.chat import Conversation
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    return default_pair()[0]
+
+
+@pytest.fixture(scope="module")
+def with_template(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(target, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def answers(text: str, folder: Path, specpress: Callable[..., Any], *options: str) -> str:
+    done = specpress(
+        *("chat", folder, "--temperature", "0", "--max-new-tokens", "12", "--threads", "1", *options), input=text
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_continues_text_without_a_template(target: Path, specpress: Callable[..., Any]) -> None:
+    found = answers("def add(a, b):\n", target, specpress)
+    model = load(target, threads=1)
+    expected = Speculator(model).generate(["def add(a, b):"], max_new_tokens=12)[0].text
+    assert found == expected + "\n"
+    # The second turn goes on from the first one and its answer; a reset forgets both.
+    twice = answers("def add(a, b):\nx = 1\n", target, specpress)
+    second = Speculator(model).generate([f"def add(a, b):{expected}\nx = 1"], max_new_tokens=12)[0].text
+    assert twice == f"{expected}\n{second}\n"
+    assert answers("x = 1\n/reset\ndef add(a, b):\n", target, specpress).endswith(f"\n{expected}\n")
+
+
+def test_writes_the_conversation_by_the_template(with_template: Path, specpress: Callable[..., Any]) -> None:
+    model = load(with_template, threads=1)
+    conversation = Conversation(model.tokenizer, "be brief")
+    tokens = conversation.ask("hello")
+    assert model.tokenizer.decode(tokens) == "<system>be brief\n<user>hello\n<a>"
+    conversation.answered("hi")
+    assert model.tokenizer.decode(conversation.ask("more")).endswith("<assistant>hi\n<user>more\n<a>")
+    conversation.drop()
+    assert len(conversation.messages) == 2
+    expected = Speculator(model).generate([tokens], max_new_tokens=12)[0].text
+    assert answers("hello\n", with_template, specpress, "--system", "be brief") == expected + "\n"
+
+
+def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) -> None:
+    done = specpress("chat", target, "--system", "be brief", input="x\n")
+    assert done.returncode == 2 and "chat template" in done.stderr and len(done.stderr.splitlines()) == 1
+    done = specpress("chat", target, "--context", "64", input="word " * 200 + "\n")
+    assert done.returncode == 2 and "start again" in done.stderr
+    assert specpress("chat", "nowhere", input="x\n").returncode == 2
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, *words: str):
+        pid, self.file = pty.fork()
+        if pid == 0:
+            os.environ["TERM"] = "dumb"
+            os.execv(sys.executable, [sys.executable, "-m", "specpress", "chat", *words])
+        self.pid = pid
+        self.shown = ""
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What comes to match the pattern; what is read next begins behind it."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            ready, _, _ = select.select([self.file], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.shown!r}"
+            self.shown += os.read(self.file, 65536).decode(errors="replace")
+        self.shown = self.shown[found.end() :]
+        return found.group()
+
+    def type(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def start(*words: str) -> Terminal:
+        made.append(Terminal(*words))
+        return made[-1]
+
+    yield start
+    for one in made:
+        try:
+            os.kill(one.pid, signal.SIGKILL)
+            os.waitpid(one.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(one.file)
+
+
+PROMPT = r"\n> "
+STATISTICS = r"\[(\d+) tokens, [\d.]+ tokens/s[^\]]*\]"
+
+
+def test_in_a_terminal(target: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(str(target), "--max-new-tokens", "900", "--temperature", "1", "--threads", "1")
+    chat.until("no chat template")
+    chat.until(PROMPT)
+    chat.type("def add(a, b):\n")
+    chat.until(r"\w+\W+\w+\W+\w+\W+\w+\W+\w+")
+    chat.type("\x03")
+    statistics = chat.until(STATISTICS)
+    assert int(statistics[1:].split()[0]) < 900
+    chat.until(PROMPT)
+    chat.type("\x03")
+    chat.until("/reset starts again")
+    chat.until(PROMPT)
+    chat.type("/what\n")
+    chat.until("/reset starts again")
+    chat.until(PROMPT)
+    chat.type("\x04")
+    _, status = os.waitpid(chat.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_second_turn_reads_only_what_is_new(target: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(str(target), "--max-new-tokens", "100", "--temperature", "0", "--threads", "1")
+    for turn in range(2):
+        chat.until(PROMPT)
+        chat.type("class Counter:\n")
+        assert ("from the cache" in chat.until(STATISTICS)) == (turn > 0)
+
+
+def test_too_long_a_conversation_can_go_on(target: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(str(target), "--context", "64", "--threads", "1", "--max-new-tokens", "4")
+    chat.until(PROMPT)
+    chat.type("word " * 100 + "\n")
+    chat.until(r"64 have room.*\(/reset starts again\)")
+    chat.until(PROMPT)
+    chat.type("x = 1\n")
+    chat.until(STATISTICS)
