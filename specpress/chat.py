@@ -52,11 +52,11 @@ def command(
         from runtime.model.load import load
         from runtime.sampling.params import Sampling
         from runtime.speculate import Speculator
-        from runtime.speculative.drafters.by_name import choose
+        from runtime.speculative.drafters.by_name import drafter_by_name
 
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
-        chosen = choose(model, drafter and drafter.value, draft, options=options)
+        chosen = drafter_by_name(model, drafter and drafter.value, draft, options=options)
         room = min(context, model.decoder.max_positions)
         speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
