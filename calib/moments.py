@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.observers import BINS, OBSERVERS
+
 # Rows that are widened to float32 at once, and the width of the blocks in which the Hessian is updated: wide enough for
 # a matrix product to be fast, narrow enough that the half below the diagonal is skipped in fact.
 _ROWS = 4096
@@ -22,12 +24,14 @@ class Wants:
     norms    the root of the sum of x², by channel.
     absmax   the largest and the mean |x|, by channel.
     rows     how many input rows to keep, drawn evenly from all (0: none).
+    observer the range of all values together, as the observer of that name (`calib.observers.OBSERVERS`) has it.
     """
 
     hessian: bool = False
     norms: bool = False
     absmax: bool = False
     rows: int = 0
+    observer: str | None = None
 
     def __or__(self, other: "Wants") -> "Wants":
         """What serves both: one pass feeds every stage of a block."""
@@ -36,6 +40,7 @@ class Wants:
             self.norms or other.norms,
             self.absmax or other.absmax,
             max(self.rows, other.rows),
+            self.observer or other.observer,
         )
 
 
@@ -59,6 +64,7 @@ class Moments:
         self._rows = torch.empty(0, inputs) if wants.rows else None
         self._keys = torch.empty(0, dtype=torch.float64)
         self._chooser = torch.Generator().manual_seed(seed)
+        self._observer = OBSERVERS[wants.observer]() if wants.observer else None
 
     def add(self, x: Tensor) -> None:
         """Takes in x (..., K) of any float dtype.
@@ -74,6 +80,8 @@ class Moments:
         low, high = torch.aminmax(x)
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise ValueError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} inputs are NaN or infinite")
+        if self._observer is not None:
+            self._observer.add(x)
         for rows in x.split(_ROWS):
             self._add_rows(rows.float())
 
@@ -143,6 +151,14 @@ class Moments:
         return self._rows
 
     @property
+    def observed(self) -> float | None:
+        """The observer's range: the |x| that the last code is to stand for. Raises ValueError before the first token.
+
+        None, too, once channels were scaled: a range of all values cannot be scaled with them.
+        """
+        return None if self._observer is None else self._observer.absmax()
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it holds once all rows are there: a forecast can ask before the first token."""
         each = 4 * self.inputs
@@ -151,6 +167,7 @@ class Moments:
             + 2 * each * self.wants.norms
             + 3 * each * self.wants.absmax
             + (each + 8) * self.wants.rows
+            + 8 * BINS * (self.wants.observer is not None)
         )
 
     def scaled(self, factor: Tensor) -> "Moments":

@@ -39,7 +39,7 @@ NOT_BUILT = {
 _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
-    r"(scheme|group_size|symmetric|method|act_order|damping|search|bits_per_weight|head|sparsity|pattern|share|"
+    r"(scheme|group_size|symmetric|method|act_order|damping|search|observer|bits_per_weight|head|sparsity|pattern|share|"
     r"kl|minutes|joint): "
 )
 

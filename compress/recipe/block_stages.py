@@ -64,6 +64,9 @@ class Quantize(Strict):
     method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
     act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
+    observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
+                float ones; minmax, moving_average, percentile (99.99 % of the values), mse, entropy: by its inputs
+                alone (calib/observers.py).
     search      gptq and rtn with groups: whether ranges are searched for the least squared error.
     bits_per_weight  sensitivity: how many bits a quantised weight may take on average, scales included.
     targets     regular expressions, searched in the names of the linear layers of the blocks; any match counts.
@@ -79,6 +82,7 @@ class Quantize(Strict):
     act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
+    observer: Literal["search", "minmax", "moving_average", "percentile", "mse", "entropy"] | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
     ignore: tuple[StrictStr, ...] = ()
@@ -97,6 +101,8 @@ class Quantize(Strict):
         filled = {key: value for key, value in known.items() if data.get(key) is None}
         if grouped and data.get("symmetric") is None:
             filled["symmetric"] = method != "hqq"
+        if data.get("scheme") == "int8-static" and data.get("observer") is None:
+            filled["observer"] = "search"
         return {**data, **filled}
 
     @field_validator("targets", "ignore")
@@ -126,6 +132,8 @@ class Quantize(Strict):
                     f"{key}: expected with method {owners} and scheme {', '.join(GRIDS)} only, found method "
                     f"{self.method} and scheme {self.scheme}"
                 )
+        if self.observer is not None and self.scheme != "int8-static":
+            raise ValueError(f"observer: expected with scheme int8-static only, found scheme {self.scheme}")
         if self.head == "int8" and self.scheme != "int8-dynamic":
             raise ValueError(
                 f"head: expected keep with scheme {self.scheme}, found int8: it goes with scheme int8-dynamic so far"
@@ -143,7 +151,7 @@ class Quantize(Strict):
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
-        for key in ("scheme", "symmetric", "act_order", "damping", "search"):
+        for key in ("scheme", "symmetric", "act_order", "damping", "search", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
         sizes = SCHEMES["int4"].group_sizes

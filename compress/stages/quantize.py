@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from compress.calibration.activations import Inputs, quick_products
-from compress.calibration.statistics import absmax_of, absmean_of, hessian_of, rows_of
+from compress.calibration.statistics import absmax_of, absmean_of, collect, hessian_of, rows_of
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.plan import Layer, Plan
 from compress.model.structure import Skeleton
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
-from compress.recipe.block_stages import DAMPING
+from compress.recipe.block_stages import DAMPING, Experts
 from compress.records import LayerRecord
 from compress.stages.contract import BlockStage
 from compress.stages.prune import MaskPrune, width_prune
@@ -130,7 +130,7 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
     if _is_static(stage):
-        return [StaticRanges(layers)]
+        return [StaticRanges(stage, layers)]
     return [RoundToNearest(layers)]
 
 
@@ -297,12 +297,14 @@ class SmoothRanges:
 class StaticRanges:
     """Eight bits for weights, and one range for each layer's inputs that the text has told."""
 
+    stage: Quantize
     layers: Mapping[str, Layer]
 
     def wants(self, block: Block) -> Mapping[str, "Wants"]:
         from calib.moments import Wants
 
-        return {path: Wants(absmax=True, rows=SEARCH_ROWS) for path, _ in chosen(block, self.layers)}
+        looked = {"absmax": True, "rows": SEARCH_ROWS} if self._searches else {"observer": self.stage.observer}
+        return {path: Wants(**looked) for path, _ in chosen(block, self.layers)}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
         from compress.quantize import smoothquant
@@ -313,15 +315,30 @@ class StaticRanges:
                 f"{block.prefix}.{min(starved)}: expected calibration tokens for a static range, found too few: set "
                 "experts.expert_fallback to all-tokens, or take scheme int8-dynamic"
             )
+        if not self._searches:
+            self._observe_scaled(block, statistics, inputs)
         for paths in sharing(list(known), statistics):
             weights = [block.linears[path].weight.detach() for path in paths]
             first = statistics[paths[0]]
-            scale = smoothquant.search_input_scale(rows_of(first), absmax_of(first).amax(), weights)
+            if self._searches:
+                scale = smoothquant.search_input_scale(rows_of(first), absmax_of(first).amax(), weights)
+            else:
+                scale = smoothquant.input_scale(torch.tensor(first.observed))
             for path in paths:
                 stored = block.linears[path].weight.detach().to(block.dtypes[path])
                 scheme = known[path].scheme
                 block.pack(path, rtn.quantize(stored, scheme, 0, input_scale=scale), scheme)
         return block
+
+    @property
+    def _searches(self) -> bool:
+        return self.stage.observer == "search"
+
+    def _observe_scaled(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
+        """Sends the text through the block again where a stage before this one has scaled what layers read."""
+        wants = {path: want for path, want in self.wants(block).items() if statistics[path].observed is None}
+        if wants and inputs is not None:
+            statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
 
 
 def chosen(block: Block, layers: Mapping[str, Layer]) -> Iterator[tuple[str, Layer]]:

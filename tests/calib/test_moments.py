@@ -6,6 +6,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from calib.moments import Moments, Wants
+from calib.observers import OBSERVERS
 
 EVERYTHING = Wants(hessian=True, norms=True, absmax=True, rows=50)
 
@@ -137,3 +138,19 @@ def test_bytes_are_those_held() -> None:
     held = [value for value in vars(moments).values() if isinstance(value, Tensor)]
     assert moments.nbytes == sum(t.numel() * t.element_size() for t in held)
     assert Moments(16, EVERYTHING).nbytes == moments.nbytes
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_an_observer_sees_every_batch(name: str) -> None:
+    x = inputs(300, 16)
+    moments, alone = Moments(16, Wants(observer=name)), OBSERVERS[name]()
+    empty = Moments(16, Wants(observer=name)).nbytes
+    for part in x.split([100, 1, 199]):
+        moments.add(part)
+        alone.add(part)
+    assert moments.observed == alone.absmax() > 0
+    assert moments.nbytes == empty
+    assert (Wants(rows=3) | Wants(observer=name)).observer == name
+    # A range of all values cannot be scaled with its channels.
+    assert moments.scaled(torch.full((16,), 2.0)).observed is None
+    assert fed(x, Wants(norms=True), [300]).observed is None
