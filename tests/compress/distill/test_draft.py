@@ -240,5 +240,5 @@ def test_defaults() -> None:
     plain = Draft.model_validate({})
     assert plain.training.budget() == Budget(minutes=15)
     assert plain.loss == "forward_kl"
-    assert math.isclose(plain.student + plain.teacher, 0.1)
+    assert math.isclose(plain.on_policy_fraction + plain.teacher, 0.1)
     assert dataclasses.asdict(plain.training.settings(3))["seed"] == 3

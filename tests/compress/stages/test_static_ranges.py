@@ -37,9 +37,9 @@ def ranges(tmp_path: Path) -> Callable[..., tuple[Ranges, float]]:
 
 
 def is_a_shrunk(searched: Ranges, whole: Ranges) -> bool:
-    """Whether each range that was searched is one that the search tries: a part in fiftieths of the whole one."""
+    """Whether each range that was searched is one that the search tries: fiftieths of the whole, in bfloat16 both."""
     parts = [50 * searched[name] / whole[name] for name in whole]
-    return all(part <= 50.01 and part == pytest.approx(round(part), rel=2e-5) for part in parts)
+    return all(part <= 50.25 and abs(part - round(part)) < 0.25 for part in parts)
 
 
 def test_each_observer_has_ranges_of_its_own(ranges: Callable[..., tuple[Ranges, float]]) -> None:

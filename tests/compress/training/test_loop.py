@@ -185,7 +185,7 @@ def test_budgets_that_are_too_small(tmp_path: Path) -> None:
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     driver.run(driver.Toy(), tmp_path, BUDGET)
-    with pytest.raises(UserError, match=r"settings\.rate was 0\.01 and is 0\.02"):
+    with pytest.raises(UserError, match=r"settings\.learning_rate was 0\.01 and is 0\.02"):
         driver.run(driver.Toy(), tmp_path, BUDGET, replace(driver.SETTINGS, learning_rate=0.02))
     with pytest.raises(UserError, match=r"budget\.tokens was 1440 and is 2880"):
         driver.run(driver.Toy(), tmp_path, Budget(tokens=2880))
