@@ -37,9 +37,12 @@ def ranges(tmp_path: Path) -> Callable[..., tuple[Ranges, float]]:
 
 
 def is_a_shrunk(searched: Ranges, whole: Ranges) -> bool:
-    """Whether each range that was searched is one that the search tries: fiftieths of the whole, in bfloat16 both."""
-    parts = [50 * searched[name] / whole[name] for name in whole]
-    return all(part <= 50.25 and abs(part - round(part)) < 0.25 for part in parts)
+    """Whether each range that was searched is one that the search tries: fiftieths of the whole, in bfloat16 both.
+
+    Of the first block: what goes into the others depends on how those before them were rounded.
+    """
+    parts = [50 * searched[name] / whole[name] for name in whole if ".layers.0." in name]
+    return len(parts) == 7 and all(part <= 50.25 and abs(part - round(part)) < 0.25 for part in parts)
 
 
 def test_each_observer_has_ranges_of_its_own(ranges: Callable[..., tuple[Ranges, float]]) -> None:
@@ -51,7 +54,7 @@ def test_each_observer_has_ranges_of_its_own(ranges: Callable[..., tuple[Ranges,
     assert widest and is_a_shrunk(scales["search"], widest)
     for one in scales.values():
         assert one.keys() == widest.keys()
-        assert all(0 < one[name] <= widest[name] * (1 + 1e-6) for name in widest)
+        assert all(0 < one[name] <= widest[name] for name in widest if ".layers.0." in name)
 
 
 def test_ranges_are_of_the_smoothed_inputs(
