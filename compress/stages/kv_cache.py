@@ -13,7 +13,7 @@ calibrated on short windows holds at every position.
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows, rms_norm
-from runtime.model.native import NativeDecoder
-from runtime.model.reference import LlamaDecoder
+from runtime.model.reference import BaseDecoder, LlamaDecoder
 from runtime.model.rotary import frequencies
 
 Kind = Literal["int8", "int4"]
@@ -213,7 +212,7 @@ def calibrate(
     """
     loaded = load(model, threads=threads)
     path = loaded.path
-    if not isinstance(loaded.decoder, (NativeDecoder, LlamaDecoder)):
+    if not isinstance(loaded.decoder, BaseDecoder):
         raise UserError(
             f"{path.name}: a quantised cache needs Specpress' own decoder, and transformers runs this model: "
             "remove the recipe's key kv"
@@ -225,13 +224,10 @@ def calibrate(
             "change samples or seq_len"
         )
     parts = loaded.decoder.parts
-    embedding = parts.embedding
-    if embedding is None:  # the native kernels keep a tied table in their own layout
-        embedding = open_checkpoint(path).tensor("model.embed_tokens.weight")
+    if parts.embedding is None:  # the native kernels keep a tied table in their own layout
+        parts = replace(parts, embedding=open_checkpoint(path).tensor("model.embed_tokens.weight"))
     # The same layers, whose own calls leave queries and keys in sight.
-    decoder = LlamaDecoder(
-        a, loaded.config, embedding, parts.blocks, parts.norm, parts.head, choose("reference", "cpu")
-    )
+    decoder = LlamaDecoder(a, loaded.config, parts, choose("reference", "cpu"))
     rotated = 2 * len(frequencies(loaded.config)[0])
     factors, key_scales, value_scales = [], [], []
     records: list[HeadRecord] = []

@@ -155,8 +155,7 @@ def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None)
     from runtime.bench.measure import layers_bytes
     from runtime.model.layers import linears
     from runtime.model.load import load
-    from runtime.model.native import NativeDecoder
-    from runtime.model.reference import LlamaDecoder
+    from runtime.model.reference import BaseDecoder
 
     def measure(scheme: str, memory: "Memory") -> "list[Row]":
         nested = scheme == _NESTED
@@ -165,7 +164,7 @@ def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None)
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
             if not nested:
                 return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory)
-            assert isinstance(decoder, NativeDecoder | LlamaDecoder)
+            assert isinstance(decoder, BaseDecoder)
             draft = decoder.upper()
             read, less = (layers_bytes(linears(d.parts)) for d in (decoder, draft))
             return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory, (draft, less))

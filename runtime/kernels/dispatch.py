@@ -18,9 +18,33 @@ from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton import usable
 
 Weight = PackedWeight | Tensor
+Weights = Sequence[Weight]
+Biases = Sequence[Tensor | None]
+Linear = Callable[[Tensor], Tensor]
 # bitsandbytes by its name runs without Triton, too; in a table it is one product among Triton's.
 _LIBRARIES = tuple(name for name in IMPLEMENTATIONS if name != "bitsandbytes")
 NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes", "library", *_LIBRARIES)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one family of kernels makes layers and runs a model.
+
+    linear      the layer of a weight and, where it is float, its bias; `join`: several of one input, with the sizes of
+                their outputs.
+    decoder     "module:class" of the decoder over these layers (BaseDecoder); imported when a model is built.
+    stack       "module:function" that makes the experts of a mixture into one; "": they stay as they are.
+    has_planes  int8 layers can be read by their upper planes alone.
+    repacks     weights are copied into blocks of its own, so that 4-bit codes are wanted as files have them, and no
+                table of the file is kept.
+    """
+
+    linear: Callable[[Weight, Tensor | None, "Kernel"], Linear]
+    join: Callable[[Weights, Biases, Sequence[int], "Kernel"], Joined]
+    decoder: str
+    stack: str = ""
+    has_planes: bool = True
+    repacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,14 +63,11 @@ class Kernel:
     table: tuple[Choice, ...] = ()
 
     @property
-    def on_triton(self) -> bool:
-        """Whether Triton's kernels run whatever no library does."""
-        return self.name == "triton" or bool(self.table)
-
-    @property
-    def native(self) -> bool:
-        """Whether this is one of the C++ paths."""
-        return self.name in native.PATHS
+    def backend(self) -> Backend:
+        """What makes its layers: libraries' products by their names stand beside Triton's."""
+        if self.name in native.PATHS:
+            return BACKENDS["native"]
+        return BACKENDS["triton" if self.table else self.name]
 
 
 def available(device: str = "cpu", threads: int | None = None, table: Sequence[Choice] | None = None) -> list[Kernel]:
@@ -116,55 +137,64 @@ def choose(kernels: str, device: str, threads: int | None = None, table: Sequenc
     raise UserError(f"kernels={kernels!r} is unknown; use one of {', '.join(NAMES)}")
 
 
-def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Callable[[Tensor], Tensor]:
+def linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
     """The layer y = x Wᵀ + b on the chosen kernels; `bias` is for float weights (packed ones carry theirs)."""
-    if kernel.native:
-        from runtime.kernels.native_linear import NativeLinear, native_weight
-        from runtime.native.binding import pool
-
-        threads = pool(kernel.threads)
-        return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
-    if kernel.on_triton:
-        from runtime.kernels.triton.linear import triton_linear
-        from runtime.kernels.triton.weights import gpu_weight
-        from runtime.kernels.triton.with_libraries import mixed_linear
-
-        own = triton_linear(gpu_weight(weight, bias, _device(weight)))
-        return mixed_linear(own, weight, bias, kernel.table, kernel.exact)
-    if isinstance(weight, Tensor):
-        return float_linear(weight, bias)
-    if kernel.name == "bitsandbytes":
-        from runtime.kernels.libraries import bitsandbytes_linear, has_kernel
-
-        if has_kernel(weight):
-            return bitsandbytes_linear(weight)
-    return packed_linear(weight)
+    return kernel.backend.linear(weight, bias, kernel)
 
 
-def join(weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequence[int], kernel: Kernel) -> Joined:
+def join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
     """Layers of one input as one, where they can be: all float, or packed with one scheme and input order.
 
     `sizes` are the outputs to split into; a layer fused on disk is one weight with several sizes.
     """
-    first = weights[0]
-    if kernel.native:
-        # The native decoder multiplies by all parts in one call, so nothing is copied together here.
-        parts = zip(share_inputs(weights), biases, strict=True)
-        return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
-    if kernel.on_triton:
-        return _join_on_triton(weights, biases, sizes, kernel)
-    if len(weights) == 1:
-        return Joined((linear(first, biases[0], kernel),), tuple(sizes))
+    return kernel.backend.join(weights, biases, sizes, kernel)
+
+
+def _reference_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
+    return float_linear(weight, bias) if isinstance(weight, Tensor) else packed_linear(weight)
+
+
+def _reference_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     plain = all(w.perm is None and w.offset is None and w.input_scale is None for w in packed)
-    if not packed or (len(packed) == len(weights) and plain and len({w.scheme for w in packed}) == 1):
+    alike = len(packed) == len(weights) and plain and len({w.scheme for w in packed}) == 1
+    if len(weights) == 1 or not packed or alike:
         return Joined((linear(*_merged(weights, biases), kernel),), tuple(sizes))
     return Joined(tuple(linear(w, b, kernel) for w, b in zip(weights, biases, strict=True)), tuple(sizes))
 
 
-def _join_on_triton(
-    weights: Sequence[Weight], biases: Sequence[Tensor | None], sizes: Sequence[int], kernel: Kernel
-) -> Joined:
+def _bitsandbytes_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
+    from runtime.kernels.libraries import bitsandbytes_linear, has_kernel
+
+    if isinstance(weight, PackedWeight) and has_kernel(weight):
+        return bitsandbytes_linear(weight)
+    return _reference_linear(weight, bias, kernel)
+
+
+def _native_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
+    from runtime.kernels.native_linear import NativeLinear, native_weight
+    from runtime.native.binding import pool
+
+    threads = pool(kernel.threads)
+    return NativeLinear(native_weight(weight, bias, threads), kernel.name, threads)
+
+
+def _native_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
+    # The native decoder multiplies by all parts in one call, so nothing is copied together here.
+    parts = zip(share_inputs(weights), biases, strict=True)
+    return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
+
+
+def _triton_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
+    from runtime.kernels.triton.linear import triton_linear
+    from runtime.kernels.triton.weights import gpu_weight
+    from runtime.kernels.triton.with_libraries import mixed_linear
+
+    own = triton_linear(gpu_weight(weight, bias, _device(weight)))
+    return mixed_linear(own, weight, bias, kernel.table, kernel.exact)
+
+
+def _triton_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
     from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
     from runtime.kernels.triton.weights import concatenate, gpu_weight
     from runtime.kernels.triton.weights import share_inputs as share
@@ -185,7 +215,22 @@ def _join_on_triton(
     return joined(layers, tuple(sizes))
 
 
-def _merged(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Weight, Tensor | None]:
+BACKENDS = {
+    "native": Backend(_native_linear, _native_join, "runtime.model.native:NativeDecoder", repacks=True),
+    "triton": Backend(
+        _triton_linear,
+        _triton_join,
+        "runtime.model.triton.decoder:TritonDecoder",
+        stack="runtime.model.triton.experts:stacked",
+    ),
+    "reference": Backend(_reference_linear, _reference_join, "runtime.model.reference:LlamaDecoder"),
+    "bitsandbytes": Backend(
+        _bitsandbytes_linear, _reference_join, "runtime.model.reference:LlamaDecoder", has_planes=False
+    ),
+}
+
+
+def _merged(weights: Weights, biases: Biases) -> tuple[Weight, Tensor | None]:
     """The rows of weights that read their inputs alike as one weight, and the bias of float ones."""
     if len(weights) == 1:
         return weights[0], biases[0]
@@ -204,7 +249,7 @@ def _merged(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple
     return merged, None
 
 
-def share_inputs(weights: Sequence[Weight]) -> list[Weight]:
+def share_inputs(weights: Weights) -> list[Weight]:
     """The weights, equal input orders and equal static scales being one tensor: the kernels round x once for those."""
     out: list[Weight] = []
     for weight in weights:
@@ -225,7 +270,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _join_biases(biases: Sequence[Tensor | None], weights: Sequence[Weight]) -> Tensor | None:
+def _join_biases(biases: Biases, weights: Weights) -> Tensor | None:
     if all(b is None for b in biases):
         return None
     each = zip(biases, weights, strict=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 from runtime.kernels.dispatch import Kernel, join, linear
 from runtime.kernels.joined import Joined
-from runtime.kernels.native_linear import NativeLinear
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, has_planes, require_used
-from runtime.model.native import NativeDecoder
-from runtime.model.reference import LlamaDecoder
-
-if TYPE_CHECKING:
-    pass
 
 Weight = PackedWeight | Tensor
 
@@ -39,38 +34,29 @@ def build(
 
     Raises UserError naming a missing or misshapen tensor, why there can be no planes, and kernels that no layer fits.
     """
-    a = architecture
-    if planes and not (kernel.native or kernel.name in ("reference", "triton")):
+    a, backend = architecture, kernel.backend
+    if planes and not (backend.has_planes and kernel.exact):
         raise UserError(f"planes need Specpress' own kernels, found {kernel.name!r}; use kernels='auto' or 'reference'")
     kv = scheme.read(checkpoint, a, device)
     reader = _Reader(checkpoint, kernel, device, planes)
     shape = (a.vocab, a.hidden)
-    embedding: Tensor | None = reader.table("model.embed_tokens.weight", shape)
-    if kernel.native:
+    table = reader.table("model.embed_tokens.weight", shape)
+    embedding: Tensor | None = table
+    if backend.repacks:
         # A tied model's table lies in the head's blocks. Another is copied now, so that its file's pages can go.
-        embedding = None if a.tied or embedding is None else embedding.clone()
+        embedding = None if a.tied else table.clone()
     blocks = tuple(_block(reader, a, number) for number in range(a.layers))
     norm = reader.vector("model.norm.weight", a.hidden)
-    head_weight: Weight
-    if a.tied:
-        head_weight = reader.table("model.embed_tokens.weight", shape) if embedding is None else embedding
-    else:
-        head_weight = reader.weight("lm_head", shape)
-    head = linear(head_weight, reader.bias("lm_head"), kernel)
-    if planes and not has_planes(Parts(embedding, blocks, norm, head)):
+    head = linear(table if a.tied else reader.weight("lm_head", shape), reader.bias("lm_head"), kernel)
+    parts = Parts(embedding, blocks, norm, head)
+    if planes and not has_planes(parts):
         raise UserError(
             f"{checkpoint.path.name}: planes are the halves of int8 weights, and this model has no int8 layers;"
             " compress it to int8, or choose another drafter than nested"
         )
-    if isinstance(head, NativeLinear):
-        return NativeDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
-    assert embedding is not None
-    if kernel.on_triton:
-        from runtime.model.triton.decoder import TritonDecoder
-
-        require_used(kernel, Parts(embedding, blocks, norm, head))
-        return TritonDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
-    return LlamaDecoder(a, config, embedding, blocks, norm, head, kernel, kv)
+    require_used(kernel, parts)
+    decoder: Decoder = resolve_name(backend.decoder)(a, config, parts, kernel, kv)
+    return decoder
 
 
 class _Reader:
@@ -82,7 +68,7 @@ class _Reader:
 
     def weight(self, prefix: str, shape: tuple[int, int]) -> Weight:
         """The (N, K) weight of a linear layer, packed or float."""
-        found = self.checkpoint.weight(prefix, unpack=not self.kernel.native)
+        found = self.checkpoint.weight(prefix, unpack=not self.kernel.backend.repacks)
         self._check(f"{prefix}.weight", tuple(found.shape), shape)
         found = _to(found, self.device)
         if not (self.planes and isinstance(found, PackedWeight) and KINDS[found.scheme.kind].has_planes):
@@ -169,11 +155,11 @@ def _block(reader: _Reader, a: Architecture, number: int) -> Block:
 
 def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
     """The mixture as the kernels want it; block by block, so that only one is held twice while it is moved."""
-    if kernel.name != "triton":
+    stack = kernel.backend.stack
+    if not stack or not kernel.exact:
         return mixture
-    from runtime.model.triton.experts import stacked
-
-    return stacked(mixture)
+    made: Mixture = resolve_name(stack)(mixture)
+    return made
 
 
 def _mlp(reader: _Reader, a: Architecture, prefix: str) -> Mlp:

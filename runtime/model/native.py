@@ -4,13 +4,13 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, pointer
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
-from runtime.cache.paged import new_cache
 from runtime.cache.slots import Reserved, checked_cache, reserve
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
@@ -18,8 +18,8 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeLinear, WeightPointer, project
-from runtime.model.layers import Block, Mixture, Mlp, Parts, upper_parts, weight_bytes
-from runtime.model.rotary import RotaryTable
+from runtime.model.layers import Block, Mixture, Mlp, Parts
+from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
     CACHES,
     PATHS,
@@ -28,13 +28,16 @@ from runtime.native.binding import (
     LayerStruct,
     MixtureStruct,
     ModelStruct,
-    Pool,
     ProjectionStruct,
     StoreStruct,
     WeightsStruct,
     pool,
     require,
 )
+
+_EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
+MOST = 1024
 
 
 def int64(values: Tensor) -> Tensor:
@@ -102,26 +105,14 @@ def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Ten
     return torch.tensor(slot), torch.tensor(tail_from), torch.tensor(tail_at), torch.tensor(tail)
 
 
-_EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
-MOST = 1024
-
-
-class NativeDecoder:
+class NativeDecoder(BaseDecoder):
     """A `Decoder` on native kernels: a row's bits are the same at every width, on any number of threads."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        config: Any,
-        embedding: Tensor | None,
-        blocks: tuple[Block, ...],
-        norm: Tensor,
-        head: NativeLinear,
-        kernel: Kernel,
-        kv: CacheScheme = UNCALIBRATED,
+        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        """`embedding` None: its rows are the head's (tied, float). Raises UserError for sizes beyond the kernels'."""
+        """Without `parts.embedding` its rows are the head's (tied, float). Raises UserError for sizes beyond the
+        kernels'."""
         experts = 0 if architecture.experts is None else architecture.experts.count
         for key, found in (("head_dim", architecture.head_dim), ("the number of experts", experts)):
             if found > MOST:
@@ -129,50 +120,22 @@ class NativeDecoder:
                     f"config.json: {key} is {found}, and the native kernels hold at most {MOST};"
                     " use kernels='reference'"
                 )
-        if embedding is not None and embedding.dtype not in _EMBEDDINGS:
-            embedding = embedding.float()
-        self.architecture = architecture
-        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, True, torch.device("cpu")
-        self.kernels, self.threads = kernel.name, kernel.threads
-        self._rotary = RotaryTable(config, self.device)
-        self._pool: Pool = pool(kernel.threads)
-        self.parts = Parts(embedding, blocks, norm, head)
-        self._config, self._kernel, self.kv = config, kernel, kv
+        if parts.embedding is not None and parts.embedding.dtype not in _EMBEDDINGS:
+            parts = replace(parts, embedding=parts.embedding.float())
+        super().__init__(architecture, config, parts, kernel, kv)
         rotated = 2 * self._rotary.upto(0)[0].shape[1]
         self._native: dict[CacheKind, _Native] = {}
-        self._make = lambda kind, factor: _Native(architecture, self.parts, rotated, kind, factor, kernel, self._pool)
+        self._make = lambda kind, factor: _Native(architecture, parts, rotated, kind, factor, kernel)
         self._batches = Batches()
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as float32, int8 or int4, by the artifact's key factors (`kv`).
-
-        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
-        Raises UserError for float16, which only GPUs take.
-        """
+        """See BaseDecoder. Raises UserError for float16, which only GPUs take."""
         if kind not in CACHES:
             raise UserError(
                 f"the kernels for CPUs hold keys and values in {', '.join(CACHES)}, not in {kind}, which needs a GPU; "
                 "choose one of them."
             )
-        a = self.architecture
-        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of memory that the weights take."""
-        return weight_bytes(self.parts)
-
-    def upper(self) -> "NativeDecoder":
-        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
-
-        Raises UserError where it was not loaded with planes.
-        """
-        p = upper_parts(self.parts)
-        head = _linear(p.head)
-        return NativeDecoder(
-            self.architecture, self._config, p.embedding, p.blocks, p.norm, head, self._kernel, self.kv
-        )
+        return super().new_cache(kind, pages)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.reserve."""
@@ -250,9 +213,8 @@ class _Native:
         kind: CacheKind,
         factor: Tensor | None,
         kernel: Kernel,
-        threads: Pool,
     ):
-        self.factor, self._parts, self._pool = factor, parts, threads
+        self.factor, self._parts, self._pool = factor, parts, pool(kernel.threads)
         factors = None if factor is None else factor.float().contiguous()
         layers = (LayerStruct * len(parts.blocks))()
         self._kept: list[Any] = [layers, factors]
@@ -283,7 +245,7 @@ class _Native:
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
         )
-        self.handle = require().specpress_decoder_new(byref(model), PATHS.index(kernel.name), threads.handle)
+        self.handle = require().specpress_decoder_new(byref(model), PATHS.index(kernel.name), self._pool.handle)
         weakref.finalize(self, require().specpress_decoder_free, self.handle)
 
     def _fill(self, layer: LayerStruct, block: Block, window: int | None) -> None:

@@ -1,5 +1,6 @@
-"""The Llama family over packed weights: one forward for prefill, decoding, verification and batches of them.
+"""The Llama family over packed weights: what all of its decoders have, and the one that says what they mean.
 
+One forward serves prefill, decoding, verification and batches of them.
 Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
@@ -18,36 +19,32 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
-from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Parts, upper_parts, weight_bytes
+from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, upper_parts, weight_bytes
 from runtime.model.rotary import RotaryTable
 
+# Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
+_TILES_AT_ONCE = 32
 
-class Assembled:
-    """A decoder's weights, and the facts that rows.Decoder asks for."""
+
+class BaseDecoder:
+    """A decoder on Specpress' own kernels: its weights as layers (`parts`), and the facts that every `Decoder` has.
+
+    What drafts on the target's own weights (nested, medusa) takes any of these.
+    """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        config: Any,
-        embedding: Tensor,
-        blocks: tuple[Block, ...],
-        norm: Tensor,
-        head: Linear,
-        kernel: Kernel,
-        kv: CacheScheme = UNCALIBRATED,
+        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        self.architecture = architecture
+        self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, embedding.device
-        self.kernels, self.kv = kernel.name, kv
-        self.embedding, self.parts = embedding, Parts(embedding, blocks, norm, head)
-        self._config, self._kernel = config, kernel
-        self._rotary = RotaryTable(config, self.device)
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.device
+        self.kernels = kernel.name
+        self._config, self._rotary = config, RotaryTable(config, self.device)
 
     @property
     def threads(self) -> int:
-        """torch's: what uses threads of these kernels uses those."""
-        return torch.get_num_threads()
+        """The native kernels' own; torch's where the kernels use those."""
+        return self.kernel.threads or torch.get_num_threads()
 
     @property
     def weight_bytes(self) -> int:
@@ -59,9 +56,19 @@ class Assembled:
 
         Raises UserError where it was not loaded with planes.
         """
-        p = upper_parts(self.parts)
+        return type(self)(self.architecture, self._config, upper_parts(self.parts), self.kernel, self.kv)
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
         a = self.architecture
-        return type(self)(a, self._config, self.embedding, p.blocks, p.norm, p.head, self._kernel, self.kv)
+        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
+
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See contract.Decoder."""
+        raise NotImplementedError
 
 
 def sum_of_experts(
@@ -79,27 +86,15 @@ def sum_of_experts(
     return out
 
 
-# Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
-_TILES_AT_ONCE = 32
-
-
-class LlamaDecoder(Assembled):
+class LlamaDecoder(BaseDecoder):
     """A `Decoder` whose rows have the same bits at every width."""
-
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
-
-        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
-        """
-        a = self.architecture
-        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.plan."""
         held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
-            empty = self.embedding.new_empty
+            empty = self.parts.norm.new_empty
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
         layout = plan(rows, held)
         cos, sin = self._rotary.at(rows.position)
@@ -116,7 +111,8 @@ class LlamaDecoder(Assembled):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The residual stream (T, hidden) float32 before the first block, of tokens (T,) int64."""
-        x = self.embedding[tokens.to(self.device)].float()
+        assert self.parts.embedding is not None
+        x = self.parts.embedding[tokens.to(self.device)].float()
         scale = self.architecture.embedding_scale
         return x if scale == 1.0 else x * scale
 

@@ -19,9 +19,9 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_store import KEY_BLOCK
-from runtime.model.layers import Block, Linear
+from runtime.model.layers import Parts
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
-from runtime.model.reference import Assembled
+from runtime.model.reference import BaseDecoder
 from runtime.model.triton.batch import Inputs, Staging, bucket_for, depth_of, fill, views
 from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import drafted as draft_round
@@ -31,6 +31,9 @@ from runtime.model.triton.layers import Memory, hidden_states, waits
 from runtime.model.triton.sampling import candidates, next_tokens, way_of
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.params import Sampling
+
+# Blocks of positions for which a rotary table is made at once: its address must not change under a graph.
+_LEAST_TABLE = 32
 
 
 class Clock:
@@ -53,34 +56,19 @@ class Clock:
         return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
 
 
-# Blocks of positions for which a rotary table is made at once: its address must not change under a graph.
-_LEAST_TABLE = 32
-
-
-class TritonDecoder(Assembled, Clock):
+class TritonDecoder(BaseDecoder, Clock):
     """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        config: Any,
-        embedding: Tensor,
-        blocks: tuple[Block, ...],
-        norm: Tensor,
-        head: Linear,
-        kernel: Kernel,
-        kv: CacheScheme = UNCALIBRATED,
+        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        super().__init__(architecture, config, embedding, blocks, norm, head, kernel, kv)
+        super().__init__(architecture, config, parts, kernel, kv)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._logits: Tensor | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
-        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
-
-        `pages` of 64 tokens, shared by all requests; None: as many as the requests may come to need.
-        """
+        """See BaseDecoder; without `pages` a pool of as many as the requests may come to need."""
         a, factor = self.architecture, self.kv.factor(kind)
         return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, factor)
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from runtime.checkpoints.medusa import Description, read_description, read_weights, require_target
 from runtime.errors import UserError
 from runtime.kernels import reference
-from runtime.kernels.dispatch import Kernel, choose, linear
-from runtime.model.native import NativeDecoder
-from runtime.model.reference import LlamaDecoder
+from runtime.kernels.dispatch import Kernel, linear
+from runtime.model.reference import BaseDecoder
 from runtime.sampling.candidates import ranked
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host
 from runtime.speculative.draft import Draft, Outcome, Request
@@ -81,7 +80,7 @@ def load_heads(folder: Path, target: "Model") -> Heads:
     transformers runs, which verifies no trees.
     """
     decoder = target.decoder
-    if not isinstance(decoder, NativeDecoder | LlamaDecoder):
+    if not isinstance(decoder, BaseDecoder):
         raise UserError(
             f"medusa drafts trees on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
         )
@@ -94,13 +93,12 @@ def load_heads(folder: Path, target: "Model") -> Heads:
         )
     require_target(description, folder, target.path)
     weights = {name: tensor.to(decoder.device) for name, tensor in read_weights(folder, description).items()}
-    kernel = choose(decoder.kernels, decoder.device.type, decoder.threads)
     names = [f"heads.{number}" for number in range(description.heads)]
     matrix, bias = (torch.cat([weights[f"{name}.layers.0.{part}"] for name in names]) for part in ("weight", "bias"))
     return Heads(
         description,
-        linear(matrix, bias.float(), kernel),
-        tuple(_head(description, weights, name, kernel) for name in names),
+        linear(matrix, bias.float(), decoder.kernel),
+        tuple(_head(description, weights, name, decoder.kernel) for name in names),
         decoder.parts.head if description.shared else None,
     )
 

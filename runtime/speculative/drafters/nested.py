@@ -5,20 +5,12 @@ its own, which its coarser weights make.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from runtime.contract import Decoder
 from runtime.errors import UserError
+from runtime.model.reference import BaseDecoder
 from runtime.speculative.drafters.model import HasDecoder, ModelDrafter
 from runtime.speculative.verify import Rule
-
-
-@runtime_checkable
-class _Halves(Protocol):
-    """A decoder of ours: the native one, the reference, Triton's (which nothing here may import)."""
-
-    def upper(self) -> Decoder:
-        """The decoder on the upper planes of its weights."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class NestedDrafter(ModelDrafter):
 def upper_half(target: HasDecoder) -> Decoder:
     """The target's decoder on the upper planes of its int8 weights. Raises UserError as NestedDrafter does."""
     decoder = target.decoder
-    if not isinstance(decoder, _Halves):
+    if not isinstance(decoder, BaseDecoder):
         raise UserError(
             f"nested drafts on Specpress' own kernels, and {decoder.kernels} run this target; use another drafter"
         )

@@ -99,7 +99,7 @@ def test_decode_times_the_nested_draft_beside_its_target(tmp_path: Path, kernels
     # What a draft step costs in steps of the target.
     assert rows[2]["over_width_1"] == pytest.approx(rows[2]["ms_median"] / rows[0]["ms_median"])
     assert "draft" in result.stdout and result.stderr == ""
-    if choose(kernels, "cpu", 1).native:
+    if choose(kernels, "cpu", 1).backend.repacks:
         check_rows(found)
         whole, _, half = (r["gb_per_second"] * r["ms_median"] * 1e6 for r in rows)
         assert whole == pytest.approx(forward_bytes("pair", "int8", "int8", choose(kernels, "cpu", 1)), rel=0.02)
@@ -165,7 +165,7 @@ def test_bytes_of_a_forward() -> None:
     }
     for kernels, sizes in expected.items():
         kernel = choose(kernels, "cpu", 1)
-        if kernel.native or kernels == "reference":
+        if kernel.backend.repacks or kernels == "reference":
             for scheme, size in sizes.items():
                 head = 512 * 4096 * (0 if scheme in ("f32", "bf16") else 2 - size)
                 read = forward_bytes("pair", scheme, "keep", kernel)

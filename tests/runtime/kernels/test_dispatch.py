@@ -186,7 +186,7 @@ def test_auto_takes_the_first_that_is_usable() -> None:
     assert [option.name for option in options[:5]] == [*native.PATHS, "reference"]
     first = next(option for option in options if option.usable)
     assert choose("auto", "cpu") == first and first.exact and first.why
-    assert choose("reference", "cpu").usable and not choose("reference", "cpu").native
+    assert choose("reference", "cpu").usable and not choose("reference", "cpu").backend.repacks
 
 
 @pytest.mark.usefixtures("torch_threads")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.errors import UserError
-from runtime.kernels.dispatch import NAMES, Kernel, available, choose, libraries
+from runtime.kernels.dispatch import BACKENDS, NAMES, Kernel, available, choose, libraries
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Choice, counting, packaged, parse, shown, wanted
 
 TRITON = Kernel("triton", True, "a GPU, compute capability 9.0", exact=True)
@@ -107,7 +107,7 @@ def test_libraries_are_there_for_who_asks_by_name() -> None:
     table = parse(json.dumps([ENTRY]), "t.json")
     found = {kernel.name: kernel for kernel in libraries(TRITON, (9, 0), table)}
     assert set(found) == {"library", *IMPLEMENTATIONS} - {"bitsandbytes"} and set(found) < set(NAMES)
-    assert all(kernel.usable and kernel.on_triton for kernel in found.values())
+    assert all(kernel.usable and kernel.backend is BACKENDS["triton"] for kernel in found.values())
     assert {name for name, kernel in found.items() if kernel.exact} == {"torch-int-mm"}
     assert found["library"].table == table and not found["library"].exact
 

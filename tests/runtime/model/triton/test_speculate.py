@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from runtime import Model, Speculator, load
@@ -15,10 +16,12 @@ from runtime.speculate import CacheOptions
 from runtime.speculative.deferred import DeferredDrafter
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.lookup import LookupDrafter
+from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import NestedDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
+from tests.conftest import write_medusa
 
 Tiny = Callable[..., Path]
 NEW = 4
@@ -84,6 +87,24 @@ def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:
     target = load(tiny_packed("int8"), device=device, kernels="triton", planes=True)
     plain, _ = texts(target, None, [[7, 300]], Sampling())
     assert texts(target, NestedDrafter(target), [[7, 300]], Sampling())[0] == plain
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_medusa(target: Model, tmp_path: Path, shared: bool) -> None:
+    """Trees on the target's kernels: the reference's heads, drafts that are taken, the text of plain decoding."""
+    folder = write_medusa(target.path, tmp_path / "medusa", scale=0.02, shared=shared)
+    heads = load_heads(folder, target)
+    hidden = torch.randn(2, target.decoder.hidden_size, generator=torch.Generator().manual_seed(1))
+    meant = load_heads(folder, load(target.path, kernels="reference")).logits(hidden)
+    assert torch.allclose(heads.logits(hidden.to(target.decoder.device)).cpu(), meant, rtol=1e-3, atol=1e-3)
+    for sampling in SAMPLINGS:
+        prompts = [[7, 300, 12, 9], [3, 4, 3]]
+        plain, rounds = texts(target, None, prompts, sampling)
+        found, fewer = texts(target, MedusaDrafter(heads), prompts, sampling)
+        assert found == plain and fewer <= rounds
+    made = load(target.path, kernels="reference")
+    reference, _ = texts(made, MedusaDrafter(load_heads(folder, made)), [[7, 300, 12, 9]], SAMPLINGS[0])
+    assert reference == texts(target, MedusaDrafter(heads), [[7, 300, 12, 9]], SAMPLINGS[0])[0]
 
 
 def test_drafts_that_are_taken_later(target: Model, draft: Model, monkeypatch: pytest.MonkeyPatch) -> None:
