@@ -93,16 +93,16 @@ class Cache(Protocol):
     def fork(self, request: int) -> int:
         """A handle for a new request that holds the same tokens and goes its own way from here."""
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """Takes over what the cache knows of the beginning of `tokens` for a request that was just opened.
 
         Returns the tokens stored now, at most len(tokens) − 1.
         """
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Lets other requests adopt what is stored; `tokens` are those of the first slots, a chain."""
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """Lets other requests match what is stored; `tokens` are those of the first slots, a chain."""
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """Pages that a forward of needs[request] rows of each request lacks; 0: it fits."""
 
     def length(self, request: int) -> int:

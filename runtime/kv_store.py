@@ -1,4 +1,5 @@
-"""How keys and values are held: float32 or float16, or int8 or int4 with one scale per token and head.
+"""How keys and values lie in memory, in blocks of 64 tokens: float32 or float16, or int8 or int4 with one scale per
+token and head.
 
 Keys are divided by static per-channel factors (1 when uncalibrated), then rounded per token and head; values are
 rounded per token and head. scale = absmax / 127 or absmax / 7; codes stay symmetric. Float32 arithmetic throughout.
@@ -20,6 +21,8 @@ LIMITS = {"int8": 127.0, "int4": 7.0}
 VECTOR = 16
 # Bytes of a cache line, and of the widest load: stores begin at a multiple.
 LINE = 64
+# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
+KEY_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
-
-
-# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
-KEY_BLOCK = 64

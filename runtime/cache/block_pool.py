@@ -27,7 +27,7 @@ class Prefix:
     tokens: bytes
 
 
-class Pages:
+class BlockPool:
     """Reference counts of `total` pages, and the known ones among them."""
 
     def __init__(self, total: int):

@@ -60,18 +60,18 @@ class KeyValueCache(ABC):
         """A handle for another request that holds the same tokens and goes its own way from here."""
 
     @abstractmethod
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """Takes over what is known of the beginning of `tokens`, never all of them; returns the tokens stored now.
 
         Only for a request that was just opened (ValueError for others).
         """
 
     @abstractmethod
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Lets other requests adopt what is stored; `tokens` (int) are those of the first slots, a chain."""
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """Lets other requests match what is stored; `tokens` (int) are those of the first slots, a chain."""
 
     @abstractmethod
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """Pages that are lacking to reserve needs[request] more slots for each request; 0: it fits."""
 
     def store(self, request: int) -> Store:
@@ -204,14 +204,14 @@ class ContiguousCache(KeyValueCache):
             raise UserError("a copy of a request's cache does not fit this machine's memory") from error
         return self._add(replace(store, **parts), self._length[request])
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """See KeyValueCache: 0, nothing is known here."""
         return 0
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
         """See KeyValueCache: does nothing, requests share no memory."""
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """See KeyValueCache: 0, all memory is taken when a request is opened."""
         return 0
 

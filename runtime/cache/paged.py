@@ -1,6 +1,6 @@
 """The paged key/value cache: one pool of pages of 64 tokens, shared prefixes, copies on write.
 
-Pages and tables are those of PagedAttention (Kwon et al., 2309.06180). Which page a block lies in changes no bit of
+BlockPool and tables are those of PagedAttention (Kwon et al., 2309.06180). Which page a block lies in changes no bit of
 what attention computes: rows see keys by position, and a page's tokens are one block.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.cache.block_pool import ROOT, Pages, Prefix
+from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache, blocks_for, blocks_of
 from runtime.contract import CacheKind
 from runtime.errors import OutOfPages, UserError
@@ -23,7 +23,7 @@ class PagedCache(KeyValueCache):
     """Requests take pages as they grow and let them go as they shrink.
 
     A page may be held by several requests, which only read it; who writes into it takes a copy first. Full pages that
-    were published stay after their requests, for others with the same tokens, until their memory is needed.
+    were cached stay after their requests, for others with the same tokens, until their memory is needed.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class PagedCache(KeyValueCache):
         if pages < 1:
             raise UserError(f"a paged cache needs at least 1 page, {pages} were asked for")
         self._memory = self._allocate(pages)
-        self._pages = Pages(pages)
+        self._pages = BlockPool(pages)
         # Per request, the pages of its blocks so far. A store's table repeats them where the kernels find them.
         self._held: dict[int, list[int]] = {}
 
     @property
     def pages(self) -> int:
-        """Pages of the pool."""
+        """BlockPool of the pool."""
         return self._pages.total
 
     @property
     def pages_free(self) -> int:
-        """Pages that no request holds."""
+        """BlockPool that no request holds."""
         return self._pages.free
 
     def holders(self, page: int) -> int:
@@ -86,13 +86,15 @@ class PagedCache(KeyValueCache):
             self._pages.share(page)
         return self._add_held(self.capacity(request) // KEY_BLOCK, held, self._length[request])
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """See KeyValueCache: as many leading full pages as are known and fit the request.
 
         One token at least is left over: its forward gives the logits to go on with.
         """
         if self._length[request]:
-            raise ValueError(f"request {request} holds {self._length[request]} tokens; only an empty one can adopt")
+            raise ValueError(
+                f"request {request} holds {self._length[request]} tokens; only an empty one can take over pages"
+            )
         most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
         parent = ROOT
         for block, content in enumerate(_contents(tokens, max(most, 0))):
@@ -105,16 +107,16 @@ class PagedCache(KeyValueCache):
         self._length[request] = len(self._held[request]) * KEY_BLOCK
         return self._length[request]
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
         """See KeyValueCache: full pages only. Raises ValueError for more tokens than are stored."""
         if len(tokens) > self._length[request]:
-            raise ValueError(f"{len(tokens)} tokens were published, and {self._length[request]} are stored")
+            raise ValueError(f"{len(tokens)} tokens are to be cached, and {self._length[request]} are stored")
         parent = ROOT
         held = self._held[request]
         for page, content in zip(held, _contents(tokens, len(tokens) // KEY_BLOCK), strict=False):
             parent = self._pages.know(page, Prefix(parent, content))
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """See KeyValueCache: copies of shared pages count too. Raises KeyError for a handle that is not open."""
         taken = 0
         writers: Counter[int] = Counter()

@@ -164,7 +164,7 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     if further is not None and len(further) != len(out):
         raise ValueError(f"{len(further)} numbers of further slots for {len(out)} requests")
     needs = {p.request: p.count + more for p, more in zip(out, further or [0] * len(out), strict=True)}
-    if lacking := cache.shortage(needs):
+    if lacking := cache.missing_pages(needs):
         raise OutOfPages(lacking, KEY_BLOCK)
     for handle, slots in needs.items():
         cache.reserve(handle, slots)

@@ -138,8 +138,8 @@ class Engine:
             state = self._waiting[0]
             tokens = state.request.tokens
             handle = self._cache.open(state.capacity)
-            known = self._cache.adopt(handle, tokens)
-            if self._running and self._cache.shortage({handle: len(tokens) - known}):
+            known = self._cache.match_prefix(handle, tokens)
+            if self._running and self._cache.missing_pages({handle: len(tokens) - known}):
                 self._cache.close(handle)
                 return
             state.handle = handle
@@ -163,7 +163,7 @@ class Engine:
         return []
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
-        return not self._cache.shortage({handle_of(part.state): part.fed + part.budget for part in batch})
+        return not self._cache.missing_pages({handle_of(part.state): part.fed + part.budget for part in batch})
 
     def _wanted(self) -> list[ScheduledRequest]:
         """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
@@ -206,7 +206,7 @@ class Engine:
     def _preempt(self, state: RequestState) -> None:
         """The pages go, tokens and noise stay; the text goes on from its last token when there is room."""
         handle = handle_of(state)
-        self._cache.publish(handle, state.request.tokens[: self._cache.length(handle)])
+        self._cache.cache_prefix(handle, state.request.tokens[: self._cache.length(handle)])
         self._release(state)
         state.metrics.preemptions += 1
         self._waiting.appendleft(state)
@@ -283,7 +283,7 @@ class Engine:
         """Prompts that are complete now need not be read again by others that begin like them."""
         for part in batch:
             if part.samples and not part.decoding:
-                self._cache.publish(handle_of(part.state), part.state.request.tokens[: part.end])
+                self._cache.cache_prefix(handle_of(part.state), part.state.request.tokens[: part.end])
 
     def _leave(self, batch: Sequence[ScheduledRequest]) -> list[Request]:
         """Lets go of the requests that have ended; returns those that gained tokens."""
@@ -304,6 +304,6 @@ class Engine:
         if state.handle is None:
             self._waiting.remove(state)
         else:
-            self._cache.publish(state.handle, state.request.tokens[: self._cache.length(state.handle)])
+            self._cache.cache_prefix(state.handle, state.request.tokens[: self._cache.length(state.handle)])
             self._release(state)
         state.request.noise.forget()

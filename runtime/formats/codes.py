@@ -1,4 +1,5 @@
-"""compressed-tensors' `pack-quantized` layout: codes of 2, 3, 4 or 8 bits in int32 words.
+"""Codes as files store them: streams of bits, nibbles, whole zero points, the order of inputs; and the layout that
+compressed-tensors makes of these, `pack-quantized`, with codes of 2, 3, 4 or 8 bits in int32 words:
 
     weight_packed      int32 [N, ceil(K · bits / 32)]: code + 2^(bits − 1), along K, the first in the lowest bits
     weight_scale       [N, G]
@@ -31,6 +32,8 @@ from runtime.formats.tensors import (
 )
 from runtime.native import binding
 from runtime.native.arena import large
+
+WIDTHS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,6 @@ def _shape(tensors: Tensors, prefix: str) -> tuple[int, int]:
     if n < 1 or k < 1:
         raise UserError(f"tensor {name} must hold two positive sizes, found {n} and {k}")
     return n, k
-
-
-WIDTHS = (2, 3, 4, 8)
 
 
 def pack_bits(raw: Tensor, bits: int) -> Tensor:

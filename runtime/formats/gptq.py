@@ -40,6 +40,9 @@ BITS = (2, 3, 4, 8)
 Layout = Literal["gptq", "gptq_v2"]
 _LAYOUTS = ("gptq", "gptq_v2")
 _WHERE = "config.json: quantization_config"
+# Where the last group is short, all are cut into equal parts, and parts below this are a damaged file.
+_SMALLEST = 4
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -113,11 +116,6 @@ def hf_config(
         config["modules_in_block_to_quantize"] = [list(layers or ())]
         config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in plain}
     return config
-
-
-# Where the last group is short, all are cut into equal parts, and parts below this are a damaged file.
-_SMALLEST = 4
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def scheme(bits: int, group_size: int, symmetric: bool) -> Scheme:

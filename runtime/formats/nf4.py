@@ -8,6 +8,9 @@
 
 bitsandbytes cuts the flattened weight into blocks. Here a block never straddles two rows, so K must be a multiple
 of the block; other layers are left alone by their callers.
+
+Double quantisation (Dettmers et al. 2023) rounds the absmax themselves: to indices into a signed 8-bit map, with one
+float32 absmax per 256 of them.
 """
 
 import json
@@ -38,6 +41,32 @@ from runtime.formats.tensors import (
 NESTED_BLOCK = 256
 # The library's CPU kernel looks the nearest entry up in a table of this many equal bins over −1..1.
 _BINS = 65536
+BLOCK = 64
+LEVELS = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    dtype=torch.float32,
+)
+"""The sixteen levels, as fractions of a block's absmax."""
+
+INT8_LEVELS = torch.round(127 * LEVELS).to(torch.int8)
+"""The levels in 127ths, for integer products: w ≈ INT8_LEVELS[code] · absmax / 127.
+
+Over normal weights the rounding has a root mean square of 0.0023 of a block's absmax (0.0037 at most); nf4's own is
+about 0.04 of it. Reports state this.
+"""
+
+_MIDDLES = (LEVELS[:-1] + LEVELS[1:]) / 2
+# Blocks below this are treated as if they had it: the library's guard against dividing by zero.
+_SMALLEST = 1e-38
+# Weights rounded at a time: bounds the temporaries of a large layer.
+_CHUNK = 1 << 22
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_COMPUTE = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -102,34 +131,6 @@ def double_quantize(absmax: Tensor) -> NestedAbsmax:
     bins = ((unit + 1.0) * 0.5 * (_BINS - 1) + 0.5).to(torch.int32)
     codes = _nearest_by_bin()[bins.long()].flatten()[: rest.numel()].contiguous()
     return NestedAbsmax(codes, largest, dynamic_map().clone(), float(offset))
-
-
-BLOCK = 64
-LEVELS = torch.tensor(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    dtype=torch.float32,
-)
-"""The sixteen levels, as fractions of a block's absmax."""
-
-INT8_LEVELS = torch.round(127 * LEVELS).to(torch.int8)
-"""The levels in 127ths, for integer products: w ≈ INT8_LEVELS[code] · absmax / 127.
-
-Over normal weights the rounding has a root mean square of 0.0023 of a block's absmax (0.0037 at most); nf4's own is
-about 0.04 of it. Reports state this.
-"""
-
-_MIDDLES = (LEVELS[:-1] + LEVELS[1:]) / 2
-# Blocks below this are treated as if they had it: the library's guard against dividing by zero.
-_SMALLEST = 1e-38
-# Weights rounded at a time: bounds the temporaries of a large layer.
-_CHUNK = 1 << 22
-_STATE = "weight.quant_state.bitsandbytes__nf4"
-_COMPUTE = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)

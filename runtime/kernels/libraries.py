@@ -15,6 +15,12 @@ from runtime.formats.packed import PackedWeight
 Product = Callable[[Tensor], Tensor]
 # Block sizes that bitsandbytes' 4-bit products know.
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Of torch's int4 product: groups that it knows, and how many tiles of 16 inputs a thread unpacks.
+_INT4_GROUPS = (32, 64, 128, 256)
+_INNER_TILES = 8
+# Outputs come in so many: of the int4 product on CUDA (a CPU's layout takes 16), and of fp8's, as its inputs.
+_INT4_OUTPUTS = {"cuda": 8, "cpu": 16}
+_FP8_ALIGNED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,14 +118,6 @@ def _int8(weight: PackedWeight) -> tuple[Product, tuple[Tensor, ...]]:
         return bnb.int8_mm_dequant(bnb.int8_linear_matmul(codes, weight.codes), absmax, row_absmax)
 
     return product, (weight.codes, row_absmax)
-
-
-# Of torch's int4 product: groups that it knows, and how many tiles of 16 inputs a thread unpacks.
-_INT4_GROUPS = (32, 64, 128, 256)
-_INNER_TILES = 8
-# Outputs come in so many: of the int4 product on CUDA (a CPU's layout takes 16), and of fp8's, as its inputs.
-_INT4_OUTPUTS = {"cuda": 8, "cpu": 16}
-_FP8_ALIGNED = 16
 
 
 def takes_int4(weight: PackedWeight) -> bool:

@@ -95,14 +95,14 @@ class AdapterCache:
         self._caches[handle] = copy.deepcopy(self._caches[request])
         return handle
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """0: transformers' caches share nothing."""
         return 0
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Does nothing, as `adopt`."""
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """Does nothing, as `match_prefix`."""
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """0: transformers' caches grow."""
         return 0
 

@@ -15,7 +15,7 @@ from runtime.devices import explaining, resolve
 from runtime.errors import UserError
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
-from runtime.model.onnx import graph as onnx_files
+from runtime.model.onnx import graph
 from runtime.model.rotary import STATIC_TYPES, rope_type
 from runtime.model.triton.cache import free_bytes, needed, require_room
 
@@ -97,12 +97,12 @@ def load(
         if threads < 1:
             raise UserError(f"threads must be at least 1, found {threads}")
         torch.set_num_threads(threads)
-    if onnx_files.holds(folder := Path(path).expanduser()):
+    if graph.holds(folder := Path(path).expanduser()):
         from runtime.model.onnx.decoder import open_decoder
 
         if planes or adapter or kernels != "auto":
             raise UserError(
-                f"{folder.name}/{onnx_files.GRAPH} runs on ONNX Runtime: leave out planes, the adapter and the kernels"
+                f"{folder.name}/{graph.GRAPH} runs on ONNX Runtime: leave out planes, the adapter and the kernels"
             )
         decoder, values = open_decoder(folder, where, threads)
         return Model(decoder, folder, values)

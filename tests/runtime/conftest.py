@@ -48,13 +48,13 @@ class ListCache:
     def close(self, request: int) -> None:
         del self.slots[request], self.capacity[request]
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         return 0
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
         assert self.broken or list(tokens) == self.slots[request][: len(tokens)]
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         return 0
 
     def length(self, request: int) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.kernels import libraries as library
-from runtime.kernels import libraries as torch_library
+from runtime.kernels import libraries
 from runtime.kernels.libraries import LibraryLinear
 from runtime.kernels.library_choice import Choice
 from runtime.kernels.triton import torch_int_mm
@@ -83,21 +82,21 @@ def takes(name: str, weight: Weight) -> bool:
     if weight.planes:
         return False
     if name == "torch-int4":
-        return torch_library.takes_int4(weight)
+        return libraries.takes_int4(weight)
     if name == "torch-scaled-mm":
-        return torch_library.takes_fp8(weight)
-    return name == "bitsandbytes" and library.has_kernel(weight)
+        return libraries.takes_fp8(weight)
+    return name == "bitsandbytes" and libraries.has_kernel(weight)
 
 
 def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear:
     """The layer of an implementation that `takes` the weight. Raises ValueError where it does not."""
     if isinstance(weight, Tensor):
-        return torch_library.dense_linear(weight, bias)
+        return libraries.dense_linear(weight, bias)
     if name == "torch-int4":
-        return torch_library.int4_linear(weight)
+        return libraries.int4_linear(weight)
     if name == "torch-scaled-mm":
-        return torch_library.scaled_linear(weight)
-    return library.bitsandbytes_linear(weight, torch.bfloat16)
+        return libraries.scaled_linear(weight)
+    return libraries.bitsandbytes_linear(weight, torch.bfloat16)
 
 
 def mixed_linear(

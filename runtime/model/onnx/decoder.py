@@ -20,8 +20,13 @@ from runtime.checkpoints.safetensors import inside, read_json
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows
 from runtime.errors import UserError
 from runtime.model.hf_adapter import chains
-from runtime.model.onnx import graph as onnx_files
+from runtime.model.onnx import graph
 from runtime.model.onnx.graph import Signature, signature
+
+# The least rows of a forward, by what the module's text says; the added one is dropped.
+LEAST_ROWS = 2
+# The most: the graph makes logits of every row, which is 64 MB for 128 rows of 128 k tokens.
+MOST_ROWS = 128
 
 
 @dataclass
@@ -54,14 +59,14 @@ class OnnxCache:
         held = self._held[request]
         return self._add(_Held(held.length, list(held.states)))
 
-    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
         """0: requests share nothing."""
         return 0
 
-    def publish(self, request: int, tokens: Sequence[int]) -> None:
-        """Does nothing, as `adopt`."""
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """Does nothing, as `match_prefix`."""
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         """0: there are no pages."""
         return 0
 
@@ -100,12 +105,6 @@ class OnnxCache:
         handle = next(i for i in range(len(self._held) + 1) if i not in self._held)
         self._held[handle] = held
         return handle
-
-
-# The least rows of a forward, by what the module's text says; the added one is dropped.
-LEAST_ROWS = 2
-# The most: the graph makes logits of every row, which is 64 MB for 128 rows of 128 k tokens.
-MOST_ROWS = 128
 
 
 class OnnxDecoder:
@@ -180,7 +179,7 @@ class OnnxDecoder:
             given: list[np.ndarray] = self.session.run(self._outputs, feeds)
         except Exception as error:  # as in _session
             raise UserError(
-                f"{onnx_files.GRAPH}: ONNX Runtime cannot run it ({onnx_files.first_line(error)}); export it again"
+                f"{graph.GRAPH}: ONNX Runtime cannot run it ({graph.first_line(error)}); export it again"
             ) from error
         heads, dim = self.signature.shape
         expected = {"logits": (1, rows, self.vocab_size), "hidden_states": (1, rows, self.hidden_size)}
@@ -188,8 +187,7 @@ class OnnxDecoder:
             wanted = expected.get(name, (1, heads, before + rows, dim))
             if value.shape != wanted:
                 raise UserError(
-                    f"{onnx_files.GRAPH}: {name} should have come out as {wanted}, and is {value.shape};"
-                    " export it again"
+                    f"{graph.GRAPH}: {name} should have come out as {wanted}, and is {value.shape}; export it again"
                 )
         return given
 
@@ -201,10 +199,10 @@ def open_decoder(folder: Path, device: torch.device, threads: int | None) -> tup
     that is no decoder, and where ONNX Runtime, or its CUDA provider for a CUDA device, is not installed.
     """
     config = read_json(inside(folder, "config.json", "config.json"))
-    onnx_files.check(folder)
-    shown = f"{folder.name}/{onnx_files.GRAPH}"
+    graph.check(folder)
+    shown = f"{folder.name}/{graph.GRAPH}"
     number = threads or torch.get_num_threads()
-    session = _session(folder / onnx_files.GRAPH, shown, device, number)
+    session = _session(folder / graph.GRAPH, shown, device, number)
     taken = signature(session, shown)
     limits = [config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)]
     if not limits or not isinstance(limits[0], int) or limits[0] < 1:
@@ -233,7 +231,7 @@ def _session(path: Path, shown: str, device: torch.device, threads: int) -> Any:
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[chosen])
     except Exception as error:  # its errors have no class in common but this
-        reason = onnx_files.first_line(error)
+        reason = graph.first_line(error)
         raise UserError(f"{shown}: ONNX Runtime cannot load it ({reason}); export it again") from error
     if provider not in session.get_providers():
         # Where its CUDA libraries do not load, ONNX Runtime says so in a log and takes the CPU.

@@ -11,6 +11,8 @@ from runtime.checkpoints.safetensors import INDEX, SINGLE, inside
 from runtime.errors import UserError
 
 _DTYPES: dict[str, np.dtype] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+GRAPH = "model.onnx"
+_MOST_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,6 @@ def _signature(session: Any, shown: str) -> Signature:
         outputs["logits"].shape[-1],
         hidden,
     )
-
-
-GRAPH = "model.onnx"
-_MOST_CHARACTERS = 400
 
 
 def holds(folder: Path) -> bool:

@@ -25,6 +25,8 @@ _PROMPT_ROWS = 512
 # A text that there must be room for, where the model's positions go that far.
 _TEXT = 4096
 _FLOAT = 4
+# Slots that the kernel moves at once.
+_MOST_MOVED = 64
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,6 @@ def require_pages(pages: int, size: int, free: int) -> None:
 
 def _shown(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
-
-
-# Slots that the kernel moves at once.
-_MOST_MOVED = 64
 
 
 @dataclass(frozen=True, eq=False)

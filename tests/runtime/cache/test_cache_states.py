@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from runtime import load
-from runtime.cache.block_pool import Pages
+from runtime.cache.block_pool import BlockPool
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
 from runtime.contract import Out, Rows, integers
@@ -88,9 +88,9 @@ class Machine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.texts)), label="request")
 
     def forward(self, tokens: Tokens, rows: Rows, needs: dict[int, int]) -> bool:
-        """Runs the rows, or sees them refused for exactly the pages that `shortage` says; whether they ran."""
-        if self.cache.shortage(needs):
-            with pytest.raises(OutOfPages, match=f"lacks {self.cache.shortage(needs)} pages"):
+        """Runs the rows, or sees them refused for exactly the pages that `missing_pages` says; whether they ran."""
+        if self.cache.missing_pages(needs):
+            with pytest.raises(OutOfPages, match=f"lacks {self.cache.missing_pages(needs)} pages"):
                 self.decoder.forward(integers(tokens), rows, self.cache, integers([]))
             return False
         self.decoder.forward(integers(tokens), rows, self.cache, integers([]))
@@ -119,12 +119,12 @@ class Machine(RuleBasedStateMachine):
         text = data.draw(st.sampled_from(BASES), label="base")[: data.draw(PROMPTS, label="count")]
         handle = self.cache.open(CAPACITY)
         assert handle not in self.texts
-        known = self.cache.adopt(handle, text)
+        known = self.cache.match_prefix(handle, text)
         assert known % 64 == 0 and known == self.cache.length(handle) < len(text)
         self.texts[handle] = text[:known]
         self.append({handle: text[known:]})
         if published:
-            self.cache.publish(handle, self.texts[handle])
+            self.cache.cache_prefix(handle, self.texts[handle])
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -184,14 +184,14 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         handle = self.one(data)
-        self.cache.publish(handle, self.texts[handle])
+        self.cache.cache_prefix(handle, self.texts[handle])
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), again=st.booleans())
     def close(self, data: st.DataObject, again: bool) -> None:
         """What it published stays until it is evicted; another request may come for it at once."""
         handle = self.one(data)
-        self.cache.publish(handle, self.texts[handle])
+        self.cache.cache_prefix(handle, self.texts[handle])
         self.cache.close(handle)
         del self.texts[handle]
         if again:
@@ -283,6 +283,6 @@ def test_a_copy_that_was_forgotten_is_found(
 
 
 def test_a_page_that_leaks_is_found(tiny: Callable[..., Path], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pages, "release", lambda self, page: None)
+    monkeypatch.setattr(BlockPool, "release", lambda self, page: None)
     with pytest.raises(AssertionError):
         play(load(tiny("llama"), kernels=kernels).decoder, "float32", PAGES, 20, phases=[Phase.generate])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime import load
-from runtime.cache.block_pool import ROOT, Pages, Prefix
+from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
 from runtime.contract import Rows
@@ -62,7 +62,7 @@ def line(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# Pages.
+# BlockPool.
 
 
 def test_pages_come_with_rows_and_go_with_them() -> None:
@@ -129,8 +129,8 @@ def test_running_out_changes_nothing_and_says_how_much_is_lacking() -> None:
     first, second = cache.open(192), cache.open(192)
     append(cache, first, line(100))
     append(cache, second, line(30))
-    assert [cache.shortage({first: n}) for n in (0, 1, 28, 29, 92)] == [0, 0, 0, 1, 1]
-    assert cache.shortage({first: 29, second: 35}) == 2 and cache.shortage({second: 34}) == 0
+    assert [cache.missing_pages({first: n}) for n in (0, 1, 28, 29, 92)] == [0, 0, 0, 1, 1]
+    assert cache.missing_pages({first: 29, second: 35}) == 2 and cache.missing_pages({second: 34}) == 0
     with pytest.raises(OutOfPages, match="lacks 1 pages of 64 tokens"):
         cache.reserve(first, 29)
     assert holds(cache, first, line(100)) and cache.pages_free == 0
@@ -164,9 +164,9 @@ def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
     append(cache, handles[0], line(100))
     handles += [cache.fork(handles[0]) for _ in range(3)]
     assert cache.pages_free == 2
-    assert [cache.shortage(dict.fromkeys(handles[:n], 1)) for n in range(5)] == [0, 0, 0, 1, 1]
+    assert [cache.missing_pages(dict.fromkeys(handles[:n], 1)) for n in range(5)] == [0, 0, 0, 1, 1]
     cache.close(handles[3])
-    assert cache.shortage(dict.fromkeys(handles[:3], 1)) == 0
+    assert cache.missing_pages(dict.fromkeys(handles[:3], 1)) == 0
     for seed, handle in enumerate(handles[:3]):
         append(cache, handle, [seed])
     assert cache.pages_free == 0 and all(holds(cache, h, [*line(100), seed]) for seed, h in enumerate(handles[:3]))
@@ -202,7 +202,7 @@ def test_full_pages_are_adopted_as_far_as_they_are_known() -> None:
     cache, text = make(8), line(200)
     first = cache.open(200)
     append(cache, first, text)
-    cache.publish(first, text)
+    cache.cache_prefix(first, text)
     for asked, got in (
         (text, 192),
         (text[:192], 128),
@@ -215,32 +215,32 @@ def test_full_pages_are_adopted_as_far_as_they_are_known() -> None:
         (text[64:], 0),
     ):
         handle = cache.open(256)
-        assert cache.adopt(handle, asked) == cache.length(handle) == got
+        assert cache.match_prefix(handle, asked) == cache.length(handle) == got
         assert cache.table(handle) == cache.table(first)[: got // 64]
         append(cache, handle, asked[got:])
         assert holds(cache, handle, asked)
         cache.close(handle)
     small = cache.open(70)
-    assert cache.adopt(small, text) == 128  # its capacity is two whole pages
-    with pytest.raises(ValueError, match="only an empty one can adopt"):
-        cache.adopt(first, text)
+    assert cache.match_prefix(small, text) == 128  # its capacity is two whole pages
+    with pytest.raises(ValueError, match="only an empty one can match"):
+        cache.match_prefix(first, text)
     with pytest.raises(ValueError, match="201 tokens were published, and 200 are stored"):
-        cache.publish(first, [*text, 1])
+        cache.cache_prefix(first, [*text, 1])
     with pytest.raises(ValueError, match="known to hold other tokens"):
-        cache.publish(first, [301, *text[1:]])
+        cache.cache_prefix(first, [301, *text[1:]])
 
 
 def test_known_pages_outlive_their_request_and_the_end_of_a_text_goes_first() -> None:
     cache, text = make(3), line(190)
     first = cache.open(192)
     append(cache, first, text)
-    cache.publish(first, text)
+    cache.cache_prefix(first, text)
     cache.close(first)
     assert cache.pages_free == 3
     other = cache.open(192)
     append(cache, other, line(120, 9))  # the page that was not full, and one of the two known
     again = cache.open(192)
-    assert cache.adopt(again, text) == 64 and cache.pages_free == 0
+    assert cache.match_prefix(again, text) == 64 and cache.pages_free == 0
     append(cache, other, line(8, 10))
     with pytest.raises(OutOfPages):
         append(cache, other, [1])
@@ -248,7 +248,7 @@ def test_known_pages_outlive_their_request_and_the_end_of_a_text_goes_first() ->
     cache.close(again)
     assert cache.pages_free == 1
     append(cache, other, [1])
-    assert cache.adopt(cache.open(192), text) == 0
+    assert cache.match_prefix(cache.open(192), text) == 0
     assert holds(cache, other, [*line(120, 9), *line(8, 10), 1])
 
 
@@ -257,19 +257,19 @@ def test_the_page_let_go_first_is_taken_first() -> None:
     handles = [cache.open(65) for _ in texts]
     for handle, text in zip(handles, texts, strict=True):
         append(cache, handle, text)
-        cache.publish(handle, text)
+        cache.cache_prefix(handle, text)
     for i in (1, 0, 2):
         cache.close(handles[i])
     # Adopting text 1 makes it the latest; then text 0 is the one to go.
     reader = cache.open(128)
-    assert cache.adopt(reader, [*texts[1], 1]) == 64
+    assert cache.match_prefix(reader, [*texts[1], 1]) == 64
     cache.close(reader)
     writer = cache.open(64)
     append(cache, writer, line(3, 7))
     found = []
     for text in texts:
         reader = cache.open(128)
-        found.append(cache.adopt(reader, [*text, 1]))
+        found.append(cache.match_prefix(reader, [*text, 1]))
         cache.close(reader)
     assert found == [0, 64, 64]
 
@@ -279,22 +279,22 @@ def test_a_known_page_that_is_written_again_gives_nobody_wrong_keys(holder: bool
     cache, text = make(6), line(70)
     first = cache.open(128)
     append(cache, first, text)
-    cache.publish(first, text)
+    cache.cache_prefix(first, text)
     reader = cache.open(128)
     if holder:
-        assert cache.adopt(reader, text) == 64
+        assert cache.match_prefix(reader, text) == 64
     cache.truncate(first, 40)
     changed = text[:40] + line(30, 8)
     append(cache, first, changed[40:])
     late = cache.open(128)
     # Who had taken it over keeps it known; else it is forgotten.
-    assert cache.adopt(late, text) == (64 if holder else 0)
+    assert cache.match_prefix(late, text) == (64 if holder else 0)
     assert holds(cache, first, changed) and holds(cache, late, text[: 64 if holder else 0])
     if holder:
         assert holds(cache, reader, text[:64])
-    cache.publish(first, changed)
+    cache.cache_prefix(first, changed)
     last = cache.open(128)
-    assert cache.adopt(last, changed) == 64 and holds(cache, last, changed[:64])
+    assert cache.match_prefix(last, changed) == 64 and holds(cache, last, changed[:64])
 
 
 def test_the_same_text_twice_is_known_once_and_its_continuations_both() -> None:
@@ -303,17 +303,17 @@ def test_the_same_text_twice_is_known_once_and_its_continuations_both() -> None:
     for seed, handle in enumerate(handles):
         append(cache, handle, text + line(64, 20 + seed))
     for seed, handle in enumerate(handles):
-        cache.publish(handle, text + line(64, 20 + seed))
+        cache.cache_prefix(handle, text + line(64, 20 + seed))
     for seed in range(2):
         reader = cache.open(192)
-        assert cache.adopt(reader, [*text, *line(64, 20 + seed), 1]) == 128
+        assert cache.match_prefix(reader, [*text, *line(64, 20 + seed), 1]) == 128
         assert cache.table(reader) == (cache.table(handles[0])[0], cache.table(handles[seed])[1])
         assert holds(cache, reader, text + line(64, 20 + seed))
 
 
 def test_a_prefix_that_was_lost_and_came_back_reaches_its_continuation_again() -> None:
     """A page is known by its whole chain: published anew after its parent's page was taken and computed again."""
-    pages = Pages(3)
+    pages = BlockPool(3)
     parent, child = pages.take(), pages.take()
     number = pages.know(parent, Prefix(ROOT, b"a"))
     pages.know(child, Prefix(number, b"b"))
@@ -342,7 +342,7 @@ class SameHash(bytes):
 
 
 def test_equal_hashes_are_not_equal_tokens() -> None:
-    pages = Pages(2)
+    pages = BlockPool(2)
     page = pages.take()
     pages.know(page, Prefix(ROOT, SameHash(b"a")))
     assert pages.find(Prefix(ROOT, SameHash(b"b"))) is None
@@ -408,7 +408,7 @@ def test_the_reference_reads_pages_as_it_reads_blocks(tiny: Tiny, text: Text, ki
 def same_bits(decoder: Any, text: Text, kind: CacheKind) -> None:
     paged = decoder.new_cache(kind, pages=13)
     assert isinstance(paged, PagedCache)
-    # Pages in no order, with what others left in them.
+    # BlockPool in no order, with what others left in them.
     for seed, count in ((50, 130), (51, 200), (52, 10)):
         decoder.forward(text(count, seed=seed), Rows.chains([(paged.open(count), 0, count)]), paged)
     for handle in (1, 0, 2):
@@ -440,7 +440,7 @@ def test_a_forward_that_lacks_pages_takes_none(tiny: Tiny, text: Text, kernels: 
     first, second = cache.open(128), cache.open(128)
     decoder.forward(text(60), Rows.chains([(first, 0, 60)]), cache)
     before = stored(cache, first)
-    assert cache.shortage({first: 5, second: 65}) == 1
+    assert cache.missing_pages({first: 5, second: 65}) == 1
     with pytest.raises(OutOfPages, match="lacks 1 pages"):
         decoder.forward(text(70), Rows.chains([(first, 60, 5), (second, 0, 65)]), cache)
     assert (cache.length(first), cache.length(second), cache.pages_free) == (60, 0, 2)
@@ -454,8 +454,8 @@ def test_an_adopted_prefix_gives_the_same_logits(tiny: Tiny, text: Text, kernels
     cache = decoder.new_cache("int8", pages=6)  # type: ignore[call-arg]
     first, second, tokens = cache.open(150), cache.open(150), text(150)
     want = decoder.forward(tokens, Rows.chains([(first, 0, 150)]), cache).logits
-    cache.publish(first, tokens.tolist())
-    known = cache.adopt(second, tokens.tolist())
+    cache.cache_prefix(first, tokens.tolist())
+    known = cache.match_prefix(second, tokens.tolist())
     assert known == 128
     rows = Rows.chains([(second, known, 150 - known)])
     assert torch.equal(decoder.forward(tokens[known:], rows, cache).logits, want[known:])

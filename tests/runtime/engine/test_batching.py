@@ -39,7 +39,7 @@ class TightCache(ListCache):
             raise UserError(f"a request of {capacity} tokens does not fit a cache of {self.room}")
         return super().open(capacity)
 
-    def shortage(self, needs: Mapping[int, int]) -> int:
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
         used = sum(len(slots) for slots in self.slots.values())
         return max(0, used + sum(needs.values()) - self.room)
 
