@@ -1,6 +1,6 @@
 """The paged key/value cache: one pool of pages of 64 tokens, shared prefixes, copies on write.
 
-BlockPool and tables are those of PagedAttention (Kwon et al., 2309.06180). Which page a block lies in changes no bit of
+Pages and tables are those of PagedAttention (Kwon et al., 2309.06180). Which page a block lies in changes no bit of
 what attention computes: rows see keys by position, and a page's tokens are one block.
 """
 
@@ -47,12 +47,12 @@ class PagedCache(KeyValueCache):
 
     @property
     def pages(self) -> int:
-        """BlockPool of the pool."""
+        """Pages of the pool."""
         return self._pages.total
 
     @property
     def pages_free(self) -> int:
-        """BlockPool that no request holds."""
+        """Pages that no request holds."""
         return self._pages.free
 
     def holders(self, page: int) -> int:

@@ -62,7 +62,7 @@ def line(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# BlockPool.
+# Pages.
 
 
 def test_pages_come_with_rows_and_go_with_them() -> None:
@@ -224,7 +224,7 @@ def test_full_pages_are_adopted_as_far_as_they_are_known() -> None:
     assert cache.match_prefix(small, text) == 128  # its capacity is two whole pages
     with pytest.raises(ValueError, match="only an empty one can match"):
         cache.match_prefix(first, text)
-    with pytest.raises(ValueError, match="201 tokens were published, and 200 are stored"):
+    with pytest.raises(ValueError, match="201 tokens are to be cached, and 200 are stored"):
         cache.cache_prefix(first, [*text, 1])
     with pytest.raises(ValueError, match="known to hold other tokens"):
         cache.cache_prefix(first, [301, *text[1:]])
@@ -408,7 +408,7 @@ def test_the_reference_reads_pages_as_it_reads_blocks(tiny: Tiny, text: Text, ki
 def same_bits(decoder: Any, text: Text, kind: CacheKind) -> None:
     paged = decoder.new_cache(kind, pages=13)
     assert isinstance(paged, PagedCache)
-    # BlockPool in no order, with what others left in them.
+    # Pages in no order, with what others left in them.
     for seed, count in ((50, 130), (51, 200), (52, 10)):
         decoder.forward(text(count, seed=seed), Rows.chains([(paged.open(count), 0, count)]), paged)
     for handle in (1, 0, 2):
