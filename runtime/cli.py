@@ -1,12 +1,43 @@
-"""How every command ends an error: one sentence and an exit code, for this floor and those above."""
+"""What commands share, on this floor and those above: how they end errors, and options as dataclasses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from runtime.devices import explained
 from runtime.errors import UserError
+
+Options = TypeVar("Options")
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Makes a function of one dataclass a command whose options are its fields, and which ends errors as below.
+
+    The fields are annotated as typer has it (`Annotated[int, typer.Option(help=…)]`); commands that share options
+    share a base class, and what a user said is never packed again.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = []
+    for field in fields(options):  # type: ignore[arg-type]  # a dataclass
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        kept = Parameter.empty if default is MISSING else default
+        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=kept, annotation=hints[field.name]))
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            with without_traceback():
+                function(options(**values))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = hints
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 @contextmanager

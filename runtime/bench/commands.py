@@ -1,146 +1,156 @@
-"""The commands `kernels`, `decode` and `verify`: how fast layers, forwards, and the verification of drafts are.
+"""The commands `kernels`, `decode`, `verify`, `speculate` and `load` of `python -m runtime.bench`.
 
-The models have a real architecture and random weights: they are for speed only.
+The first three time layers and forwards of real architectures with random weights: they are for speed only. The others
+run whole texts through the engine, with and without speculation.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from runtime.cli import without_traceback
+from runtime.bench.options import (
+    WIDEST,
+    DecodeOptions,
+    LayerOptions,
+    LoadOptions,
+    SpeculateOptions,
+    VerifyOptions,
+    at_least_one,
+    numbers,
+    writable,
+)
+from runtime.cli import takes
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.bench.measure import Memory, Row
-    from runtime.bench.output import Plan
+    from runtime.bench.measure import Bandwidth, Row
+    from runtime.kernels.dispatch import Kernel
 
-    Measure = Callable[[str, Memory], list[Row]]
+    Measure = Callable[["Plan", str, Bandwidth], list[Row]]
 
-_WIDEST = 512
 # An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.
 _NESTED = "nested"
-_ShapeName = Annotated[str, typer.Option(help="tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b or pair.")]
-_Scheme = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="f32, bf16, int8, int4, nf4 or ternary (decode also: nested); may be repeated.", show_default="all"
-    ),
-]
-_Head = Annotated[str, typer.Option(help="int8: a packed output head; keep: as the architecture has it, plain.")]
-_Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
-_Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")]
-_Kernels = Annotated[str, typer.Option(help="auto, reference, or the name of one native path.")]
-_Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
-_Json = Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")]
-_Work = Annotated[Path | None, typer.Option(help="Keep the models here between runs.", show_default="removed")]
 
 
-def kernels(
-    shape: _ShapeName = "tinyllama-1.1b",
-    scheme: _Scheme = None,
-    head: _Head = "int8",
-    widths: _Widths = "1,2,4,8,16",
-    threads: _Threads = None,
-    kernels: _Kernels = "auto",
-    rounds: _Rounds = 15,
-    json_file: _Json = None,
-) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, checked: `command` is kernels, decode or verify."""
+
+    command: str
+    options: LayerOptions
+    schemes: tuple[str, ...]
+    widths: tuple[int, ...]
+    kernel: "Kernel"
+    threads: int
+
+
+@takes(LayerOptions)
+def kernels(options: LayerOptions) -> None:
     """Times each linear layer alone, and all of a forward's together, on weights that no cache holds."""
-    with without_traceback():
-        from runtime.bench.layers import time_layers
+    from runtime.bench import layers
 
-        plan = _plan("kernels", shape, scheme, head, widths, threads, kernels, rounds, json_file)
+    def measure(plan: Plan, scheme: str, memory: "Bandwidth") -> "list[Row]":
+        return layers.time_layers(options.shape, scheme, options.head, plan.kernel, plan.widths, options.rounds, memory)
 
-        def measure(name: str, memory: "Memory") -> "list[Row]":
-            return time_layers(plan.shape, name, plan.head, plan.kernel, plan.widths, plan.rounds, memory)
-
-        _run(plan, measure)
+    _run(_plan("kernels", options), measure)
 
 
-def decode(
-    shape: _ShapeName = "tinyllama-1.1b",
-    scheme: _Scheme = None,
-    head: _Head = "int8",
-    widths: _Widths = "1,2,4,8,16",
-    prefill: Annotated[bool, typer.Option("--prefill", help="Also a prompt of 512 tokens.")] = False,
-    threads: _Threads = None,
-    kernels: _Kernels = "auto",
-    rounds: _Rounds = 15,
-    work: _Work = None,
-    json_file: _Json = None,
-) -> None:
+@takes(DecodeOptions)
+def decode(options: DecodeOptions) -> None:
     """Times forwards of the whole model after 64 tokens, with the logits of every row."""
-    with without_traceback():
-        from runtime.bench.forwards import PREFILL
+    from runtime.bench.forwards import PREFILL
 
-        plan = _plan("decode", shape, scheme, head, widths, threads, kernels, rounds, json_file)
-        tasks = [("decode", width) for width in plan.widths] + [("prefill", PREFILL)] * prefill
-        _run(plan, _forwards(plan, tasks, work))
+    plan = _plan("decode", options)
+    tasks = [("decode", width) for width in plan.widths] + [("prefill", PREFILL)] * options.prefill
+    _run(plan, _forwards(tasks, options.work))
 
 
-def verify(
-    shape: _ShapeName = "tinyllama-1.1b",
-    scheme: _Scheme = None,
-    head: _Head = "int8",
-    widths: _Widths = "1,2,4,8,16",
-    tree: Annotated[bool, typer.Option("--tree", help="Also binary trees of as many rows.")] = False,
-    threads: _Threads = None,
-    kernels: _Kernels = "auto",
-    rounds: _Rounds = 15,
-    work: _Work = None,
-    json_file: _Json = None,
-) -> None:
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
     """Times verifying γ = width − 1 drafted tokens in one forward, over a forward of one token."""
-    with without_traceback():
-        plan = _plan("verify", shape, scheme, head, widths, threads, kernels, rounds, json_file)
-        tasks = [("chain", width) for width in dict.fromkeys((1, *plan.widths))]
-        if tree:
-            # Up to two rows a tree is a chain.
-            tasks += [("tree", width) for width in plan.widths if width > 2]
-        _run(plan, _forwards(plan, tasks, work))
+    plan = _plan("verify", options)
+    tasks = [("chain", width) for width in dict.fromkeys((1, *plan.widths))]
+    if options.tree:
+        # Up to two rows a tree is a chain.
+        tasks += [("tree", width) for width in plan.widths if width > 2]
+    _run(plan, _forwards(tasks, options.work))
 
 
-def _plan(
-    command: str,
-    shape: str,
-    schemes: Sequence[str] | None,
-    head: str,
-    widths: str,
-    threads: int | None,
-    kernels: str,
-    rounds: int,
-    json_file: Path | None,
-) -> "Plan":
+@takes(SpeculateOptions)
+def speculate(options: SpeculateOptions) -> None:
+    """Measures speculative against plain decoding of the same target: speed, acceptance, prediction, mismatches."""
+    from runtime.bench.jobs import Between, facts_of, opened_job, say
+    from runtime.bench.output import show_speculation, write
+    from runtime.bench.speculate import measure, row
+
+    at_least_one({"--rounds": options.rounds})
+    with opened_job(options) as (job, model):
+        between = Between(job, model, options.rounds) if options.batch == 1 else None
+        plain, spoken = measure(job, options.rounds, say, between)
+        found = row(job, plain, spoken, None if between is None else between.costs())
+        show_speculation(facts_of(job, model), found)
+        if options.json_file is not None:
+            write(options.json_file, facts_of(job, model) | {"result": found})
+
+
+@takes(LoadOptions)
+def load(options: LoadOptions) -> None:
+    """Sends requests in a Poisson process; with a bound finds the highest rate that stays under it."""
+    from runtime.bench.jobs import facts_of, opened_job, say
+    from runtime.bench.load import Bound, highest_rate, serve
+    from runtime.bench.output import show_load, write
+    from runtime.bench.speculate import Way, run_once, ways
+
+    at_least_one({"--requests": options.requests})
+    limits = (options.max_latency, options.max_ttft)
+    for option, value in (("--rate", options.rate), ("--max-latency", limits[0]), ("--max-ttft", limits[1])):
+        if value is not None and not 0 < value < 1e6:
+            raise UserError(f"{option} must be above 0, found {value:g}")
+    bound = Bound(*(None if limit is None else limit * 1e3 for limit in limits))
+    with opened_job(options) as (job, model):
+        results: dict[str, dict[str, Any]] = {}
+        for way in ways(job):
+            run_once(job, way, count=1)
+
+            def run(rate: float, way: Way = way) -> Any:
+                say(f"{way.drafter.name}: {rate:.3g} requests a second")
+                return serve(job, way, rate, options.requests, options.seed)
+
+            held: float | None = None
+            tried: Sequence[Any]
+            if limits == (None, None):
+                tried = [run(options.rate)]
+            else:
+                held, tried = highest_rate(run, options.rate, bound)
+            name = way.drafter.name if results else "plain"
+            results[name] = {"highest_rate": held, "runs": [asdict(one) for one in tried]}
+        show_load(facts_of(job, model), results)
+        if options.json_file is not None:
+            write(options.json_file, facts_of(job, model) | {"bound_ms": asdict(bound), "result": results})
+
+
+def _plan(command: str, options: LayerOptions) -> Plan:
     """Raises UserError for anything that is not offered."""
     import torch
 
-    from runtime.bench.output import Plan
     from runtime.bench.random_models import SCHEMES, model_config
     from runtime.kernels.dispatch import choose
     from runtime.native import default_threads
 
-    chosen = tuple(dict.fromkeys(schemes or SCHEMES))
-    for name in chosen:
+    schemes = tuple(dict.fromkeys(options.scheme or SCHEMES))
+    for name in schemes:
         if name == _NESTED and command != "decode":
             raise UserError("--scheme nested is for `decode`, which times its draft too; name int8 here")
-        model_config(shape, _stored(name), head)
-    parts = [part.strip() for part in widths.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= _WIDEST for part in parts):
-        raise UserError(f"--widths: expected numbers from 1 to {_WIDEST} with commas between them, found {widths!r}")
-    for option, value in (("--threads", threads), ("--rounds", rounds)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} must be at least 1, found {value}")
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise UserError(f"--json: {json_file} cannot be a file: it is a folder, or lies in none; name another")
-    count = default_threads() if threads is None else threads
-    torch.set_num_threads(count)
-    found = tuple(sorted({int(part) for part in parts}))
-    return Plan(command, shape, chosen, head, found, choose(kernels, "cpu", count), count, rounds, json_file)
+        model_config(options.shape, _stored(name), options.head)
+    widths = numbers("--widths", options.widths, WIDEST)
+    at_least_one({"--threads": options.threads, "--rounds": options.rounds})
+    writable("--json", options.json_file)
+    threads = default_threads() if options.threads is None else options.threads
+    torch.set_num_threads(threads)
+    return Plan(command, options, schemes, widths, choose(options.kernels, "cpu", threads), threads)
 
 
 def _stored(scheme: str) -> str:
@@ -148,7 +158,7 @@ def _stored(scheme: str) -> str:
     return "int8" if scheme == _NESTED else scheme
 
 
-def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
+def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
     """Measures a scheme on a model on disk."""
     from runtime.bench.forwards import time_forwards
     from runtime.bench.layers import forward_bytes
@@ -157,64 +167,104 @@ def _forwards(plan: "Plan", tasks: Sequence[tuple[str, int]], work: Path | None)
     from runtime.model.load import load
     from runtime.model.reference import BaseDecoder
 
-    def measure(scheme: str, memory: "Memory") -> "list[Row]":
-        nested = scheme == _NESTED
-        read = None if nested else forward_bytes(plan.shape, scheme, plan.head, plan.kernel)
-        with _model(plan, _stored(scheme), work) as path:
+    def measure(plan: Plan, scheme: str, memory: "Bandwidth") -> "list[Row]":
+        options, nested = plan.options, scheme == _NESTED
+        with _model(options, _stored(scheme), work) as path:
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
             if not nested:
-                return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory)
+                read = forward_bytes(options.shape, scheme, options.head, plan.kernel)
+                return time_forwards(decoder, scheme, tasks, options.rounds, read, memory)
             assert isinstance(decoder, BaseDecoder)
             draft = decoder.upper()
             read, less = (layers_bytes(linears(d.parts)) for d in (decoder, draft))
-            return time_forwards(decoder, scheme, tasks, plan.rounds, read, memory, (draft, less))
+            return time_forwards(decoder, scheme, tasks, options.rounds, read, memory, (draft, less))
 
     return measure
 
 
 @contextmanager
-def _model(plan: "Plan", scheme: str, work: Path | None) -> Iterator[Path]:
+def _model(options: LayerOptions, scheme: str, work: Path | None) -> Iterator[Path]:
     """A model directory: written for this run, or kept in `work`. Raises UserError for a foreign one there."""
     from runtime.bench.random_models import model_config, write_shape
     from runtime.checkpoints.safetensors import read_json
 
+    shape, head = options.shape, options.head
     if work is None:
         with TemporaryDirectory(prefix="specpress-bench-") as folder:
-            yield write_shape(plan.shape, scheme, Path(folder) / "model", plan.head)
+            yield write_shape(shape, scheme, Path(folder) / "model", head)
         return
-    path = work / f"{plan.shape}-{scheme}-head-{plan.head}"
+    path = work / f"{shape}-{scheme}-head-{head}"
     if not path.exists():
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--work: {work} cannot be made ({error.strerror}); choose another folder") from error
-        write_shape(plan.shape, scheme, path, plan.head)
-    elif not (path / "config.json").is_file() or read_json(path / "config.json") != model_config(
-        plan.shape, scheme, plan.head
-    ):
+        write_shape(shape, scheme, path, head)
+    elif not (path / "config.json").is_file() or read_json(path / "config.json") != model_config(shape, scheme, head):
         raise UserError(f"--work: {path} holds another model than this version writes; remove it")
     yield path
 
 
-def _run(plan: "Plan", measure: "Measure") -> None:
+def _run(plan: Plan, measure: "Measure") -> None:
     """Measures scheme after scheme, prints a table each, and writes the file at the end."""
     from rich.console import Console
 
-    from runtime.bench.measure import Memory
-    from runtime.bench.output import header, print_rows, report, write
+    from runtime.bench.forwards import CONTEXT
+    from runtime.bench.measure import machine, reading_speed
+    from runtime.bench.output import console, show_scheme, write
 
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 100)
+    options, out = plan.options, console(100)
+    context = None if plan.command == "kernels" else CONTEXT
+    after = "" if context is None else f"; after {context} tokens, logits of every row"
+    out.print(
+        f"{options.shape}, random weights: speed only. {machine()['cpu']}, {plan.threads} threads, {plan.kernel.name}"
+        f" kernels; head {options.head}{after}; {options.rounds} interleaved rounds.",
+        soft_wrap=True,
+    )
     notes = Console(stderr=True, highlight=False)
-    console.print(header(plan), soft_wrap=True)
-    everything: list[Row] = []
+    rows: list[dict[str, Any]] = []
     readings: dict[str, list[float]] = {}
     for scheme in plan.schemes:
-        memory = Memory(plan.threads)
+        memory = reading_speed(plan.threads)
         # Shows nothing where standard error is not a terminal.
         with notes.status(f"{scheme}: writing, loading, timing"):
-            found = measure(scheme, memory)
-        everything += found
+            found = [asdict(row) for row in measure(plan, scheme, memory)]
+        rows += found
         readings[scheme] = memory.readings
-        print_rows(console, plan.command, scheme, found, memory.readings)
-    if plan.json_file is not None:
-        write(plan.json_file, report(plan, everything, readings))
+        show_scheme(out, plan.command, scheme, found, memory.readings)
+    if options.json_file is not None:
+        write(options.json_file, _report(plan, context, rows, readings))
+
+
+def _report(
+    plan: Plan, context: int | None, rows: list[dict[str, Any]], readings: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What goes into the file; bandwidths in bytes per second, null where the native kernels are missing.
+
+    `readings`: of the memory's speed, by scheme.
+    """
+    from statistics import median
+
+    from runtime.bench.measure import WARM_UP, machine
+
+    every = [reading for found in readings.values() for reading in found]
+    return {
+        "machine": machine(),
+        "threads": plan.threads,
+        "kernels": plan.kernel.name,
+        "bandwidth": median(every) if every else None,
+        "protocol": {
+            "command": plan.command,
+            "shape": plan.options.shape,
+            "weights": "random, speed only",
+            "head": plan.options.head,
+            "context": context,
+            "rounds": plan.options.rounds,
+            "warm_up_rounds": WARM_UP,
+            "order": "each round times everything of one scheme once",
+            "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
+            "share_of_bandwidth": "of the better reading before and after each sample; median over the rounds",
+            "bandwidth_by_scheme": {scheme: median(found) if found else None for scheme, found in readings.items()},
+        },
+        "rows": rows,
+    }

@@ -1,4 +1,7 @@
-"""Decoding a shape with random weights at each width: what a step costs, and how near it comes to the memory."""
+"""A shape with random weights on a GPU: steps at each width, and one layer's attention over long caches.
+
+Both say how near they come to the memory's speed.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -8,8 +11,7 @@ from typing import Any
 import torch
 
 from runtime.bench.device_models import random_model, read_bytes
-from runtime.bench.measure import Copies, Place, Sample, interleaved, row
-from runtime.bench.output import reason
+from runtime.bench.measure import Bench, Place, Sample, row
 from runtime.bench.random_models import SHAPES
 from runtime.contract import CacheKind, GreedyChains, Rows, integers
 from runtime.engine.deferred import require_finite
@@ -20,6 +22,10 @@ from runtime.model.load import Model
 from runtime.model.on_device import ARGMAX, DeviceRounds
 from runtime.sampling.distribution import argmax_tokens
 
+BASE = "bf16"
+# Tokens of the chain that a decoder continues by itself in one call.
+_CHAIN = 16
+Found = dict[str, Any]
 # Bits of a key or value, and of the scales of a token and head (one for its key, one for its value).
 _BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64)}
 
@@ -31,9 +37,9 @@ def computed_bytes(kind: str, kv_heads: int, head_dim: int, tokens: int) -> int:
 
 
 def time_kinds(
-    place: Place, shape: str, kinds: Sequence[CacheKind], context: int, batch: int, widths: Sequence[int], rounds: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
-    """One layer's attention of `width` rows of each of `batch` requests over `context` tokens of random keys.
+    bench: Bench, shape: str, kinds: Sequence[CacheKind], context: int, batch: int, widths: Sequence[int]
+) -> None:
+    """Rows: one layer's attention of `width` rows of each of `batch` requests over `context` tokens of random keys.
 
     bytes_computed is what keys and values take by their bits, bytes_held what the store takes; the times of a whole
     forward are a row's times the layers. computed_ms is bytes_computed over the copies' median speed.
@@ -41,6 +47,7 @@ def time_kinds(
     from runtime.kernels.triton import usable
     from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for
 
+    place = bench.place
     can, why = usable(str(place.device))
     if not can:
         raise UserError(f"gpu attention measures Triton's kernels, which cannot run here: {why}")
@@ -48,10 +55,8 @@ def time_kinds(
     heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
     blocks = -(-(context + max(widths)) // KEY_BLOCK)
     table = torch.arange(batch * blocks, dtype=torch.int32, device=place.device).view(batch, blocks)
-    copies = Copies(place)
     tasks: dict[tuple[str, int], Callable[[], float]] = {}
     held: dict[str, int] = {}
-    left_out: list[dict[str, Any]] = []
     for kind in kinds:
         store = _filled(allocate(kind, 1, batch * blocks, a.kv_heads, a.head_dim, place.device), place.device)
         held[kind] = sum(part.nbytes for part in (store.keys, store.values, store.key_scale, store.value_scale))
@@ -76,17 +81,16 @@ def time_kinds(
                 run()
                 tasks[kind, width] = place.task(place.repeated(run))
             except Exception as error:  # the compiler's own classes, memory, …: the other kinds go on
-                left_out.append({"cache": kind, "width": width, "why": reason(error)})
-    samples = interleaved(tasks, rounds, copies)
-    speed = sorted(copies.readings)[len(copies.readings) // 2]
-    found = []
+                bench.leave_out(error, cache=kind, width=width)
+    samples = bench.samples(tasks)
+    readings = sorted(bench.bandwidth.readings)
+    speed = readings[len(readings) // 2]
     for (name, width), taken in samples.items():
         read = computed_bytes(name, a.kv_heads, a.head_dim, batch * (context + width))
         timed = asdict(row("attention", name, width, taken, read, samples.get((name, 1))))
         about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
         memory = {"bytes_computed": read, "bytes_held": held[name], "computed_ms": read / speed * 1e3}
-        found.append(timed | about | memory)
-    return found, left_out, copies.readings
+        bench.rows.append(timed | about | memory)
 
 
 def _filled(store: Store, device: torch.device) -> Store:
@@ -104,85 +108,61 @@ def _filled(store: Store, device: torch.device) -> Store:
     return store
 
 
-BASE = "bf16"
-# Tokens of the chain that a decoder continues by itself in one call.
-_CHAIN = 16
-Found = dict[str, Any]
-
-
-def time_shape(
-    place: Place,
-    shape: str,
-    schemes: Sequence[str],
-    widths: Sequence[int],
-    context: int,
-    rounds: int,
-    kernels: str,
-    say: Callable[[str], None],
-) -> tuple[list[Found], list[Found], list[float]]:
-    """Rows for every scheme, what was left out and why, and the readings of the memory's speed.
+def time_shape(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int], context: int) -> list[Found]:
+    """Rows for every scheme of a shape.
 
     A step is a forward of `width` rows after `context` tokens and the choice of a token after each, on the host. Where
     there is room the bf16 model stays beside each other one and is timed in the same rounds.
     """
     found: list[Found] = []
-    left_out: list[Found] = []
-    copies = Copies(place)
     base: Model | None = None
     base_samples: list[Sample] | None = None
     for scheme in sorted(schemes, key=lambda name: name != BASE):
-        say(f"{shape}, {scheme}")
+        bench.say(f"{shape}, {scheme}")
         for attempt in range(2):
             try:
-                rows, samples = _time(place, shape, scheme, base, widths, context, rounds, kernels, copies)
+                rows, samples = _time(bench, shape, scheme, base, widths, context)
                 break
             except Exception as error:  # memory, mostly; a kernel that this GPU refuses must not end the others
                 rows = []
                 if base is None or attempt:
-                    left_out.append({"shape": shape, "scheme": scheme, "why": reason(error)})
+                    bench.leave_out(error, shape=shape, scheme=scheme)
                     break
             # Beside the bf16 model there was no room: without it there may be, at another minute's speed.
             base = None
-            place.release()
+            bench.place.release()
         together = base is not None or scheme == BASE
         if scheme == BASE and rows:
             base_samples = samples
-            base = _model(place, shape, BASE, kernels) if len(schemes) > 1 else None
+            base = _model(bench, shape, BASE) if len(schemes) > 1 else None
         for one in rows:
             one |= {"shape": shape, "over_bf16": None, "bf16_in_same_rounds": together}
             compared = samples if base is not None and scheme != BASE else base_samples
             if compared and one["what"] == "decode" and one["width"] == 1:
                 one["over_bf16"] = median(s.seconds for s in compared) * 1e3 / one["ms_median"]
         found += rows
-        place.release()
-    return found, left_out, copies.readings
+        bench.place.release()
+    return found
 
 
-def _model(place: Place, shape: str, scheme: str, kernels: str) -> Model:
-    return random_model(shape, scheme, place.device, kernels, "keep" if scheme == BASE else "int8")
+def _model(bench: Bench, shape: str, scheme: str) -> Model:
+    return random_model(shape, scheme, bench.place.device, bench.kernels, "keep" if scheme == BASE else "int8")
 
 
 def _time(
-    place: Place,
-    shape: str,
-    scheme: str,
-    base: Model | None,
-    widths: Sequence[int],
-    context: int,
-    rounds: int,
-    kernels: str,
-    copies: Copies,
+    bench: Bench, shape: str, scheme: str, base: Model | None, widths: Sequence[int], context: int
 ) -> tuple[list[Found], list[Sample]]:
     """The scheme's rows; and bf16's samples of width 1 in these rounds (its own, where it is the scheme)."""
+    place = bench.place
     place.forget_peak()
-    model = _model(place, shape, scheme, kernels)
+    model = _model(bench, shape, scheme)
     made, longest = steps(place, model, widths, context)
     tasks: dict[tuple[str, int], Callable[[], float]] = {("decode", width): step for width, step in made.items()}
     if longest is not None:
         tasks["greedy chain", 1] = longest
     if base is not None:
         tasks[BASE, 1] = steps(place, base, (1,), context)[0][1]
-    samples = interleaved(tasks, rounds, copies)
+    samples = bench.samples(tasks)
     cache = model.decoder.new_cache().bytes_per_token() * context
     read = read_bytes(model) + cache
     first = samples.get(("decode", 1))
@@ -234,5 +214,6 @@ def steps(
     if not isinstance(decoder, GreedyChains):
         return made, None
     rows = Rows.chains([(request, context, 1)])
-    chain = place.task(lambda: decoder.continue_greedy(ids[:1], rows, cache, [_CHAIN], decoder.vocab_size), back)
-    return made, lambda: chain() / _CHAIN
+    return made, place.task(
+        lambda: decoder.continue_greedy(ids[:1], rows, cache, [_CHAIN], decoder.vocab_size), back, calls=_CHAIN
+    )

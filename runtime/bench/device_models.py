@@ -1,6 +1,6 @@
 """Random models of a shape, made on the device itself: no files, no transfers, the loader's own way otherwise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from runtime.model.load import Model
 _CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 _GROUP = 128
 # fp8 is for GPUs: the CPU benchmarks' shapes do without.
-_SCHEMES = (*SCHEMES, "fp8")
+DEVICE_SCHEMES = (*SCHEMES, "fp8")
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,6 @@ class RandomCheckpoint(Checkpoint):
         return torch.Generator(self.device).manual_seed(self.seed + place)
 
 
-def known_schemes(schemes: Sequence[str]) -> list[str]:
-    """The schemes, each once. Raises UserError for one that is not offered."""
-    if unknown := [name for name in schemes if name not in _SCHEMES]:
-        raise UserError(f"--scheme: {unknown[0]!r} is unknown; use one of {', '.join(_SCHEMES)}")
-    return list(dict.fromkeys(schemes))
-
-
 def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> PackedWeight | Tensor:
     """As `shapes.random_weight`, drawn on the generator's device: codes uniform, scales within a quarter."""
     device = generator.device
@@ -131,7 +124,11 @@ def random_model(
 
     Raises UserError for a name that is not offered, and where the device lacks the memory.
     """
-    for what, found, offered in (("shape", shape, tuple(SHAPES)), ("scheme", scheme, _SCHEMES), ("head", head, HEADS)):
+    for what, found, offered in (
+        ("shape", shape, tuple(SHAPES)),
+        ("scheme", scheme, DEVICE_SCHEMES),
+        ("head", head, HEADS),
+    ):
         if found not in offered:
             raise UserError(f"{what} {found!r} is unknown; use one of {', '.join(offered)}")
     from transformers import AutoConfig

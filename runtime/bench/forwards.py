@@ -1,13 +1,11 @@
 """Forwards of a whole model: decoding at each width, a long prompt, and verifying chains and trees of drafts."""
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from runtime.bench.measure import Row, interleaved, row
-from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.bench.measure import CPU, Row, interleaved, row
+from runtime.contract import Decoder, Rows, integers
 
 CONTEXT = 64
 PREFILL = 512
@@ -60,11 +58,12 @@ def _steps(decoder: Decoder, longest: int) -> Callable[[str, int], Callable[[], 
     decoder.forward(ids[:CONTEXT], Rows.chains([(after, 0, CONTEXT)]), cache, integers([CONTEXT - 1]))
 
     def step(what: str, width: int) -> Callable[[], float]:
-        if what == "prefill":
-            request = cache.open(width)
-            return _forward(decoder, cache, request, 0, ids[:width], Rows.chains([(request, 0, width)]), last=True)
-        rows = tree(after, width) if what == "tree" else Rows.chains([(after, CONTEXT, width)])
-        return _forward(decoder, cache, after, CONTEXT, ids[:width], rows, last=False)
+        request, length = (cache.open(width), 0) if what == "prefill" else (after, CONTEXT)
+        rows = tree(request, width) if what == "tree" else Rows.chains([(request, length, width)])
+        at = integers([width - 1]) if what == "prefill" else None
+        return CPU.task(
+            lambda: decoder.forward(ids[:width], rows, cache, at), before=lambda: cache.truncate(request, length)
+        )
 
     return step
 
@@ -76,17 +75,3 @@ def tree(request: int, width: int) -> Rows:
     for parent in parents:
         positions.append(CONTEXT if parent < 0 else positions[parent] + 1)
     return Rows(integers([request] * width), integers(positions), integers(parents))
-
-
-def _forward(
-    decoder: Decoder, cache: Cache, request: int, length: int, tokens: Tensor, rows: Rows, last: bool
-) -> Callable[[], float]:
-    at = integers([len(tokens) - 1]) if last else None
-
-    def run() -> float:
-        cache.truncate(request, length)
-        since = perf_counter()
-        decoder.forward(tokens, rows, cache, at)
-        return perf_counter() - since
-
-    return run

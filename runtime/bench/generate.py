@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from runtime.bench.device_models import random_model
-from runtime.bench.measure import Copies, Place, interleaved
-from runtime.bench.output import reason
+from runtime.bench.measure import Bench, Place
 from runtime.bench.random_models import SHAPES
 from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.contract import Decoder
@@ -17,23 +16,14 @@ from runtime.sampling.params import Sampling
 from runtime.speculate import NoDrafter
 
 
-def time_ways(
-    place: Place,
-    shape: str,
-    schemes: Sequence[str],
-    prompt: int,
-    new_tokens: int,
-    rounds: int,
-    kernels: str,
-    say: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
-    """Tokens/s of each way, the prompt's time included; what was left out and why; the memory's speed.
+def time_ways(bench: Bench, shape: str, schemes: Sequence[str], prompt: int, new_tokens: int) -> None:
+    """Rows: tokens/s of each way, the prompt's time included.
 
     transformers runs in bfloat16. All decode greedily, exactly so many tokens.
     """
+    place, say = bench.place, bench.say
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPES[shape].architecture.vocab, (prompt,), generator=draws)
-    copies = Copies(place)
     say(f"making {shape} for transformers")
     model = _transformers(place, shape)
     compiled = "transformers, static cache + compile" if place.is_gpu else "transformers, static cache"
@@ -44,29 +34,26 @@ def time_ways(
     }
     for scheme in schemes:
         say(f"making {shape}, {scheme}")
-        ours = random_model(shape, scheme, place.device, kernels, "keep" if scheme == "bf16" else "int8")
+        ours = random_model(shape, scheme, place.device, bench.kernels, "keep" if scheme == "bf16" else "int8")
         tasks[f"specpress ({described(ours.decoder)}), {scheme}"] = place.task(_ours(ours.decoder, ids, new_tokens))
     say("timing; the first texts compile")
-    left_out = []
     for way in list(tasks):
         try:
             tasks[way]()
         except Exception as error:  # a compiler's failure, of many classes, is a finding about that way
             del tasks[way]
-            left_out.append({"way": way, "why": reason(error)})
+            bench.leave_out(error, way=way)
     base = None
-    found = []
-    for way, samples in interleaved(tasks, rounds, copies).items():
+    for way, samples in bench.samples(tasks).items():
         seconds = median(sample.seconds for sample in samples)
         base = seconds if base is None else base
-        found.append(
+        bench.rows.append(
             {
                 "shape": shape, "way": way, "prompt": prompt, "new_tokens": new_tokens,
                 "tokens_per_second": new_tokens / seconds, "ms_per_token": seconds / new_tokens * 1e3,
                 "over_eager": base / seconds,
             }
         )  # fmt: skip
-    return found, left_out, copies.readings
 
 
 def _transformers(place: Place, shape: str) -> Any:

@@ -6,25 +6,30 @@ from typing import Annotated, Any
 import typer
 
 from runtime.bench.options import (
-    Choices,
     Device,
+    JobOptions,
     Json,
     Kernels,
     NewTokens,
+    OracleOptions,
     Rounds,
     Schemes,
     ShapeName,
     ShapeNames,
     Widths,
+    at_least_one,
+    bench_on,
     known,
     numbers,
-    opened,
-    say,
+    writable,
 )
-from runtime.cli import without_traceback
+from runtime.cli import takes, without_traceback
 from runtime.errors import UserError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="What a GPU is measured by.")
+Choices = Annotated[
+    Path | None, typer.Option("--choices", help="Write what was quicker than Triton, as runtime/kernels/choices.json.")
+]
 
 
 @app.command()
@@ -43,22 +48,18 @@ def decode(
         from runtime.bench.decode import time_shape
         from runtime.bench.output import finish, show
 
-        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 256)
-        everything: list[dict[str, Any]] = []
-        missing: list[dict[str, Any]] = []
-        readings: list[float] = []
-        for name in known(shape):
-            found, left_out, read = time_shape(place, name, scheme, counts, context, rounds, kernels, say)
-            everything, missing, readings = everything + found, missing + left_out, readings + read
-            columns = [
-                ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
-                ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"),
-                ("bytes_read", "bytes read", ",d"),
-                ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
-                ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
-            ]  # fmt: skip
-            show(f"{name}, random weights, after {context} tokens", columns, found, place)
-        finish("decode", place, readings, rounds, everything, json_file, missing, context=context)
+        bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 256)
+        columns = [
+            ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
+            ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"), ("bytes_read", "bytes read", ",d"),
+            ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
+            ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
+        ]  # fmt: skip
+        for name in _shapes(shape):
+            found = time_shape(bench, name, scheme, counts, context)
+            bench.rows += found
+            show(f"{name}, random weights, after {context} tokens", columns, found, bench.place)
+        finish("decode", bench, json_file, context=context)
 
 
 @app.command()
@@ -74,64 +75,52 @@ def kernels(
 ) -> None:
     """Times layers on our kernels and on every library's that takes them; the winners are a table of choices."""
     with without_traceback():
-        from runtime.bench.device_models import known_schemes
+        from runtime.bench.device_models import DEVICE_SCHEMES
         from runtime.bench.kernels import time_layers, winners
         from runtime.bench.output import finish, show, show_choices
         from runtime.kernels.dispatch import choose
 
-        place, counts = opened(device, rounds, json_file, choices_file), numbers("--widths", widths, 4096)
+        bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 4096)
+        writable("--choices", choices_file)
+        place = bench.place
         beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
         if choices_file is not None and not beside_triton:
             raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
-        everything: list[dict[str, Any]] = []
-        missing: list[dict[str, Any]] = []
-        readings: list[float] = []
-        for name in known(shape):
-            found, left_out, read = time_layers(place, name, known_schemes(scheme), counts, rounds, kernels)
-            everything += [one | {"shape": name} for one in found]
-            missing, readings = missing + left_out, readings + read
-            columns = [
-                ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
-                ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
-                ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
-                ("relative_error", "error", ".1e"), ("same_bits", "same bits", ""),
-            ]  # fmt: skip
+        columns = [
+            ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
+            ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
+            ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
+            ("relative_error", "error", ".1e"), ("same_bits", "same bits", ""),
+        ]  # fmt: skip
+        for name in _shapes(shape):
+            found = time_layers(bench, name, known("--scheme", scheme, DEVICE_SCHEMES), counts)
+            bench.rows += found
             show(f"{name}'s layers, random weights", columns, found, place)
-        finish("kernels", place, readings, rounds, everything, json_file, missing)
+        finish("kernels", bench, json_file)
         if beside_triton:
-            show_choices(winners(everything, place.capability, place.measured_on()), choices_file)
+            show_choices(winners(bench.rows, place.capability, place.measured_on()), choices_file)
 
 
 @app.command()
-def speculate(
-    shape: ShapeName = "llama-3.1-8b",
-    draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth",
-    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4 or ternary.")] = "int4",
-    alpha: Annotated[float, typer.Option(help="The oracle's acceptance per token.")] = 0.8,
-    draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8",
-    prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4,
-    new_tokens: NewTokens = 128,
-    device: Device = "cuda",
-    kernels: Kernels = "auto",
-    rounds: Rounds = 3,
-    json_file: Json = None,
-) -> None:
+@takes(OracleOptions)
+def speculate(options: OracleOptions) -> None:
     """Speculation at a known acceptance and a draft's real cost: measured beside predicted speed-up."""
-    with without_traceback():
-        from runtime.bench.output import finish, show
-        from runtime.bench.speculate_gpu import oracle
+    from runtime.bench.output import finish, show
+    from runtime.bench.speculate_gpu import oracle
 
-        place, lengths = opened(device, rounds, json_file), numbers("--draft-lengths", draft_lengths, 64)
-        known([shape, draft])
-        found, _ = oracle(place, shape, draft, scheme, alpha, lengths, prompts, new_tokens, rounds, kernels, say)
-        columns = [
-            ("draft_length", "γ", "d"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
-            ("draft_cost_ratio", "c", ".3f"), ("step_ms", "step ms", ".2f"), ("speedup", "speed-up", ".2f"),
-            ("decode_speedup", "without prompts", ".2f"), ("predicted_speedup", "predicted", ".2f"),
-            ("mismatches", "texts that differ", "d"),
-        ]  # fmt: skip
-        show(f"{shape} and {draft}, {scheme}, oracle right with {alpha:g} a token", columns, found, place)
-        finish("speculate", place, [], rounds, found, json_file, alpha=alpha, new_tokens=new_tokens)
+    bench = bench_on(options.device, options.rounds, options.json_file, options.kernels)
+    lengths = numbers("--draft-lengths", options.draft_lengths, 64)
+    _shapes([options.shape, options.draft])
+    oracle(bench, options, lengths)
+    columns = [
+        ("draft_length", "γ", "d"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
+        ("draft_cost_ratio", "c", ".3f"), ("step_ms", "step ms", ".2f"), ("speedup", "speed-up", ".2f"),
+        ("decode_speedup", "without prompts", ".2f"), ("predicted_speedup", "predicted", ".2f"),
+        ("mismatches", "texts that differ", "d"),
+    ]  # fmt: skip
+    title = f"{options.shape} and {options.draft}, {options.scheme}, oracle right with {options.alpha:g} a token"
+    show(title, columns, bench.rows, bench.place)
+    finish("speculate", bench, options.json_file, timed=False, alpha=options.alpha, new_tokens=options.new_tokens)
 
 
 @app.command()
@@ -157,23 +146,22 @@ def attention(
         from runtime.bench.output import finish, show
         from runtime.contract import CacheKind
 
-        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 16)
+        bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 16)
         if unknown := set(kind) - set(get_args(CacheKind)):
             raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
-        for option, value in (("--context", context), ("--batch", batch)):
-            if value < 1:
-                raise UserError(f"{option} must be at least 1, found {value}")
-        [name] = known([shape])
+        at_least_one({"--context": context, "--batch": batch})
+        [name] = _shapes([shape])
         kinds: Any = tuple(dict.fromkeys(kind))
-        found, left_out, readings = time_kinds(place, name, kinds, context, batch, counts, rounds)
+        time_kinds(bench, name, kinds, context, batch, counts)
         columns = [
             ("scheme", "cache", "s"), ("width", "width", "d"), ("ms_median", "ms a layer", ".3f"),
             ("computed_ms", "computed ms", ".3f"), ("bytes_computed", "bytes computed", ",d"),
             ("bytes_held", "bytes held", ",d"), ("gb_per_second", "GB/s", ".0f"),
             ("share_of_bandwidth", "of copies' speed", ".0%"),
         ]  # fmt: skip
-        show(f"{name}, one layer's attention, {batch} requests of {context} tokens", columns, found, place)
-        finish("attention", place, readings, rounds, found, json_file, left_out)
+        title = f"{name}, one layer's attention, {batch} requests of {context} tokens"
+        show(title, columns, bench.rows, bench.place)
+        finish("attention", bench, json_file)
 
 
 @app.command()
@@ -194,19 +182,25 @@ def batch(
         from runtime.bench.output import finish, show
         from runtime.bench.speculate_gpu import batches
 
-        place, counts = opened(device, rounds, json_file), numbers("--sizes", sizes, 1024)
-        with opened_job(
-            target, None, "", "model", draft, 0.0, None, prompts, None, new_tokens, 1, 0.0, 0, "coupled", draft_length,
-            None, device,
-        ) as (job, _):  # fmt: skip
-            found = list(batches(job, counts, rounds, say))
+        bench, counts = bench_on(device, rounds, json_file), numbers("--sizes", sizes, 1024)
+        options = JobOptions(
+            target=target,
+            drafter="model",
+            draft=draft,
+            prompts=prompts,
+            new_tokens=new_tokens,
+            draft_length=draft_length,
+            device=device,
+        )
+        with opened_job(options) as (job, _):
+            batches(bench, job, counts)
         columns = [
             ("batch", "batch", "d"), ("plain_tokens_per_second", "plain tokens/s", ".0f"),
             ("speculative_tokens_per_second", "speculative", ".0f"), ("speedup", "speed-up", ".2f"),
             ("acceptance_rate", "α", ".3f"), ("prompts", "texts", "d"), ("mismatches", "of which differ", "d"),
         ]  # fmt: skip
-        show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, found, place)
-        finish("batch", place, [], rounds, found, json_file, new_tokens=new_tokens)
+        show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, bench.rows, bench.place)
+        finish("batch", bench, json_file, timed=False, new_tokens=new_tokens)
 
 
 @app.command()
@@ -221,19 +215,19 @@ def tune(
     """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tile_sizes.py."""
     with without_traceback():
         from runtime.bench.output import finish, show
-        from runtime.bench.tune import tune as tried
+        from runtime.bench.tune import time_tiles
 
-        place, counts = opened(device, rounds, json_file), numbers("--widths", widths, 512)
-        [name] = known([shape])
-        found, readings = tried(place, name, scheme, counts, rounds, say)
+        bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 512)
+        [name] = _shapes([shape])
+        time_tiles(bench, name, scheme, counts)
         columns = [
             ("scheme", "scheme", "s"), ("layer", "layer", "s"), ("width", "width", "d"), ("block_n", "outputs", "d"),
             ("warps", "warps", "d"), ("stages", "stages", "d"), ("programs", "programs", "d"),
             ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
         ]  # fmt: skip
-        show(f"{name}, quickest first", columns, [one for one in found if one["why"] is None], place)
-        refused = [one for one in found if one["why"] is not None]
-        finish("tune", place, readings, rounds, found, json_file, refused)
+        show(f"{name}, quickest first", columns, [row for row in bench.rows if row["why"] is None], bench.place)
+        bench.left_out += [row for row in bench.rows if row["why"] is not None]
+        finish("tune", bench, json_file)
 
 
 @app.command()
@@ -252,16 +246,18 @@ def generate(
         from runtime.bench.generate import time_ways
         from runtime.bench.output import finish, show
 
-        place = opened(device, rounds, json_file)
-        [name] = known([shape])
-        found, left_out, readings = time_ways(place, name, scheme, prompt, new_tokens, rounds, kernels, say)
+        bench = bench_on(device, rounds, json_file, kernels)
+        [name] = _shapes([shape])
+        time_ways(bench, name, scheme, prompt, new_tokens)
         columns = [
             ("way", "way", "s"), ("tokens_per_second", "tokens/s", ".1f"), ("ms_per_token", "ms a token", ".2f"),
             ("over_eager", "over eager", ".2f"),
         ]  # fmt: skip
-        show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, found, place)
-        finish("generate", place, readings, rounds, found, json_file, left_out)
+        show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, bench.rows, bench.place)
+        finish("generate", bench, json_file)
 
 
-if __name__ == "__main__":
-    app()
+def _shapes(names: list[str]) -> list[str]:
+    from runtime.bench.random_models import SHAPES
+
+    return known("--shape", names, list(SHAPES))

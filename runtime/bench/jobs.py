@@ -14,6 +14,7 @@ import torch
 import typer
 
 from runtime.bench.measure import machine
+from runtime.bench.options import JobOptions, at_least_one, writable
 from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
 from runtime.bench.random_models import SHAPES, write_shape
@@ -36,42 +37,27 @@ _COST_SECONDS = 5.0
 
 
 @contextmanager
-def opened_job(
-    target: str | None,
-    shape: str | None,
-    scheme: str,
-    drafter: str | None,
-    draft: str | None,
-    alpha: float,
-    corpus: Path | None,
-    prompts: Path | None,
-    count: int | None,
-    new_tokens: int,
-    batch: int,
-    temperature: float,
-    seed: int,
-    verify: str,
-    draft_length: int | None,
-    threads: int | None,
-    device: str = "cpu",
-) -> Iterator[tuple[Job, Model]]:
-    """Loads what is to be measured, on a device. Raises UserError for whatever does not fit together."""
-    if (target is None) == (shape is None):
+def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
+    """Loads what is to be measured. Raises UserError for whatever does not fit together."""
+    at_least_one({"--batch": options.batch, "--new-tokens": options.new_tokens, "--count": options.count})
+    writable("--json", options.json_file)
+    shape, draft, length = options.shape, options.draft, options.draft_length
+    if (options.target is None) == (shape is None):
         raise UserError("name either a --target or a --shape to measure")
-    if verify not in ("coupled", "rejection"):
-        raise UserError(f"--verify must be coupled or rejection, found {verify!r}")
-    if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
-        raise UserError(f"--draft-length must be from 0 to {MAX_DRAFT_LENGTH}, found {draft_length}")
-    rule: Rule = "coupled" if verify == "coupled" else "rejection"
-    sampling = Sampling(temperature, seed=seed)
-    kinds = [] if drafter is None else drafter.split("+")
+    if options.verify not in ("coupled", "rejection"):
+        raise UserError(f"--verify must be coupled or rejection, found {options.verify!r}")
+    if length is not None and not 0 <= length <= MAX_DRAFT_LENGTH:
+        raise UserError(f"--draft-length must be from 0 to {MAX_DRAFT_LENGTH}, found {length}")
+    rule: Rule = "coupled" if options.verify == "coupled" else "rejection"
+    sampling = Sampling(options.temperature, seed=options.seed)
+    kinds = [] if options.drafter is None else options.drafter.split("+")
     with TemporaryDirectory(prefix="specpress-bench-") as folder:
 
         def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> Model:
-            path = write_shape(name, scheme, Path(folder) / f"{role}-{name}") if is_shape else name
-            return load(path, device=device, threads=threads, planes=planes)
+            path = write_shape(name, options.scheme, Path(folder) / f"{role}-{name}") if is_shape else name
+            return load(path, device=options.device, threads=options.threads, planes=planes)
 
-        model = opened(shape or str(target), "target", shape is not None, planes="nested" in kinds)
+        model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)
         if not kinds:
             kinds = ["model" if source is not None else "lookup" if model.medusa_path is None else "medusa"]
@@ -85,63 +71,63 @@ def opened_job(
         heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
-        items = _items(model, prompts, count, new_tokens, seed)
-        stop: frozenset[int] = frozenset()
-        job = Job(model.decoder, _NOTHING, items, new_tokens, batch, sampling, rule, draft_length, stop)
-        made = _drafter(job, model, draft_model, kinds, alpha, corpus, rule, seed, heads)
-        yield replace(job, drafter=made), model
+        plain = Job(
+            model.decoder,
+            NoDrafter(),
+            _items(model, options),
+            options.new_tokens,
+            options.batch,
+            sampling,
+            rule,
+            length,
+        )
+        if list(kinds) == ["model"] and draft_model is not None and not (model.path / "tokenizer.json").exists():
+            # Random weights have no tokenizers whose vocabularies could differ.
+            drafter: Drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
+        elif "oracle" not in kinds:
+            drafter = make(model, kinds, draft_model, options.corpus, rule, heads)
+        elif len(kinds) > 1:
+            raise UserError("--drafter oracle goes alone: it knows every token")
+        elif not sampling.greedy:
+            raise UserError("--drafter oracle knows the greedy text only; leave out --temperature")
+        else:
+            assert draft_model is not None
+            drafter = oracle_for(plain, draft_model, options.alpha, options.seed)
+        yield replace(plain, drafter=drafter), model
 
 
-_NOTHING: Any = None
+def random_items(vocab_size: int, count: int, seed: int) -> tuple[Item, ...]:
+    """Prompts for models without a tokenizer: random tokens."""
+    draws = np.random.default_rng(seed).integers(0, vocab_size, (count, _RANDOM_PROMPT))
+    return tuple(Item(row, "random tokens") for row in draws.tolist())
 
 
-def _items(model: Model, prompts: Path | None, count: int | None, new_tokens: int, seed: int) -> tuple[Any, ...]:
-    if prompts is None:
-        rng = np.random.default_rng(seed)
-        draws = rng.integers(0, model.decoder.vocab_size, (count or _RANDOM_PROMPTS, _RANDOM_PROMPT))
-        return tuple(Item(row, "random tokens") for row in draws.tolist())
-    found = read_prompts(prompts)
+def oracle_for(job: Job, draft: Model, alpha: float, seed: int = 0) -> OracleDrafter:
+    """An oracle that knows what plain greedy decoding makes of the job's prompts."""
+    say("plain texts for the oracle")
+    plain = run_once(job, Way(NoDrafter(), 0, job.decoder.new_cache()))
+    known = {tuple(item.tokens): text for item, text in zip(job.items, plain.tokens, strict=True)}
+    return OracleDrafter(draft, known, alpha, seed, job.decoder.vocab_size)
+
+
+def _items(model: Model, options: JobOptions) -> tuple[Item, ...]:
+    decoder, count = model.decoder, options.count
+    if options.prompts is None:
+        return random_items(decoder.vocab_size, count or _RANDOM_PROMPTS, options.seed)
+    found = read_prompts(options.prompts)
     if count is not None and count < len(found):
         found = [found[i * len(found) // count] for i in range(count)]
-    decoder = model.decoder
     items = [Item(model.tokenizer(one.text)["input_ids"], one.group) for one in found]
-    fitting = [item for item in items if len(item.tokens) + new_tokens <= decoder.max_positions]
+    fitting = [item for item in items if len(item.tokens) + options.new_tokens <= decoder.max_positions]
     if len(fitting) < len(items):
         typer.echo(
-            f"{len(items) - len(fitting)} of {len(items)} prompts are left out: with {new_tokens} new tokens they are"
-            f" longer than the target's {decoder.max_positions} positions",
+            f"{len(items) - len(fitting)} of {len(items)} prompts are left out: with {options.new_tokens} new tokens"
+            f" they are longer than the target's {decoder.max_positions} positions",
             err=True,
         )
     if not fitting:
         raise UserError("--prompts: no prompt is short enough for the target; give shorter ones or lower --new-tokens")
     return tuple(fitting)
-
-
-def _drafter(
-    job: Job,
-    model: Model,
-    draft: Model | None,
-    kinds: Sequence[str],
-    alpha: float,
-    corpus: Path | None,
-    rule: Rule,
-    seed: int,
-    heads: Path | None,
-) -> Drafter:
-    if list(kinds) == ["model"] and draft is not None and not (model.path / "tokenizer.json").exists():
-        # Random weights have no tokenizers whose vocabularies could differ.
-        return ModelDrafter(draft, rule, model.decoder.vocab_size)
-    if "oracle" not in kinds:
-        return make(model, kinds, draft, corpus, rule, heads)
-    if len(kinds) > 1:
-        raise UserError("--drafter oracle goes alone: it knows every token")
-    assert draft is not None
-    if not job.sampling.greedy:
-        raise UserError("--drafter oracle knows the greedy text only; leave out --temperature")
-    say("plain texts for the oracle")
-    plain = run_once(job, Way(NoDrafter(), 0, job.decoder.new_cache()))
-    known = {tuple(item.tokens): text for item, text in zip(job.items, plain.tokens, strict=True)}
-    return OracleDrafter(draft, known, alpha, seed, job.decoder.vocab_size)
 
 
 class Between:
@@ -166,6 +152,7 @@ class Between:
 
 
 def facts_of(job: Job, model: Model) -> dict[str, Any]:
+    """What the JSON file says of a job besides its figures."""
     device = model.decoder.device
     return {
         "machine": machine() | ({"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
@@ -178,5 +165,6 @@ def facts_of(job: Job, model: Model) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
+    """Progress, for who sits before a terminal."""
     if sys.stderr.isatty():
         typer.echo(text, err=True)

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from runtime.bench.device_models import random_weight
 from runtime.bench.layers import layers
-from runtime.bench.measure import Copies, Place, Row, interleaved
-from runtime.bench.measure import row as make_row
-from runtime.bench.output import reason
+from runtime.bench.measure import Bench, Place, row
 from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -27,6 +25,9 @@ Product = Callable[[Tensor], Tensor]
 _PASS_BYTES = 1 << 28
 # Rounding errors lie far below, layouts that a device's kernel does not take far above.
 _WRONG = 0.1
+# A library must be so much quicker: less is within the noise of such medians.
+_MARGIN = 1.03
+_Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,8 @@ def _made(kernel: Callable[[], Kernel], weight: PackedWeight | Tensor, name: str
     return made, getattr(made, "nbytes", held.nbytes)
 
 
-def time_layers(
-    place: Place, shape: str, schemes: Sequence[str], widths: Sequence[int], rounds: int, kernels: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
-    """Rows, what was left out and why, readings of the memory's speed.
+def time_layers(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each layer, engine and width of a shape.
 
     A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
     in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
@@ -85,28 +84,25 @@ def time_layers(
     same_bits: whether a row's bits were the same at all widths that are tried (mixed.keeps_bits).
     """
     found: list[dict[str, Any]] = []
-    left_out: list[dict[str, Any]] = []
-    copies = Copies(place)
-    entrants = contenders(place, kernels, list(dict.fromkeys(schemes)))
+    entrants = contenders(bench.place, bench.kernels, list(dict.fromkeys(schemes)))
     for scheme in dict.fromkeys(one.scheme for one in entrants):
         for layer in layers(shape, scheme, "keep")[:-1]:
             tasks: dict[tuple[str, int], Callable[[], float]] = {}
             notes: dict[tuple[str, int], dict[str, Any]] = {}
             for one in (entrant for entrant in entrants if entrant.scheme == scheme):
                 try:
-                    _enter(place, one, layer.outputs, layer.inputs, widths, tasks, notes)
+                    _enter(bench.place, one, layer.outputs, layer.inputs, widths, tasks, notes)
                 except Exception as error:  # of many classes: a missing library, a shape it does not take, …
-                    about = {"engine": one.engine, "scheme": scheme, "layer": layer.name}
-                    left_out.append(about | {"why": reason(error)})
-            samples = interleaved(tasks, rounds, copies)
+                    bench.leave_out(error, engine=one.engine, scheme=scheme, layer=layer.name)
+            samples = bench.samples(tasks)
             for (engine, width), taken in samples.items():
                 note = notes[engine, width]
-                timed: Row = make_row(layer.name, scheme, width, taken, note["bytes_read"], samples.get((engine, 1)))
+                timed = row(layer.name, scheme, width, taken, note["bytes_read"], samples.get((engine, 1)))
                 sizes = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs}
-                found.append(asdict(timed) | sizes | note | {"engine": engine})
+                found.append(asdict(timed) | sizes | note | {"engine": engine, "shape": shape})
             del tasks
-            place.release()
-    return found, left_out, copies.readings
+            bench.place.release()
+    return found
 
 
 def _enter(
@@ -135,7 +131,7 @@ def _enter(
             run, how = place.repeated(work), "graph" if place.is_gpu else "eager"
         except RuntimeError:
             run, how = work, "eager"
-        tasks[one.engine, width] = _per_call(place.task(run), len(made))
+        tasks[one.engine, width] = place.task(run, calls=len(made))
         notes[one.engine, width] = {
             "implementation": one.implementation,
             "bytes_read": size,
@@ -165,15 +161,6 @@ def _all(products: Sequence[Product], x: Tensor) -> None:
         product(x)
 
 
-def _per_call(task: Callable[[], float], calls: int) -> Callable[[], float]:
-    return lambda: task() / calls
-
-
-# A library must be so much quicker: less is within the noise of such medians.
-_MARGIN = 1.03
-_Rows = Sequence[Mapping[str, Any]]
-
-
 def winners(rows: _Rows, capability: Capability, measured_on: str) -> list[Choice]:
     """The entries that `kernels`' rows (`time_layers`, each with its shape) justify; none where Triton is quickest.
 
@@ -182,10 +169,10 @@ def winners(rows: _Rows, capability: Capability, measured_on: str) -> list[Choic
     does not keep its bits, the quickest that does has an entry for the same rows: `auto` takes that one.
     """
     found: list[Choice] = []
-    for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        mine = [row for row in rows if row["scheme"] == scheme]
+    for scheme in dict.fromkeys(one["scheme"] for one in rows):
+        mine = [one for one in rows if one["scheme"] == scheme]
         same = {
-            name: all(row["same_bits"] is True for row in mine if row["implementation"] == name)
+            name: all(one["same_bits"] is True for one in mine if one["implementation"] == name)
             for name in IMPLEMENTATIONS
         }
         kept = {name for name, about in IMPLEMENTATIONS.items() if about.exact and same[name]}
@@ -214,7 +201,7 @@ class _Span:
 
 def _spans(rows: _Rows, names: Set[str]) -> list[_Span]:
     """The quickest of some libraries by rows, where it is quicker than Triton."""
-    widths = sorted({row["width"] for row in rows})
+    widths = sorted({one["width"] for one in rows})
     spans: list[_Span] = []
     for number, width in enumerate(widths):
         name, gain = _quickest(rows, width, names)
@@ -233,9 +220,9 @@ def _spans(rows: _Rows, names: Set[str]) -> list[_Span]:
 def _quickest(rows: _Rows, width: int, names: Set[str]) -> tuple[str | None, float]:
     """The quickest library at a width and Triton's time over its; None where that is too little."""
     times: dict[str | None, dict[tuple[str, str], float]] = {}
-    for row in rows:
-        if row["width"] == width:
-            times.setdefault(row["implementation"], {})[row["shape"], row["layer"]] = row["ms_median"]
+    for one in rows:
+        if one["width"] == width:
+            times.setdefault(one["implementation"], {})[one["shape"], one["layer"]] = one["ms_median"]
     ours = times.pop(None, {})
     totals = {name: sum(taken.values()) for name, taken in times.items() if name in names and set(taken) == set(ours)}
     if not totals:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.bench.measure import Row, bytes_read, cache_bytes, interleaved, row
+from runtime.bench.measure import CPU, Row, bytes_read, cache_bytes, interleaved, row
 from runtime.bench.random_models import SHAPES, block_layers, random_weight
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
@@ -101,14 +100,7 @@ def time_layers(
 
     def task(name: str, width: int) -> Callable[[], float]:
         calls = [_on(product, inputs[kind, width]) for kind, product in passes[name]]
-
-        def run() -> float:
-            since = perf_counter()
-            for call in calls:
-                call()
-            return (perf_counter() - since) / units[name]
-
-        return run
+        return CPU.task(lambda: [call() for call in calls], calls=units[name])
 
     with torch.inference_mode():
         tasks = {(name, width): task(name, width) for name in passes for width in widths}

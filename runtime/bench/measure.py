@@ -1,9 +1,10 @@
-"""What all benchmarks share: interleaved rounds, rows of results, and what the memory and the processor are."""
+"""What all benchmarks share: the device and its clock, interleaved rounds, rows of results, and the memory's speed."""
 
 import os
 import platform
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any, TypeVar
 import torch
 
 from runtime import native
-from runtime.devices import resolve
+from runtime.devices import explained, resolve
+from runtime.errors import UserError
 from runtime.kernels.native_linear import NativeLinear
 from runtime.kernels.reference import FloatLinear, GroupLinear, Int8Linear
 
 ENGINE = "specpress"
 # Rounds before those that count: the first touches memory and wakes the threads.
 WARM_UP = 2
+# Bytes of a copy that tells the memory's speed: beyond every GPU's caches, and little on a CPU, where it means nothing.
+_COPIED = {"cuda": 1 << 30, "cpu": 1 << 24}
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -130,22 +134,28 @@ def layers_bytes(layers: Iterable[Any]) -> int | None:
     return total
 
 
-class Memory:
-    """The memory's reading speed, measured as often as it is called: `readings` in bytes per second.
+class Bandwidth:
+    """The memory's speed, measured as often as it is called: `readings` in bytes per second.
 
-    Without the native library, which measures it, a call gives None.
+    read  one measurement; None where nothing can measure it: a call then gives None.
     """
 
-    def __init__(self, threads: int):
+    def __init__(self, read: Callable[[], float] | None):
         self.readings: list[float] = []
-        size = max(1 << 28, 4 * cache_bytes())
-        self._read = native.bandwidth_reader(threads, size) if native.usable("portable")[0] else None
+        self._read = read
 
     def __call__(self) -> float | None:
         if self._read is None:
             return None
         self.readings.append(self._read())
         return self.readings[-1]
+
+
+def reading_speed(threads: int) -> Bandwidth:
+    """How fast a CPU's threads read memory. Unknown without the native library, which measures it."""
+    if not native.usable("portable")[0]:
+        return Bandwidth(None)
+    return Bandwidth(native.bandwidth_reader(threads, max(1 << 28, 4 * cache_bytes())))
 
 
 def fastest(*speeds: float | None) -> float | None:
@@ -170,10 +180,6 @@ def machine() -> dict[str, Any]:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor() or platform.machine()
     return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
-
-
-# Bytes of a copy that tells the memory's speed: beyond every GPU's caches, and little on a CPU, where it means nothing.
-_COPIED = {"cuda": 1 << 30, "cpu": 1 << 24}
 
 
 @dataclass(frozen=True)
@@ -214,13 +220,15 @@ class Place:
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def task(self, call: Callable[[], Any], before: Callable[[], Any] | None = None) -> Callable[[], float]:
-        """A task for `rounds.interleaved`; `before` runs outside of its time."""
+    def task(
+        self, call: Callable[[], Any], before: Callable[[], Any] | None = None, calls: int = 1
+    ) -> Callable[[], float]:
+        """A task for `interleaved`: seconds of `call` over the `calls` that it makes; `before` runs outside of them."""
 
         def run() -> float:
             if before is not None:
                 before()
-            return self.seconds(call)
+            return self.seconds(call) / calls
 
         return run
 
@@ -274,6 +282,10 @@ class Place:
         return found
 
 
+# For tasks on the host alone.
+CPU = Place(torch.device("cpu"), "cpu", interpreted=False)
+
+
 def find(device: str) -> Place:
     """The place named by "cuda", "cuda:N", "cpu" or "auto". Raises UserError where there is no such device."""
     where = resolve(device)
@@ -282,19 +294,40 @@ def find(device: str) -> Place:
     return Place(where, machine()["cpu"], interpreted=True)
 
 
+def copy_speed(place: Place) -> Bandwidth:
+    """Bytes read and written of a copy on the device, over its seconds."""
+    source = torch.ones(_COPIED[place.device.type], dtype=torch.uint8, device=place.device)
+    target = torch.empty_like(source)
+    return Bandwidth(lambda: 2 * source.nbytes / place.seconds(lambda: target.copy_(source)))
+
+
 @dataclass
-class Copies:
-    """The memory's speed, measured as often as it is called: bytes read and written of a copy over its seconds."""
+class Bench:
+    """One benchmark on a device: its rounds, the speed of its memory, and what it finds.
+
+    rows      of the table and of the JSON file.
+    left_out  what was not timed, each with its `why`.
+    say       takes a line of progress.
+    """
 
     place: Place
-    readings: list[float] = field(default_factory=list)
+    rounds: int
+    kernels: str = "auto"
+    say: Callable[[str], None] = print
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        size = _COPIED[self.place.device.type]
-        self._source = torch.ones(size, dtype=torch.uint8, device=self.place.device)
-        self._target = torch.empty_like(self._source)
+    @cached_property
+    def bandwidth(self) -> Bandwidth:
+        """Of copies on the device."""
+        return copy_speed(self.place)
 
-    def __call__(self) -> float:
-        taken = self.place.seconds(lambda: self._target.copy_(self._source))
-        self.readings.append(2 * self._source.nbytes / taken)
-        return self.readings[-1]
+    def samples(self, tasks: Mapping[Key, Callable[[], float]]) -> dict[Key, list[Sample]]:
+        """`interleaved` over this benchmark's rounds."""
+        return interleaved(tasks, self.rounds, self.bandwidth)
+
+    def leave_out(self, error: Exception, **what: Any) -> None:
+        """Notes why something was not timed: what CUDA's errors mean, a UserError's sentence, or the error itself."""
+        text = error if isinstance(error, UserError) else explained(error)
+        why = str(text) if text is not None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.left_out.append({**what, "why": why})

@@ -1,5 +1,7 @@
-"""The options that the commands of `python -m runtime.bench gpu` share, and their checks."""
+"""The options of the benchmarks, each said once, and their checks."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,33 +10,157 @@ import typer
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.bench.measure import Place
+    from runtime.bench.measure import Bench
 
-Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
-Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
+WIDEST = 512
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
-Choices = Annotated[
-    Path | None, typer.Option("--choices", help="Write what was quicker than Triton, as runtime/kernels/choices.json.")
-]
-Kernels = Annotated[str, typer.Option(help="auto, triton, library, a library's name, bitsandbytes or reference.")]
 Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas between them.")]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")]
+Alpha = Annotated[float, typer.Option(help="The oracle's acceptance per token.")]
+Work = Annotated[Path | None, typer.Option(help="Keep the models here between runs.", show_default="removed")]
+# Of `gpu`.
+Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
+Kernels = Annotated[str, typer.Option(help="auto, triton, library, a library's name, bitsandbytes or reference.")]
 ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
 ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, fp8, int8, int4, nf4 or ternary; may be repeated.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens of each text.")]
 
 
-def opened(device: str, rounds: int, *files: Path | None) -> "Place":
-    """The place, once the options that all commands share are checked; `files` will be written. Raises UserError."""
-    from runtime.bench.measure import find
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """Of `kernels`, and what `decode` and `verify` share with it."""
 
-    if rounds < 1:
-        raise UserError(f"--rounds must be at least 1, found {rounds}")
-    for file in files:
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            option = "--json" if file is files[0] else "--choices"
-            raise UserError(f"{option}: {file} cannot be a file: it is a folder, or lies in none; name another")
-    return find(device)
+    shape: Annotated[str, typer.Option(help="tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b or pair.")] = (
+        "tinyllama-1.1b"
+    )
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="f32, bf16, int8, int4, nf4 or ternary (decode also: nested); may be repeated.", show_default="all"
+        ),
+    ] = None
+    head: Annotated[str, typer.Option(help="int8: a packed output head; keep: as the architecture has it, plain.")] = (
+        "int8"
+    )
+    widths: Widths = "1,2,4,8,16"
+    threads: Threads = None
+    kernels: Annotated[str, typer.Option(help="auto, reference, or the name of one native path.")] = "auto"
+    rounds: Rounds = 15
+    json_file: Json = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(LayerOptions):
+    """Of `decode`."""
+
+    prefill: Annotated[bool, typer.Option("--prefill", help="Also a prompt of 512 tokens.")] = False
+    work: Work = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(LayerOptions):
+    """Of `verify`."""
+
+    tree: Annotated[bool, typer.Option("--tree", help="Also binary trees of as many rows.")] = False
+    work: Work = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What `speculate` and `load` share: a target, its drafter and prompts."""
+
+    target: Annotated[str | None, typer.Option(help="A model directory or run folder; or name a --shape.")] = None
+    shape: Annotated[str | None, typer.Option(help="A shape with random weights instead: speed only.")] = None
+    scheme: Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, nf4 or ternary.")] = "int4"
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, or oracle"
+            " (oracle+nested: at the nested drafter's cost).",
+            show_default="model where there is a draft, else lookup",
+        ),
+    ] = None
+    draft: Annotated[
+        str | None, typer.Option(help="The draft's directory, a shape's name, or Medusa heads' directory.")
+    ] = None
+    alpha: Alpha = 0.8
+    corpus: Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A text or .jsonl file; Spec-Bench's and HumanEval's too.", show_default="random"),
+    ] = None
+    count: Annotated[int | None, typer.Option(help="Only so many prompts, spread over the groups.")] = None
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each text; stop tokens do not end it.")] = 128
+    batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0
+    seed: Annotated[int, typer.Option(help="Of sampling, random prompts, the oracle and arrivals.")] = 0
+    verify: Annotated[str, typer.Option(help="coupled or rejection, for temperatures above 0.")] = "coupled"
+    draft_length: Annotated[
+        int | None, typer.Option(help="Tokens drafted a round.", show_default="what pays most, chosen every round")
+    ] = None
+    threads: Threads = None
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu"
+    json_file: Json = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculateOptions(JobOptions):
+    """Of `speculate`."""
+
+    rounds: Annotated[int, typer.Option(help="Passes over the prompts, plain and speculative in turns.")] = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(JobOptions):
+    """Of `load`."""
+
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.", show_default=False)]
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each text; stop tokens do not end it.")] = 64
+    batch: Annotated[int, typer.Option(help="The most requests in one forward.")] = 16
+    requests: Annotated[int, typer.Option(help="Requests of one run.")] = 50
+    max_latency: Annotated[float | None, typer.Option(help="Seconds that P90 latency must stay under.")] = None
+    max_ttft: Annotated[float | None, typer.Option(help="Seconds that P90 time to first token must stay under.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleOptions:
+    """Of `gpu speculate`."""
+
+    shape: ShapeName = "llama-3.1-8b"
+    draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth"
+    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4 or ternary.")] = "int4"
+    alpha: Alpha = 0.8
+    draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8"
+    prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4
+    new_tokens: NewTokens = 128
+    device: Device = "cuda"
+    kernels: Kernels = "auto"
+    rounds: Rounds = 3
+    json_file: Json = None
+
+
+def bench_on(device: str, rounds: int, json_file: Path | None, kernels: str = "auto") -> "Bench":
+    """A benchmark of `gpu`, once the options that all of these share are checked. Raises UserError."""
+    from runtime.bench.measure import Bench, find
+
+    at_least_one({"--rounds": rounds})
+    writable("--json", json_file)
+    return Bench(find(device), rounds, kernels, say)
+
+
+def at_least_one(values: dict[str, int | None]) -> None:
+    """Raises UserError for an option whose value is below 1; None is one that was not given."""
+    for option, value in values.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option} must be at least 1, found {value}")
+
+
+def writable(option: str, file: Path | None) -> None:
+    """Raises UserError for a file that cannot be written there."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise UserError(f"{option}: {file} cannot be a file: it is a folder, or lies in none; name another")
 
 
 def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
@@ -45,13 +171,11 @@ def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def known(shapes: list[str]) -> list[str]:
-    """The shapes, each once. Raises UserError for one that is not offered."""
-    from runtime.bench.random_models import SHAPES
-
-    if unknown := [name for name in shapes if name not in SHAPES]:
-        raise UserError(f"--shape: {unknown[0]!r} is unknown; use one of {', '.join(SHAPES)}")
-    return list(dict.fromkeys(shapes))
+def known(option: str, names: Sequence[str], offered: Sequence[str]) -> list[str]:
+    """The names, each once. Raises UserError for one that is not offered."""
+    if unknown := [name for name in names if name not in offered]:
+        raise UserError(f"{option}: {unknown[0]!r} is unknown; use one of {', '.join(offered)}")
+    return list(dict.fromkeys(names))
 
 
 def say(text: str) -> None:

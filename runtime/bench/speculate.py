@@ -1,5 +1,4 @@
-"""Decoding with and without speculation, in turns: how much faster, how far from what the costs predict, and whether
-any token differs."""
+"""Decoding with and without speculation, in turns: how much faster, how near to what costs predict, what differs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from runtime.contract import Cache, Decoder
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics, predicted_speedup, total
 from runtime.sampling.params import Sampling
+from runtime.speculate import NoDrafter
 from runtime.speculative.costs import StepCosts, width_cost
 from runtime.speculative.draft import Drafter, Request
 from runtime.speculative.draft_length import Controller
@@ -89,9 +89,15 @@ def run_once(job: Job, way: Way, count: int | None = None) -> Pass:
     return Pass(seconds, metrics, [request.new_tokens for request in requests])
 
 
+def ways(job: Job) -> tuple[Way, Way]:
+    """Without and with speculation, in one cache."""
+    cache = job.decoder.new_cache()
+    length: int | Controller = Controller() if job.draft_length is None else job.draft_length
+    return Way(NoDrafter(), 0, cache), Way(job.drafter, length, cache)
+
+
 def measure(
     job: Job,
-    plain: Drafter,
     rounds: int,
     say: Callable[[str], None],
     between: Callable[[Sequence[int]], None] | None = None,
@@ -101,20 +107,18 @@ def measure(
     `between` is called after each of a round's passes with a text as long as the jobs' are half way: what it times, it
     times on the machine as it was then.
     """
-    cache = job.decoder.new_cache()
-    length: int | Controller = Controller() if job.draft_length is None else job.draft_length
-    ways = (Way(plain, 0, cache), Way(job.drafter, length, cache))
-    for way in ways:
+    both = ways(job)
+    for way in both:
         warm = run_once(job, way, count=max(1, min(2, len(job.items))))
     first = job.items[0].tokens + warm.tokens[0]
     middle = first[: len(job.items[0].tokens) + len(warm.tokens[0]) // 2]
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
-        for way in ways if number % 2 == 0 else ways[::-1]:
+        for way in both if number % 2 == 0 else both[::-1]:
             way.passes.append(run_once(job, way))
             if between is not None:
                 between(middle)
-    return ways
+    return both
 
 
 def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str, Any]:
@@ -122,7 +126,6 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
     counts = spoken.counts
     speeds = [a / b for a, b in zip(spoken.tokens_per_second, plain.tokens_per_second, strict=True)]
     pairs = list(zip(plain.passes[0].tokens, spoken.passes[0].tokens, strict=True))
-    gamma = counts.drafted / counts.rounds if counts.rounds else None
     predicted = _predicted(job, plain, spoken, costs)
     return {
         "drafter": job.drafter.name,
@@ -136,15 +139,15 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "plain": plain.counts.report() | {"tokens_per_second": median(plain.tokens_per_second)},
         "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
         "speedup": median(speeds),
-        "decode_speedup": _decode_speedup(plain, spoken),
+        "decode_speedup": _median(spoken, plain, _decode_ratio),
         "predicted_speedup": predicted,
         "predicted_with_prompts": None if predicted is None else _with_prompts(plain, spoken, predicted),
-        "draft_cost_ratio": _draft_cost(plain, spoken, Metrics.draft_cost_ratio),
-        "draft_step_ratio": _draft_cost(plain, spoken, Metrics.draft_step_ratio),
+        "draft_cost_ratio": _median(spoken, plain, _draft_cost),
+        "draft_step_ratio": _median(spoken, plain, _draft_step),
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
         "accepted_by_position": counts.accepted_by_position,
-        "drafted_per_round": gamma,
+        "drafted_per_round": counts.mean_draft_length,
         "draft_ms": counts.draft_seconds * 1e3,
         "target_ms": counts.target_seconds * 1e3,
         "ttft_ms": percentiles([times[0] for times in counts.arrivals if times]),
@@ -153,16 +156,6 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "mismatches": None if _free(job) else sum(a != b for a, b in pairs),
         "groups": _groups(job, plain, spoken),
     }
-
-
-def _decode_speedup(plain: Way, spoken: Way) -> float | None:
-    """The same without the prompts' time, which the prediction leaves out as well."""
-    pairs = [
-        (total(a.metrics).decode_tokens_per_second, total(b.metrics).decode_tokens_per_second)
-        for a, b in zip(spoken.passes, plain.passes, strict=True)
-    ]
-    ratios = [ours / base for ours, base in pairs if ours and base]
-    return median(ratios) if ratios else None
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
@@ -179,25 +172,33 @@ def _free(job: Job) -> bool:
     return job.rule != "coupled" and not job.sampling.greedy
 
 
-def _draft_cost(plain: Way, spoken: Way, ratio: Callable[[Metrics, float], float | None]) -> float | None:
-    """What proposing took per drafted token, catching up with the text included, over a plain step of the target.
+def _median(spoken: Way, plain: Way, ratio: Callable[[Metrics, Metrics], float | None]) -> float | None:
+    """The median ratio of a speculative pass to the plain one beside it: memory's speed changes by the minute."""
+    passes = zip(spoken.passes, plain.passes, strict=True)
+    found = [value for a, b in passes if (value := ratio(total(a.metrics), total(b.metrics))) is not None]
+    return median(found) if found else None
 
-    The median over the rounds, of which each holds a pass against the one beside it: memory's speed changes from one
-    minute to the next on shared machines.
-    """
-    ratios = []
-    for ours, base in zip(spoken.passes, plain.passes, strict=True):
-        step = total(base.metrics).step_seconds
-        cost = ratio(total(ours.metrics), step) if step else None
-        if cost is not None:
-            ratios.append(cost)
-    return median(ratios) if ratios else None
+
+def _decode_ratio(ours: Metrics, base: Metrics) -> float | None:
+    """The speed-up without the prompts' time, which the prediction leaves out as well."""
+    fast, slow = ours.decode_tokens_per_second, base.decode_tokens_per_second
+    return fast / slow if fast and slow else None
+
+
+def _draft_cost(ours: Metrics, base: Metrics) -> float | None:
+    """What proposing took per drafted token, catching up with the text included, over a plain step of the target."""
+    return ours.draft_cost_ratio(base.step_seconds) if base.step_seconds else None
+
+
+def _draft_step(ours: Metrics, base: Metrics) -> float | None:
+    """The same of a draft step alone."""
+    return ours.draft_step_ratio(base.step_seconds) if base.step_seconds else None
 
 
 def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> float | None:
     """τ / (γc + v), for one request at a time: γ the mean of what was drafted, v the mean over its forwards."""
     counts = spoken.counts
-    c, tau = _draft_cost(plain, spoken, Metrics.draft_cost_ratio), counts.tokens_per_round
+    c, tau = _median(spoken, plain, _draft_cost), counts.tokens_per_round
     if job.batch > 1 or costs is None or c is None or tau is None:
         return None
     gamma = counts.drafted / counts.rounds

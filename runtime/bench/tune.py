@@ -12,7 +12,7 @@ import torch
 from runtime.bench.device_models import random_weight
 from runtime.bench.kernels import copies_of
 from runtime.bench.layers import layers
-from runtime.bench.measure import Copies, Place, interleaved
+from runtime.bench.measure import Bench, Place
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,27 +32,24 @@ def candidates(first: "Tiles", place: Place) -> Iterator[tuple["Tiles", int]]:
         yield replace(first, block_n=block_n, warps=warp, stages=stage), wave * processors
 
 
-def tune(
-    place: Place, shape: str, schemes: Sequence[str], widths: Sequence[int], rounds: int, say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """For each scheme, layer and width the candidates by their time, quickest first.
+def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int]) -> None:
+    """Rows: for each scheme, layer and width the candidates by their time, quickest first.
 
-    Widths up to `tables.NARROW` try the narrow tiles, wider ones the wide tiles. What a GPU refuses (too much shared
-    memory) is listed with that reason.
+    Widths up to `tile_sizes.NARROW` try the narrow tiles, wider ones the wide tiles. What a GPU refuses (too much
+    shared memory) is listed with that reason.
     """
     from runtime.kernels.triton import usable
     from runtime.kernels.triton.linear import triton_linear
     from runtime.kernels.triton.tile_sizes import NARROW, plan
     from runtime.kernels.triton.weights import gpu_weight
 
+    place, found = bench.place, bench.rows
     can, why = usable(str(place.device))
     if not can:
         raise UserError(f"gpu tune tries Triton's kernels, which cannot run here: {why}")
-    found: list[dict[str, Any]] = []
-    copies = Copies(place)
     for scheme in schemes:
         for layer in layers(shape, scheme, "keep")[:-1]:
-            say(f"{scheme}, {layer.name}")
+            bench.say(f"{scheme}, {layer.name}")
             drawn = random_weight(scheme, layer.outputs, layer.inputs, torch.Generator(place.device).manual_seed(0))
             first = gpu_weight(drawn, None, place.device)
             weights = [
@@ -67,28 +64,27 @@ def tune(
                 for tiles, programs in candidates(own.narrow if narrow else own.wide, place):
                     part = {"narrow": tiles} if narrow else {"wide": tiles}
                     tried = [triton_linear(w, replace(own, programs=programs, **part)) for w in weights]
-                    about = {"scheme": scheme, "layer": layer.name, "width": width, "programs": programs}
-                    about |= {"block_n": tiles.block_n, "warps": tiles.warps, "stages": tiles.stages}
                     try:
                         rounded = tried[0].round(x)
                         run = place.repeated(partial(_products, tried, rounded))
                     except Exception as error:  # the compiler's own classes, which share none but this
                         why = " ".join(str(error).split())[:120]
-                        found.append(about | {"ms_median": None, "why": why})
+                        refused = {"ms_median": None, "why": why}
+                        found.append(_about(scheme, layer.name, width, tiles, programs) | refused)
                         continue
-                    tasks[tiles, programs] = place.task(run)
-                timed = {
-                    key: median(s.seconds for s in taken) for key, taken in interleaved(tasks, rounds, copies).items()
-                }
-                for (tiles, programs), seconds in sorted(timed.items(), key=lambda item: item[1]):
-                    each = seconds / len(weights)
-                    found.append(
-                        {"scheme": scheme, "layer": layer.name, "width": width, "programs": programs}
-                        | {"block_n": tiles.block_n, "warps": tiles.warps, "stages": tiles.stages}
-                        | {"ms_median": each * 1e3, "gb_per_second": first.nbytes / each / 1e9, "why": None}
-                    )
+                    tasks[tiles, programs] = place.task(run, calls=len(weights))
+                timed = {key: median(s.seconds for s in taken) for key, taken in bench.samples(tasks).items()}
+                for (tiles, programs), each in sorted(timed.items(), key=lambda item: item[1]):
+                    speed = {"ms_median": each * 1e3, "gb_per_second": first.nbytes / each / 1e9, "why": None}
+                    found.append(_about(scheme, layer.name, width, tiles, programs) | speed)
                 place.release()
-    return found, copies.readings
+
+
+def _about(scheme: str, layer: str, width: int, tiles: "Tiles", programs: int) -> dict[str, Any]:
+    return {
+        "scheme": scheme, "layer": layer, "width": width, "programs": programs,
+        "block_n": tiles.block_n, "warps": tiles.warps, "stages": tiles.stages,
+    }  # fmt: skip
 
 
 def _products(layers: Sequence[Any], rounded: Any) -> None:

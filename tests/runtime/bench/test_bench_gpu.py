@@ -30,9 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A shape of one narrow block, and copies of a megabyte: the figures do not matter here."""
     toy = Shape("pair", dict(SHAPES["pair"].config) | TOY)
     monkeypatch.setattr("runtime.bench.random_models.SHAPES", {**SHAPES, "pair": toy})
-    for name in ("models", "attention", "generate"):
-        monkeypatch.setattr(f"runtime.bench.gpu.{name}.SHAPES", {**SHAPES, "pair": toy})
-    monkeypatch.setattr("runtime.bench.layers.SHAPES", {**SHAPES, "pair": toy})
+    for name in ("device_models", "decode", "generate", "layers"):
+        monkeypatch.setattr(f"runtime.bench.{name}.SHAPES", {**SHAPES, "pair": toy})
     monkeypatch.setattr("runtime.bench.measure._COPIED", {"cuda": 1 << 20, "cpu": 1 << 20})
 
 

@@ -15,7 +15,6 @@ from runtime.bench.speculate import Item, Job, Way, measure, percentiles, row
 from runtime.engine.metrics import total
 from runtime.errors import UserError
 from runtime.sampling.params import Sampling
-from runtime.speculate import NoDrafter
 from runtime.speculative.costs import StepCosts
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.lookup import LookupDrafter
@@ -34,7 +33,7 @@ def job(fake: Fake, drafter: Any = None, **options: Any) -> Job:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2)])
 def test_a_run_adds_up_and_no_token_differs(fake: Fake, gamma: int | None, sampling: Sampling) -> None:
     found = job(fake, draft_length=gamma, sampling=sampling)
-    plain, spoken = measure(found, NoDrafter(), 3, lambda _: None)
+    plain, spoken = measure(found, 3, lambda _: None)
     result = row(found, plain, spoken, None)
     json.dumps(result)
     assert result["mismatches"] == 0 and result["tokens_compared"] == result["new_tokens"] == 6 * 20
@@ -50,7 +49,7 @@ def test_a_run_adds_up_and_no_token_differs(fake: Fake, gamma: int | None, sampl
 
 def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     found = job(fake, batch=1)
-    plain, spoken = measure(found, NoDrafter(), 1, lambda _: None)
+    plain, spoken = measure(found, 1, lambda _: None)
     costs = StepCosts(10, {1: 2.0, 5: 3.0}, 3, {1: 1.0, 5: 1.5})
     result = row(found, plain, spoken, costs)
     gamma = result["drafted_per_round"]
@@ -69,7 +68,7 @@ def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
 
 def test_a_slow_round_does_not_move_the_drafts_cost(fake: Fake) -> None:
     found = job(fake, batch=1)
-    plain, spoken = measure(found, NoDrafter(), 3, lambda _: None)
+    plain, spoken = measure(found, 3, lambda _: None)
     before = sorted(_costs(plain, spoken))[1]
     for one in spoken.passes[1].metrics:
         one.draft_seconds += 100.0
@@ -84,11 +83,11 @@ def _costs(plain: Way, spoken: Way) -> list[float]:
 
 def test_a_mismatch_is_counted_and_rejection_is_not_compared(fake: Fake) -> None:
     found = job(fake)
-    plain, spoken = measure(found, NoDrafter(), 1, lambda _: None)
+    plain, spoken = measure(found, 1, lambda _: None)
     spoken.passes[0].tokens[2][5] += 1
     assert row(found, plain, spoken, None)["mismatches"] == 1
     free = job(fake, rule="rejection", sampling=Sampling(temperature=1.0))
-    assert row(free, *measure(free, NoDrafter(), 1, lambda _: None), None)["mismatches"] is None
+    assert row(free, *measure(free, 1, lambda _: None), None)["mismatches"] is None
 
 
 def test_percentiles() -> None:
