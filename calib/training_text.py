@@ -4,8 +4,9 @@
     python   these, and the Python source of installed packages with permissive licences
     other    a file, directory or dataset, as calib.corpora.load takes it
 
-Whatever shares much text with a document that is measured on is left out. Where the source is the very text that is
-measured on, training gets what make_windows leaves of it.
+Whatever shares much text with a document that is measured on is left out, and copies are taken once: texts are compared
+by runs of four lines. Where the source is the very text that is measured on, training gets what make_windows leaves of
+it.
 """
 
 import hashlib
@@ -30,33 +31,6 @@ from calib.windows import Windows, make_windows, remainder, start_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHINGLE_LINES = 4
-# Above these shares of repeated four-line runs a text is a copy: of a held-out one, or of one already taken.
-LEAK_SHARE, COPY_SHARE = 0.08, 0.5
-
-
-def shingles(text: str) -> set[int]:
-    """Hashes of every run of four lines of more than three characters, white space around them stripped.
-
-    A shorter text has one, of all its lines. The hashes are Python's own: for comparing within one process.
-    """
-    lines = [stripped for line in text.splitlines() if len(stripped := line.strip()) > 3]
-    return {hash("\n".join(lines[i : i + _SHINGLE_LINES])) for i in range(max(1, len(lines) - _SHINGLE_LINES + 1))}
-
-
-def share(of: set[int], seen: set[int]) -> float:
-    """The share of one text's shingles that are in `seen`."""
-    return len(of & seen) / max(1, len(of))
-
-
-def marks(texts: Iterable[str]) -> set[int]:
-    """The shingles of many texts together."""
-    found: set[int] = set()
-    for text in texts:
-        found |= shingles(text)
-    return found
-
-
 PYTHON = "python"
 # (stage, done, total)
 Progress = Callable[[str, int, int], None]
@@ -66,6 +40,9 @@ _COPIES_OF_HELD_OUT, _COPIES_OF_OTHERS = "copies of held-out text", "copies of o
 # Characters that are tokenised in one call: enough to keep a parallel tokenizer busy.
 _CHARACTERS = 1 << 22
 _TOKENS, _ABOUT = "tokens.bin", "tokens.json"
+_SHINGLE_LINES = 4
+# Above these shares of repeated four-line runs a text is a copy: of a held-out one, or of one already taken.
+LEAK_SHARE, COPY_SHARE = 0.08, 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +147,28 @@ def tokenize(
             "longer text, or ask for shorter windows"
         )
     return np.memmap(folder / _TOKENS, dtype=dtype, mode="r")
+
+
+def shingles(text: str) -> set[int]:
+    """Hashes of every run of four lines of more than three characters, white space around them stripped.
+
+    A shorter text has one, of all its lines. The hashes are Python's own: for comparing within one process.
+    """
+    lines = [stripped for line in text.splitlines() if len(stripped := line.strip()) > 3]
+    return {hash("\n".join(lines[i : i + _SHINGLE_LINES])) for i in range(max(1, len(lines) - _SHINGLE_LINES + 1))}
+
+
+def share(of: set[int], seen: set[int]) -> float:
+    """The share of one text's shingles that are in `seen`."""
+    return len(of & seen) / max(1, len(of))
+
+
+def marks(texts: Iterable[str]) -> set[int]:
+    """The shingles of many texts together."""
+    found: set[int] = set()
+    for text in texts:
+        found |= shingles(text)
+    return found
 
 
 def _of_library(measured: Corpus, packages: bool) -> TrainingText:

@@ -36,30 +36,26 @@ class Drawn:
 
 
 def draw(text: Text, model: Path) -> Drawn:
-    """As compress.pipeline draws them. Raises UserError where the text has fewer windows than asked for."""
+    """As compress.pipeline draws them. Raises UserError, calib's or ours, where the text has too few windows."""
     from transformers import AutoConfig, AutoTokenizer
 
     from calib import corpora
-    from calib.errors import UserError as CorpusError
     from calib.windows import make_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     positions = AutoConfig.from_pretrained(model).max_position_embeddings
     if text.seq_len > positions:
         raise UserError(f"--seq-len: expected at most the model's {positions} positions, found {text.seq_len}")
-    try:
-        corpus = corpora.load(text.source)
-        windows = make_windows(
-            corpus,
-            tokenizer,
-            length=text.seq_len,
-            calibration=text.samples,
-            evaluation_tokens=text.eval_tokens,
-            seed=text.seed,
-            separator=tokenizer.eos_token_id,
-        )
-    except CorpusError as error:
-        raise UserError(str(error)) from error
+    corpus = corpora.load(text.source)
+    windows = make_windows(
+        corpus,
+        tokenizer,
+        length=text.seq_len,
+        calibration=text.samples,
+        evaluation_tokens=text.eval_tokens,
+        seed=text.seed,
+        separator=tokenizer.eos_token_id,
+    )
     for option, found, asked in (
         ("--samples", windows.calibration_used, windows.calibration_requested),
         ("--eval-tokens", windows.evaluation_used, windows.evaluation_requested),

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from output import check_json, cpu, machine, write_json
 from settings import SETTINGS, TIMED, Setting, chosen
 
+from compress.errors import USER_ERRORS
+from runtime.bench.options import writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -55,11 +56,11 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Compresses one model with everybody and prints excess log-perplexity, or time, and ratios."""
-    with without_traceback():
+    with without_traceback(USER_ERRORS):
         settings = chosen(setting, TIMED if time else ("*",))
         if not peer_python.is_file():
             raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
-        check_json(json_file)
+        writable("--json", json_file)
         from calibration import Text
 
         text = Text(source, samples, seq_len, eval_tokens, seed)
@@ -70,7 +71,10 @@ def main(
         else:
             content = _quality(settings, text, pythons, threads, work.absolute(), peers_only)
         if json_file is not None:
-            write_json(json_file, {"machine": machine()} | content)
+            from runtime.bench.measure import machine
+            from runtime.bench.output import write
+
+            write(json_file, {"machine": machine()} | content)
 
 
 def _quality(
@@ -133,6 +137,7 @@ def _time(
     from jobs import Bench
 
     from compress.model.source import default_pair
+    from runtime.bench.measure import machine
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 
@@ -150,7 +155,7 @@ def _time(
         bench = Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
         taken = timed.measure(bench, settings, rounds, peers_only, notes.print)
     console.print(
-        f"{shape}, {blocks or 'all'} blocks, random weights (time only); {cpu()}, {count} threads;"
+        f"{shape}, {blocks or 'all'} blocks, random weights (time only); {machine()['cpu']}, {count} threads;"
         f" {tuple(drawn.calibration.shape)} tokens; {rounds} interleaved rounds\n",
         soft_wrap=True,
     )

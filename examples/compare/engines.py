@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from catalogue import OURS, SCHEMES, Engine
-from output import check_json, cpu, machine, write_json
 
+from runtime.bench.options import writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -83,7 +83,7 @@ def _run(
     engines = [engine for name in chosen for engine in SCHEMES[name]]
     if any(engine.peer for engine in engines) and not peer_python.is_file():
         raise UserError(f"--peer-python: there is no {peer_python}; `make peers` builds the peers' environment")
-    check_json(json_file)
+    writable("--json", json_file)
 
     # Imported here: torch takes longer to load than `--help` may take.
     from drive import Plan
@@ -91,6 +91,8 @@ def _run(
     from rich.console import Console
     from tables import print_ratios, print_scheme, ratios, report
 
+    from runtime.bench.measure import machine
+    from runtime.bench.output import write
     from runtime.bench.random_models import SHAPES
     from runtime.native import PATHS, default_threads, usable
 
@@ -106,8 +108,8 @@ def _run(
     shop = Workshop(work.absolute() / shape, shape, python, peer, count, notes.print)
     make_peers(shop, [engine.model for engine in engines if engine.model])
     console.print(
-        f"{shape}, random weights (speed only); {cpu()}, {count} threads; context {context}, logits of every row"
-        f" (prefill: of the last one); {times[0]} interleaved rounds\n",
+        f"{shape}, random weights (speed only); {machine()['cpu']}, {count} threads; context {context}, logits of every"
+        f" row (prefill: of the last one); {times[0]} interleaved rounds\n",
         soft_wrap=True,
     )
     compared = []
@@ -117,7 +119,7 @@ def _run(
     found = [row for one in compared for row in one.rows]
     print_ratios(console, ratios(found))
     if json_file is not None:
-        write_json(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
+        write(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -134,7 +136,7 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
     from processes import Start
     from tables import Compared, rows
 
-    from runtime.bench.measure import Memory
+    from runtime.bench.measure import reading_speed
 
     given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")}
 
@@ -149,7 +151,7 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
 
     shop.say(f"{scheme}: writing our model")
     with our_model(shop, scheme) as ours:
-        memory = Memory(plan.threads)
+        memory = reading_speed(plan.threads)
         found = measure([start(engine, ours) for engine in SCHEMES[scheme]], plan, memory, shop.say)
     return Compared(scheme, tuple(memory.readings), tuple(found), tuple(rows(scheme, found, plan)))
 

@@ -15,9 +15,10 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from output import check_json, cpu, machine, write_json
 from settings import TIMED, Setting, chosen
 
+from compress.errors import USER_ERRORS
+from runtime.bench.options import writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -56,20 +57,23 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Writes the checkpoints, decodes each in both, and prints milliseconds a token and their ratio."""
-    with without_traceback():
+    with without_traceback(USER_ERRORS):
         settings = chosen(setting, TIMED)
         for one in settings:
             if one.method not in ("gptq", "awq"):
                 raise UserError(f"--setting: expected packed weights (gptq or awq), found {one.name}")
         if not peer_python.is_file():
             raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
-        check_json(json_file)
+        writable("--json", json_file)
         # absolute, not resolved: an environment's python is a link whose own place says which environment it is
         pythons = (Path(sys.executable).absolute(), peer_python.absolute())
         rows = _compare(settings, pythons, (shape, blocks, samples), (prompts, new_tokens, rounds), threads, work)
         if json_file is not None:
+            from runtime.bench.measure import machine
+            from runtime.bench.output import write
+
             about = {"machine": machine(), "model": shape, "blocks": blocks, "new_tokens": new_tokens, "rounds": rounds}
-            write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
+            write(json_file, about | {"rows": [asdict(row) for row in rows]})
 
 
 def _compare(
@@ -89,6 +93,7 @@ def _compare(
     from rounds import Work
 
     from compress.model.source import default_pair
+    from runtime.bench.measure import machine
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 
@@ -114,7 +119,8 @@ def _compare(
                 if not (out / name).exists():
                     shutil.copyfile(model / name, out / name)
             rows.append(_row(setting, out, doing, pythons, folder / "logs", notes.print))
-    _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {cpu()}, {count} threads; {rounds} rounds")
+    where = f"{machine()['cpu']}, {count} threads"
+    _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {where}; {rounds} rounds")
     return rows
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 from models import Workshop, run_maker
 
-from runtime.errors import UserError
-
 if TYPE_CHECKING:
     from ways import Way
 
@@ -102,18 +100,14 @@ def positions(pair: Formats) -> int:
 def held_out_prompts(pair: Formats, source: str, count: int, seed: int, room: int) -> tuple[str, list[list[int]]]:
     """The corpus's name, and the report's prompts for it as tokens; the front of one longer than `room` is cut off.
 
-    Raises UserError where the corpus has fewer, or cannot be read.
+    Raises calib's UserError where the corpus has fewer, or cannot be read.
     """
     from transformers import AutoTokenizer
 
     from calib import corpora
-    from calib.errors import UserError as CorpusError
     from calib.prompts import prompts
 
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    try:
-        corpus = corpora.load(source)
-        texts = prompts(corpus, count, seed)
-    except CorpusError as error:
-        raise UserError(str(error)) from error
+    corpus = corpora.load(source)
+    texts = prompts(corpus, count, seed)
     return corpus.name, [list(tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]

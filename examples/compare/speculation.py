@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from output import check_json, cpu, machine, write_json
 from ways import ENGINES, OURS, WAYS, Way, with_lengths
 
+from compress.errors import USER_ERRORS
+from runtime.bench.options import writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -52,11 +53,11 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Decodes the pair with Specpress, transformers, OpenVINO GenAI and llama-cpp-python, with and without drafts."""
-    with without_traceback():
+    with without_traceback(USER_ERRORS):
         ways = _ways(engine, draft_lengths)
         if any(way.peer for way in ways) and not peer_python.is_file():
             raise UserError(f"--peer-python: there is no {peer_python}; `make peers` builds the peers' environment")
-        check_json(json_file)
+        writable("--json", json_file)
         _run(ways, (source, prompts, seed), new_tokens, rounds, threads, peer_python, work, json_file)
 
 
@@ -94,6 +95,8 @@ def _run(
     from rounds import Work, decode
 
     from compress.model.source import default_pair
+    from runtime.bench.measure import machine
+    from runtime.bench.output import write
     from runtime.native import PATHS, default_threads, usable
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -112,8 +115,9 @@ def _run(
     formats = make_peer_formats(shop, pair, ways)
     asked = Work(tokens, new_tokens, rounds, count)
     console.print(
-        f"the embedded pair; {cpu()}, {count} threads; greedy, {new_tokens} tokens after each of {len(tokens)} prompts"
-        f" ({corpus}); token ids in to token ids out, the prompt's time included; {rounds} interleaved rounds\n{NOTE}",
+        f"the embedded pair; {machine()['cpu']}, {count} threads; greedy, {new_tokens} tokens after each of"
+        f" {len(tokens)} prompts ({corpus}); token ids in to token ids out, the prompt's time included;"
+        f" {rounds} interleaved rounds\n{NOTE}",
         soft_wrap=True,
     )
     notes.print("compressing the pair's target to int8")
@@ -124,7 +128,7 @@ def _run(
     standings.print_ratios(console, standings.ratios(found))
     if json_file is not None:
         content = {"pair": shop.folder.name, "machine": machine(), "note": NOTE}
-        write_json(json_file, content | standings.report(found, asked, corpus))
+        write(json_file, content | standings.report(found, asked, corpus))
 
 
 def _starts(

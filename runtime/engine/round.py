@@ -9,7 +9,7 @@ from torch import Tensor
 from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, RowSampling
-from runtime.sampling.distribution import Distributions, Logits, greedy_tokens
+from runtime.sampling.distribution import Distributions, Logits
 from runtime.sampling.stopping import kept
 from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
@@ -114,9 +114,9 @@ def verify(
     if (sampling.greedy and sampling.plain) or (on_device and sampled_on_device(sampling, rule)):
         return greedy(tokens, draft)
     context = (sampling, request.tokens, draft.paths, request.prompt_length, request.stop_tokens)
-    if sampling.greedy:
-        return greedy(greedy_tokens(logits, *context), draft)
     rows = Distributions(logits, *context)
+    if sampling.greedy:
+        return greedy(rows.argmax(), draft)
     if rule == "coupled":
         return coupled(rows, draft, position, sampling.seed, request.noise.exponential)
     if rule == "typical":

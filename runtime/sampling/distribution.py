@@ -1,4 +1,4 @@
-"""From rows of logits to probabilities and greedy choices, by the steps that params.py lists."""
+"""From rows of logits to probabilities and most probable tokens, by the steps that params.py lists."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -79,6 +79,12 @@ class Distributions:
             processors.keep_likely(warped, self._sampling.min_p)
         return warped
 
+    def argmax(self) -> list[int]:
+        """The most probable token of each row after bias and penalties; the lowest id of equals."""
+        if self._sampling.plain:
+            return _largest(self._logits)[0]
+        return [int(self.scores(i).argmax()) for i in range(len(self))]
+
     def scores(self, row: int) -> NDArray[np.float64]:
         """(V,) float64 logits after bias and penalties.
 
@@ -119,21 +125,6 @@ def probabilities(
     if logits.dim() == 1:
         return rows[0]
     return torch.stack([rows[i] for i in range(len(rows))]) if len(rows) else logits.to("cpu", torch.float64)
-
-
-def greedy_tokens(
-    logits: Logits,
-    sampling: Sampling,
-    tokens: Sequence[int] = (),
-    paths: Sequence[Sequence[int]] | None = None,
-    prompt_length: int = 0,
-    stop_tokens: Collection[int] = (),
-) -> list[int]:
-    """The most probable token of each of (n, V) rows after bias and penalties; the lowest id of equals."""
-    if sampling.plain:
-        return _largest(host(logits))[0]
-    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
-    return [int(rows.scores(i).argmax()) for i in range(len(rows))]
 
 
 def argmax_tokens(logits: Logits, model: str) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.contract import Decoder, GreedyChains, Rows, integers
 from runtime.model.on_device import NON_FINITE, DeviceRounds
-from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, greedy_tokens, host, not_finite
+from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculative.deferred import DeferredDrafts, sampled_on_device
@@ -209,11 +209,11 @@ class ModelDrafter:
         if _argmax_alone(sampling):
             drafted.append(choice)
             return
-        rest = (sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
+        rows = Distributions(logits, sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
-            drafted.append(greedy_tokens(logits, *rest)[0])
+            drafted += rows.argmax()
             return
-        row = Distributions(logits, *rest).array(0)
+        row = rows.array(0)
         if self._rule == "coupled":
             drafted.append(race(row, request.noise.exponential(sampling.seed, position, len(row))))
             return

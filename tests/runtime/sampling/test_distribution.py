@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import UserError
 from runtime.native.binding import library
-from runtime.sampling.distribution import Distributions, argmax_tokens, greedy_tokens, probabilities
+from runtime.sampling.distribution import Distributions, argmax_tokens, probabilities
 from runtime.sampling.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 
@@ -82,10 +82,10 @@ def test_presence_and_frequency_count_the_output_only() -> None:
 
 def test_greedy_is_the_argmax_after_penalties() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.9, -1.0], [2.0, 2.0, 0.0, -1.0]])
-    assert greedy_tokens(logits, Sampling()) == [1, 0]  # the lowest id of equals
+    assert Distributions(logits, Sampling()).argmax() == [1, 0]  # the lowest id of equals
     penalised = Sampling(repetition_penalty=1.5)
-    assert greedy_tokens(logits, penalised, [1], [[], [0]]) == [2, 0]
-    assert greedy_tokens(logits, penalised, [1, 1], [[2], []]) == [1, 0]
+    assert Distributions(logits, penalised, [1], [[], [0]]).argmax() == [2, 0]
+    assert Distributions(logits, penalised, [1, 1], [[2], []]).argmax() == [1, 0]
     torch.testing.assert_close(probabilities(logits, penalised, [1], [[], [0]]).float(), torch.eye(4)[[2, 0]])
 
 
@@ -96,9 +96,9 @@ def test_logit_bias_is_added_before_the_penalties() -> None:
     sampling = Sampling(temperature=1.0, logit_bias=bias, repetition_penalty=2.0, presence_penalty=0.25)
     expected = torch.tensor([1.0, 1.0 / 2 - 0.25, 0.5, -2.5 * 2 - 0.25]).double().softmax(-1)
     torch.testing.assert_close(probabilities(logits, sampling, [9, 1], [[3]], prompt_length=1)[0], expected)
-    assert greedy_tokens(logits, Sampling()) == [0]
-    assert greedy_tokens(logits, Sampling(logit_bias={2: 0.6})) == [2]
-    assert greedy_tokens(logits, Sampling(logit_bias={2: 0.4})) == [0]
+    assert Distributions(logits, Sampling()).argmax() == [0]
+    assert Distributions(logits, Sampling(logit_bias={2: 0.6})).argmax() == [2]
+    assert Distributions(logits, Sampling(logit_bias={2: 0.4})).argmax() == [0]
 
 
 def test_logit_bias_is_transformers_sequence_bias() -> None:
@@ -119,9 +119,9 @@ def test_min_tokens_counts_the_drafted_prefix() -> None:
     tokens, paths, stop = [5, 5, 5, 1, 2], [[], [1], [1, 1]], frozenset([0, 1, 77])
     arguments = (tokens, paths, 3, stop)
     greedy = Sampling(min_tokens=3)
-    assert greedy_tokens(logits, greedy, *arguments) == [2, 0, 0]
-    assert greedy_tokens(logits, greedy, tokens, paths, 3) == [0, 0, 0]
-    assert greedy_tokens(logits, Sampling(min_tokens=4), *arguments) == [2, 2, 0]
+    assert Distributions(logits, greedy, *arguments).argmax() == [2, 0, 0]
+    assert Distributions(logits, greedy, tokens, paths, 3).argmax() == [0, 0, 0]
+    assert Distributions(logits, Sampling(min_tokens=4), *arguments).argmax() == [2, 2, 0]
     found = probabilities(logits, Sampling(temperature=1.0, min_tokens=3, logit_bias={0: 5.0}), *arguments)
     assert found[0].tolist()[:2] == [0, 0] and found[0].sum() == pytest.approx(1)
     biased = torch.tensor([8.0, 2.0, 1.0, 0.0]).double().softmax(-1)
