@@ -88,7 +88,7 @@ def test_draft_lengths_multiply_the_ways_that_draft(compare: Any) -> None:
         (["--peer-python", "nowhere/python"], "--peer-python: there is no nowhere/python; `make peers` builds"),
         (
             ["--engine", "transformers", "--json", "nowhere/x.json"],
-            "--json: the folder of nowhere/x.json does not exist",
+            "--json: nowhere/x.json cannot be a file",
         ),
         (["--engine", "transformers", "--new-tokens", "1024"], "--new-tokens: expected fewer than the pair's 1024"),
         (["--engine", "transformers", "--source", "nowhere.txt"], "nowhere.txt"),

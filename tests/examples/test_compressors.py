@@ -270,7 +270,7 @@ def test_windows_are_the_ones_that_the_product_draws(compare: Any, tiny: Callabl
     [
         (["--setting", "gptq-5-*"], "--setting: expected one of gptq-4-g128, "),
         (["--peer-python", "nowhere/python"], "--peer-python: there is no nowhere/python; `make compressors` builds"),
-        (["--json", "nowhere/x.json"], "--json: the folder of nowhere/x.json does not exist"),
+        (["--json", "nowhere/x.json"], "--json: nowhere/x.json cannot be a file"),
         (["--seq-len", "2048"], "--seq-len: expected at most the model's 1024 positions, found 2048"),
         (["--source", "nowhere.txt"], "nowhere.txt"),
         (["--time", "--shape", "llama"], "--shape: expected one of tinyllama-1.1b"),
