@@ -118,7 +118,7 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(given.out / "start")
             AutoTokenizer.from_pretrained(default_pair()[0]).save_pretrained(given.out / "start")
             make_ternary(model.float(), config.rms_norm_eps if given.norm else None)
-        task = RoundedTask(model, None, held_out, Objective(kl=0, cross_entropy=1), Manner(), autocast=True)
+        task = RoundedTask(model, None, held_out, Objective({"cross_entropy": 1.0}), Manner(), autocast=True)
         folder = given.out / "checkpoints" / name.replace(" ", "-")
         found[name] = train(
             task,

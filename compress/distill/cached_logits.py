@@ -24,6 +24,7 @@ from compress.errors import UserError
 from compress.progress import Progress
 from compress.recipe.training import Settings
 from compress.recipe.training_stages import Answers
+from compress.training.contract import Batches, StageContext
 from compress.training.data import PackedBatches
 from compress.training.parallel import World, alone, current
 
@@ -45,10 +46,10 @@ class TopLogits:
         """The same on another device."""
         return TopLogits(self.tokens.to(device), self.log_probs.to(device))
 
-    def divergence(self, student: Tensor, kind: Divergence, beta: float = 0.5, weights: Tensor | None = None) -> Tensor:
+    def divergence(self, student: Tensor, kind: Divergence, beta: float = 0.5) -> Tensor:
         """The mean divergence over k + 1 classes of student logits (n, T, V) at the cache's temperature, in nats."""
         rows = collapse(student.flatten(0, -2), self.tokens.flatten(0, -2))
-        return divergence(rows, self.log_probs.flatten(0, -2), kind, beta, weights=weights)
+        return divergence(rows, self.log_probs.flatten(0, -2), kind, beta)
 
 
 class LogitsCache:
@@ -194,6 +195,16 @@ def keep(
             write(path, of_model(teacher), asked, answers.top, identity, progress)
     world.share(True)
     return LogitsCache(path, identity), NumberedBatches(windows, settings, world)
+
+
+def teacher_and_batches(
+    answers: Answers | None, teacher: Any, context: StageContext
+) -> tuple[Any | LogitsCache | None, Batches]:
+    """Whom a stage's student learns from, and on what: the teacher as it is, or what it has said once."""
+    batches = PackedBatches(context.tokens, context.settings)
+    if answers is None:
+        return teacher, batches
+    return keep(answers, teacher, batches, context.settings, context.work, context.run.progress)
 
 
 def _there(path: Path, identity: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ The teacher is a constant here: no gradient flows into it. Everything is in nats
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -60,11 +60,6 @@ def generalized_jsd(
     return _mean(student, teacher, lambda p, q: _jsd(p, q, beta), temperature, temperature**2, weights)
 
 
-def jensen_shannon(student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None) -> Tensor:
-    """Mean Jensen-Shannon divergence, at most ln 2 (times T²). Arguments and errors as for `forward_kl`."""
-    return generalized_jsd(student, teacher, 0.5, temperature, weights)
-
-
 def total_variation(
     student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None
 ) -> Tensor:
@@ -103,25 +98,6 @@ def cross_entropy(student: Tensor, labels: Tensor, temperature: float = 1.0, wei
             f"labels must be int64 of shape {tuple(student.shape[:1])}, found {labels.dtype} {tuple(labels.shape)}"
         )
     return _mean(student, labels, None, temperature, 1.0, weights)
-
-
-def mix(logits: Sequence[Tensor], shares: Sequence[float] | None = None, temperature: float = 1.0) -> Tensor:
-    """(rows, V) log-probabilities of an ensemble: log Σ_k share_k softmax(logits_k / T).
-
-    A teacher's logits for any loss here, at T = 1 (its own T is in it already). `shares` are positive and scaled to
-    sum to 1; None: equal ones. Raises ValueError for no teachers, other shapes, or shares that are not positive.
-    """
-    chosen = [1.0] * len(logits) if shares is None else list(shares)
-    if not logits or len(chosen) != len(logits) or any(one.shape != logits[0].shape for one in logits):
-        raise ValueError(f"{len(chosen)} shares do not fit logits of shapes {[tuple(one.shape) for one in logits]}")
-    if min(chosen) <= 0 or not all(map(math.isfinite, chosen)):
-        raise ValueError(f"shares must be positive, found {chosen}")
-    out: Tensor | None = None
-    for one, share in zip(logits, chosen, strict=True):
-        part = _log_softmax(one, temperature).add_(math.log(share / sum(chosen)))
-        out = part if out is None else torch.logaddexp(out, part)
-    assert out is not None
-    return out
 
 
 def collapse(logits: Tensor, kept: Tensor, temperature: float = 1.0) -> Tensor:

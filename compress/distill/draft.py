@@ -7,7 +7,8 @@ the original still answers like the original; what rounding has changed it canno
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from compress.distill import acceptance, draft_init, minillm, on_policy
 from compress.distill.divergences import Divergence, cross_entropy, divergence
+from compress.distill.objective import Objective
 from compress.distill.on_policy import Samples, Shares, Writer
 from compress.distill.teacher import Teacher, narrowed, of_decoder
 from compress.errors import UserError
@@ -24,7 +26,7 @@ from compress.recipe.training_stages import Draft
 from compress.training import float_model
 from compress.training.contract import Group, Loss
 from compress.training.data import PackedBatches, portions
-from compress.training.loop import train
+from compress.training.loop import train_stage
 
 if TYPE_CHECKING:
     from compress.training.contract import StageContext
@@ -78,9 +80,7 @@ def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
     )
     batches = PackedBatches(context.tokens, context.settings)
     budget = _left(context.budget, samples)
-    result = train(
-        task, batches, budget, context.settings, context.work, context.run.progress, context.run.note, stage="draft"
-    )
+    result = train_stage(context, task, batches, "draft", budget=budget)
     float_model.write(student, source, out, context.run.shard_bytes)
     after = accepted(load(out, device=context.device, threads=context.run.threads))
     context.run.note(
@@ -98,14 +98,12 @@ def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
     }
 
 
-class DraftTask:
-    """Distillation of a teacher into a transformers model (`compress.training.contract.Task`).
+class DraftTask(float_model.ModelTask):
+    """Distillation of a teacher's logits into a transformers model (`compress.training.contract.Task`).
 
-    held_out  (E, length) int64: windows to evaluate on.
     blocks    names of the blocks' matrices.
     writer    continues prompts as the student; None where it writes nothing.
     samples   what the teacher wrote; None where it wrote nothing.
-    autocast  whether evaluation, too, computes in bfloat16.
     """
 
     def __init__(
@@ -121,16 +119,19 @@ class DraftTask:
     ):
         if (stage.on_policy_fraction > 0) != (writer is not None) or (stage.teacher > 0) != (samples is not None):
             raise ValueError("expected a writer and samples where the stage has a share for them, and only there")
-        self.stage, self.student, self.teacher, self.held_out = stage, student, teacher, held_out
-        self.blocks, self.writer, self.samples, self.autocast = blocks, writer, samples, autocast
+        super().__init__(student, held_out, autocast)
+        self.stage, self.teacher, self.blocks, self.writer, self.samples = stage, teacher, blocks, writer, samples
+        self.kind: Divergence = "reverse_kl" if stage.loss == "minillm" else stage.loss
+        weights = {self.kind: 1.0} | ({"cross_entropy": stage.cross_entropy} if stage.cross_entropy else {})
+        self.objective = Objective(weights, stage.temperature, stage.beta)
 
     def groups(self) -> list[Group]:
         """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return float_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
+        return float_model.parameter_groups(self.model, self.blocks, self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""
-        self.student.train()
+        self.model.train()
         stage, prompt = self.stage, self.stage.prompt
         who = Shares(stage.on_policy_fraction, stage.teacher).draw(float(torch.rand(())))
         if who == "student" and self.writer is not None:
@@ -142,46 +143,33 @@ class DraftTask:
         elif who == "teacher" and self.samples is not None:
             numbers = torch.randint(len(self.samples.tokens), (len(batch),))
             batch = self.samples.take(numbers)[:, : batch.shape[1]].to(batch.device)
-        inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
-        given = self.student(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        wanted = narrowed(self.teacher(inputs), given.shape[-1]).flatten(0, 1)
-        kind: Divergence = "reverse_kl" if stage.loss == "minillm" else stage.loss
-        total = divergence(given, wanted, kind, stage.beta, stage.temperature)
-        parts: dict[str, float] = {kind: float(total.detach())}
+        given, wanted = self._logits(batch[:, :-1])
+        parts = self.objective.divergences(given, wanted)
         if stage.cross_entropy:
-            text = cross_entropy(given, labels)
-            parts["cross_entropy"] = float(text.detach())
-            total = total + stage.cross_entropy * text
-        return Loss(total, parts)
+            parts["cross_entropy"] = cross_entropy(given, batch[:, 1:].flatten())
+        return self.objective.total(parts)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean divergence from the teacher on the held-out windows, of the stage's kind, at temperature 1."""
-        self.student.eval()
-        device = next(self.student.parameters()).device
-        kind = "reverse_kl" if self.stage.loss == "minillm" else self.stage.loss
+        self.model.eval()
+        device = next(self.model.parameters()).device
         total = 0.0
         for rows in portions(self.held_out):
-            tokens = rows.to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-                given = self.student(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-            wanted = narrowed(self.teacher(tokens), given.shape[-1]).flatten(0, 1)
-            total += float(divergence(given, wanted, kind, self.stage.beta)) * len(rows)
+            precision = torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+            given, wanted = self._logits(rows.to(device), precision)
+            total += float(divergence(given, wanted, self.kind, self.stage.beta)) * len(rows)
         return total / len(self.held_out)
 
-    def state(self) -> dict[str, Tensor]:
-        """All weights."""
-        return {name: parameter.detach() for name, parameter in self.student.named_parameters()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
-        with torch.no_grad():
-            for name, parameter in self.student.named_parameters():
-                parameter.copy_(state[name])
+    def _logits(self, tokens: Tensor, precision: AbstractContextManager[Any] | None = None) -> tuple[Tensor, Tensor]:
+        """(B · T, V): the student's (precision None: the loop's), and the teacher's as far as the student's go."""
+        with precision or nullcontext():
+            given = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+        return given, narrowed(self.teacher(tokens), given.shape[-1]).flatten(0, 1)
 
     def _policy_gradient(self, texts: Tensor) -> Loss:
         prompt = self.stage.prompt
-        given = self.student(input_ids=texts[:, :-1], use_cache=False).logits[:, prompt - 1 :]
+        given = self.model(input_ids=texts[:, :-1], use_cache=False).logits[:, prompt - 1 :]
         wanted = narrowed(self.teacher(texts[:, :-1]), given.shape[-1])[:, prompt - 1 :]
         new = texts[:, prompt:]
         found = minillm.policy_gradient(

@@ -1,20 +1,17 @@
 """The stage heal: the original teaches the pruned model to answer like it again (Minitron, 2407.14679)."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from compress.distill.cached_logits import LogitsCache, keep
-from compress.distill.objective import Objective, objective_loss
+from compress.distill.cached_logits import teacher_and_batches
+from compress.distill.objective import DistilledTask, Objective
 from compress.errors import UserError
 from compress.recipe.training_stages import Heal
 from compress.training import float_model
-from compress.training.contract import Batches, Group, Loss
-from compress.training.data import PackedBatches
-from compress.training.loop import train
+from compress.training.contract import Group
+from compress.training.loop import train_stage
 
 if TYPE_CHECKING:
     from compress.training.contract import StageContext
@@ -31,23 +28,11 @@ def run(stage: Heal, context: "StageContext", out: Path) -> dict[str, Any]:
     frozen = float_model.freeze_fused(student, context.model)
     matrices = float_model.block_matrices(student, context.model)
     original = float_model.held_out_loss(teacher, context.held_out)
-    packed = PackedBatches(context.tokens, context.settings)
-    batches: Batches = packed
-    if stage.answers is not None:
-        teacher, batches = keep(stage.answers, teacher, packed, context.settings, context.work, context.run.progress)
+    teacher, batches = teacher_and_batches(stage.answers, teacher, context)
     task = HealTask(
         student, teacher, context.held_out, stage, {name for name, _ in matrices}, context.settings.autocast
     )
-    result = train(
-        task,
-        batches,
-        context.budget,
-        context.settings,
-        context.work,
-        context.run.progress,
-        context.run.note,
-        stage="heal",
-    )
+    result = train_stage(context, task, batches, "heal")
     float_model.write(student, context.model, out, context.run.shard_bytes)
     del teacher, student, task
     healed = float_model.held_out_loss(float_model.load(out, context.device), context.held_out)
@@ -55,50 +40,25 @@ def run(stage: Heal, context: "StageContext", out: Path) -> dict[str, Any]:
     return {**result.to_dict(), "perplexity": found, "frozen": frozen}
 
 
-class HealTask:
-    """Distillation of a transformers model into a smaller one (`compress.training.contract.Task`).
+class HealTask(DistilledTask):
+    """A pruned student; zeros of its blocks' matrices, which pruning has left, stay zeros.
 
-    teacher   a model, or its kept answers.
-    held_out  (E, length) int64: windows to evaluate on.
-    blocks    names of the blocks' matrices; their zeros, which pruning has left, stay zeros.
-    autocast  whether evaluation, too, computes in bfloat16.
-
-    Raises UserError where muon, which fills zeros in, is to train matrices that have many.
+    blocks  the matrices' names.
+    Raises UserError as `DistilledTask`, and where muon, which fills zeros in, is to train matrices that have many.
     """
 
     def __init__(
         self, student: Any, teacher: Any, held_out: Tensor, stage: Heal, blocks: set[str], autocast: bool = False
     ):
-        self.student, self.teacher, self.held_out, self.stage = student, teacher, held_out, stage
-        self.blocks, self.autocast, self.objective = blocks, autocast, Objective.of(stage)
-        if not isinstance(teacher, LogitsCache):
-            teacher.eval().requires_grad_(False)
+        super().__init__(student, teacher, held_out, Objective.of(stage), autocast)
+        self.blocks, self.optimizer = blocks, stage.optimizer
         sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
         if sparse and stage.optimizer == "muon":
             raise UserError(f"heal.optimizer: expected adamw where single weights are pruned ({sparse[0]}), found muon")
 
     def groups(self) -> list[Group]:
         """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return float_model.parameter_groups(self.student, self.blocks, self.stage.optimizer)
-
-    def loss(self, batch: Tensor, progress: float) -> Loss:
-        """See `Task.loss`."""
-        self.student.train()
-        return objective_loss(self.objective, self.student, self.teacher, batch)
-
-    def evaluate(self) -> float:
-        """Mean cross entropy of the held-out windows."""
-        return float_model.held_out_loss(self.student, self.held_out, self.autocast)
-
-    def state(self) -> dict[str, Tensor]:
-        """All weights."""
-        return {name: parameter.detach() for name, parameter in self.student.named_parameters()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
-        with torch.no_grad():
-            for name, parameter in self.student.named_parameters():
-                parameter.copy_(state[name])
+        return float_model.parameter_groups(self.model, self.blocks, self.optimizer)
 
 
 def _keep_zeros(parameter: nn.Parameter) -> bool:

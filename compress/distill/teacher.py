@@ -1,12 +1,11 @@
-"""Where a teacher's logits come from: a transformers model, a runtime decoder (a compressed target), or several."""
+"""Where a teacher's logits come from: a transformers model or a runtime decoder (a compressed target)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from compress.distill.divergences import mix
 from compress.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,20 +52,6 @@ def of_decoder(decoder: "Decoder") -> Teacher:
             for handle in handles:
                 cache.close(handle)
         return out.logits.view(rows, length, -1).to(tokens.device)
-
-    return logits
-
-
-def ensemble(teachers: Sequence[Teacher], shares: Sequence[float] | None = None, temperature: float = 1.0) -> Teacher:
-    """Several teachers as one whose probabilities are the mean of theirs, by `shares` (None: equal ones).
-
-    temperature  of each teacher's softmax; what comes out are log-probabilities, to be taken at temperature 1.
-    Raises ValueError, when called, for shares that do not fit.
-    """
-
-    def logits(tokens: Tensor) -> Tensor:
-        found = [teacher(tokens).flatten(0, 1) for teacher in teachers]
-        return mix(found, shares, temperature).view(*tokens.shape, -1)
 
     return logits
 

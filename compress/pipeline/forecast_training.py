@@ -9,7 +9,7 @@ from compress.model.structure import Survey
 from compress.pipeline.forecast import Forecast, compute_seconds, count, resident, stored_bytes
 from compress.recipe import Recipe
 from compress.recipe.training import Trained
-from compress.recipe.training_stages import AnswersKey, Draft, Medusa
+from compress.recipe.training_stages import Distilled, Draft, Medusa
 from compress.training.data import AT_ONCE
 
 _FLOAT, _HALF, _TOKEN = 4, 2, 4
@@ -146,7 +146,7 @@ def _share(stage: Trained, sizes: Sizes) -> Share:
 
 def _of_model(stage: Trained, sizes: Sizes) -> Share:
     """The whole model is trained, with the original or its answers as the teacher."""
-    answers = stage.answers if isinstance(stage, AnswersKey) else None
+    answers = stage.answers if isinstance(stage, Distilled) else None
     # The teacher is there with the student also where its answers are kept.
     memory = (_TRAINED_COPIES + 1) * sizes.target.weights * _FLOAT + _batch(stage, sizes.target, sizes)
     work = sizes.target.weights * _FLOAT * _CHECKPOINT_COPIES

@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
-from compress.distill.cached_logits import LogitsCache, keep
-from compress.distill.objective import Objective, objective_loss
+from compress.distill.cached_logits import teacher_and_batches
+from compress.distill.objective import DistilledTask, Objective
 from compress.model.plan import make_plan
 from compress.model.structure import survey
 from compress.qat.convert import (
@@ -23,9 +22,8 @@ from compress.qat.convert import (
 )
 from compress.recipe.training_stages import Qat, Ternary
 from compress.training import float_model
-from compress.training.contract import Batches, Group, Loss
-from compress.training.data import PackedBatches
-from compress.training.loop import train
+from compress.training.contract import Group, Loss
+from compress.training.loop import train_stage
 from runtime.checkpoints.open import open_checkpoint
 
 if TYPE_CHECKING:
@@ -48,8 +46,8 @@ class Manner:
     gradient_checkpointing: bool = False
 
 
-class RoundedTask:
-    """The task of training a converted model (`compress.training.contract.Task`)."""
+class RoundedTask(DistilledTask):
+    """A student whose layers `convert` has replaced; float32. Arguments and errors otherwise as `DistilledTask`."""
 
     def __init__(
         self,
@@ -60,16 +58,8 @@ class RoundedTask:
         manner: Manner,
         autocast: bool = False,
     ):
-        """
-        model     a transformers causal language model, converted; float32.
-        teacher   the original, or its kept answers; None where the objective does not ask for it.
-        held_out  (E, length) int64: windows to evaluate on.
-        autocast  whether evaluation, too, computes in bfloat16.
-        """
-        self.model, self.teacher, self.held_out = model, teacher, held_out
-        self.objective, self.manner, self.autocast = objective, manner, autocast
-        if teacher is not None and not isinstance(teacher, LogitsCache):
-            teacher.eval().requires_grad_(False)
+        super().__init__(model, teacher, held_out, objective, autocast)
+        self.manner = manner
         if manner.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -87,23 +77,16 @@ class RoundedTask:
         """See `Task.loss`."""
         ramp = self.manner.ramp
         set_share(self.model, min(1.0, progress / ramp) if ramp else 1.0)
-        self.model.train()
-        return objective_loss(self.objective, self.model, self.teacher, batch)
+        return super().loss(batch, progress)
 
     def evaluate(self) -> float:
         """Mean cross entropy of the held-out windows, fully rounded whatever λ training has come to."""
         set_share(self.model, 1.0)
-        return float_model.held_out_loss(self.model, self.held_out, self.autocast)
-
-    def state(self) -> dict[str, Tensor]:
-        """All weights."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return super().evaluate()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state` gave."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(state[name])
+        super().load(state)
         set_share(self.model, 1.0)
 
 
@@ -128,23 +111,11 @@ def run(stage: Ternary | Qat, context: "StageContext", out: Path) -> dict[str, A
     objective = Objective.of(stage)
     teacher: Any = original if objective.needs_teacher else None
     del original
-    packed = PackedBatches(context.tokens, context.settings)
-    batches: Batches = packed
-    if stage.answers is not None:
-        teacher, batches = keep(stage.answers, teacher, packed, context.settings, context.work, context.run.progress)
+    teacher, batches = teacher_and_batches(stage.answers, teacher, context)
     ramp = stage.ramp if isinstance(stage, Ternary) else 0.0
     manner = Manner(ramp, stage.optimizer, stage.rest, stage.gradient_checkpointing)
     task = RoundedTask(model, teacher, context.held_out, objective, manner, context.settings.autocast)
-    result = train(
-        task,
-        batches,
-        context.budget,
-        context.settings,
-        context.work,
-        context.run.progress,
-        context.run.note,
-        stage=kind,
-    )
+    result = train_stage(context, task, batches, kind)
     written = RoundedModel(model, checkpoint, structure, plan)
     records = written.write(out, context.work / "parts", context.run.shard_bytes)
     after = float_model.held_out_loss(model, context.held_out)

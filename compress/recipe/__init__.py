@@ -40,7 +40,7 @@ _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
     r"(scheme|group_size|symmetric|method|act_order|damping|search|observer|bits_per_weight|head|sparsity|pattern|share|"
-    r"kl|minutes|joint): "
+    r"minutes|joint): "
 )
 
 Fields = Callable[[tuple[int | str, ...]], list[str]]

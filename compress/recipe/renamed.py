@@ -13,11 +13,13 @@ _TRAINING = {
     "clip": "max_grad_norm",
     "accumulate": "gradient_accumulation_steps",
 }
-_ROUNDED = {"checkpointing": "gradient_checkpointing"}
-# Mapping within a stage → old key → new key.
+_LOSSES = {"kl": "loss.forward_kl", "cross_entropy": "loss.cross_entropy", "hidden": "loss.hidden_states"}
+_ROUNDED = {"checkpointing": "gradient_checkpointing", **_LOSSES}
+# Mapping within a stage → old key → new key; after a dot stands a key of the mapping before it.
 RENAMED: dict[str, dict[str, str]] = {
     "quantize": {"order": "act_order"},
     "quantize.experts": {"few": "expert_fallback", "least": "min_tokens"},
+    "heal": _LOSSES,
     "draft": {"student": "on_policy_fraction"},
     "medusa": {"passes": "max_epochs"},
     "ternary": _ROUNDED,
@@ -41,12 +43,20 @@ def _renamed(value: Any, place: str, shown: str, note: Callable[[str], None]) ->
     """The value, a stage's mapping at `place` (a key of RENAMED), which people are told is at `shown`."""
     if not isinstance(value, dict):
         return value
-    out = {}
+    out: dict[str, Any] = {}
     for key, inner in value.items():
-        new = RENAMED.get(place, {}).get(key, key)
-        if new != key:
-            if new in value:
-                raise ValueError(f"{shown}.{key}: expected {new} alone, its new name, found both: remove {key}")
-            note(f"{shown}.{key} is called {new} now: the old name is read for one more version")
-        out[new] = _renamed(inner, f"{place}.{key}".lstrip("."), f"{shown}.{key}", note)
+        new = RENAMED.get(place, {}).get(key)
+        found = _renamed(inner, f"{place}.{key}".lstrip("."), f"{shown}.{key}", note)
+        if new is None:
+            out[key] = found
+            continue
+        name, _, within = new.partition(".")
+        if name in value:
+            raise ValueError(f"{shown}.{key}: expected {new} alone, its new name, found both: remove {key}")
+        note(f"{shown}.{key} is called {new} now: the old name is read for one more version")
+        if within:
+            # The divergence counted 1 where an old recipe did not say otherwise.
+            out.setdefault(name, {} if "kl" in value else {"forward_kl": 1.0})[within] = found
+        else:
+            out[name] = found
     return out

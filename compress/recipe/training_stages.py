@@ -1,4 +1,4 @@
-"""What the stages ternary and qat of a recipe may say."""
+"""What the stages of a recipe that train may say: draft, heal, medusa, ternary, qat."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,6 +8,8 @@ from compress.recipe.block_stages import Quantize, Strict, check_patterns
 from compress.recipe.training import Count, Trained, Training
 
 Share = Annotated[float, Field(ge=0, le=1, strict=False)]
+OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
+Temperature = Annotated[float, Field(gt=0, le=100, strict=False)]
 
 
 class DraftTraining(Training):
@@ -43,8 +45,8 @@ class Draft(Trained):
 
     training: DraftTraining = Field(default_factory=DraftTraining)
     loss: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "minillm"] = "forward_kl"
-    beta: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.5
-    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
+    beta: OpenShare = 0.5
+    temperature: Temperature = 1.0
     cross_entropy: Annotated[float, Field(ge=0, strict=False)] = 0.0
     # On the embedded pair with its int4 target, after 300,000 tokens: a quarter of the draft's own text was 0.002 of
     # agreement behind training text alone, half of the target's 0.006. Both cost time to write besides.
@@ -80,6 +82,41 @@ class Draft(Trained):
 Weight = Annotated[float, Field(ge=0, strict=False)]
 
 
+class LossWeights(Strict):
+    """How much each loss counts; one that is not named counts nothing.
+
+    forward_kl, reverse_kl, jsd, total_variation
+                   divergences of the next-token distribution from the original's (compress/distill/divergences.py).
+    hidden_states  squared distance to the original's hidden states over their mean square: after every block, or after
+                   the last one where blocks are gone.
+    attention      KL to the original's attention in the last block (MiniLM).
+    relations      distances and angles between the last hidden states of some tokens (RKD).
+    gradients      squared distance, like that of hidden states, to the gradient of the text's log-probability by the
+                   embedded text (Sobolev training); costs twice the time.
+    cross_entropy  on the text itself: continued pretraining.
+    """
+
+    forward_kl: Weight = 0.0
+    reverse_kl: Weight = 0.0
+    jsd: Weight = 0.0
+    total_variation: Weight = 0.0
+    hidden_states: Weight = 0.0
+    attention: Weight = 0.0
+    relations: Weight = 0.0
+    gradients: Weight = 0.0
+    cross_entropy: Weight = 0.0
+
+    @model_validator(mode="after")
+    def _some(self) -> "LossWeights":
+        if not self.weights():
+            raise ValueError(f"expected a weight above 0 for one of {', '.join(type(self).model_fields)}, found none")
+        return self
+
+    def weights(self) -> dict[str, float]:
+        """The losses that count."""
+        return {name: weight for name, weight in self.model_dump().items() if weight}
+
+
 class Answers(Strict):
     """The teacher is asked once, before training, and is then no longer held in memory.
 
@@ -92,20 +129,32 @@ class Answers(Strict):
     top: Annotated[StrictInt, Field(ge=1, le=100_000)] = 32
 
 
-class AnswersKey(Strict):
-    """The key `answers` of a stage with a teacher; without it the teacher is run beside the student."""
+class Distilled(Trained):
+    """Keys of the stages that learn from the original.
 
+    loss         how much each loss counts (`LossWeights`).
+    temperature  of both softmaxes of the divergences.
+    beta         jsd: its β.
+    answers      keeps the original's answers to some windows on disk, and trains on these (`Answers`); without it the
+                 original is run beside the student.
+    optimizer    of the blocks' matrices.
+    """
+
+    loss: LossWeights = LossWeights(forward_kl=1.0)
+    temperature: Temperature = 1.0
+    beta: OpenShare = 0.5
     answers: Answers | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @model_validator(mode="after")
-    def _answers_are_logits(self) -> "AnswersKey":
-        if self.answers is None:
-            return self
-        hidden, temperature, kl = (getattr(self, name) for name in ("hidden", "temperature", "kl"))
-        if hidden or temperature != 1 or not kl:
+    def _answers_are_logits(self) -> "Distilled":
+        weights = self.loss.weights()
+        inside = [name for name in ("hidden_states", "attention", "relations", "gradients") if name in weights]
+        if self.answers is not None and (inside or self.temperature != 1 or weights.keys() == {"cross_entropy"}):
             raise ValueError(
-                "answers: expected kl above 0, hidden 0 and temperature 1, which is all that kept answers are good "
-                f"for, found kl {kl}, hidden {hidden}, temperature {temperature}"
+                "answers: expected a divergence among the losses, none of what is inside of the original, and "
+                "temperature 1, which is all that kept answers are good for, found losses "
+                f"{', '.join(weights)} and temperature {self.temperature}"
             )
         return self
 
@@ -118,32 +167,13 @@ class HealTraining(Training):
     autocast: StrictBool = True
 
 
-class Heal(Trained, AnswersKey):
+class Heal(Distilled):
     """A stage that teaches a pruned model to answer like the original again, by distillation.
 
-    kl             weight of the forward KL to the original's next-token distribution, at `temperature`.
-    cross_entropy  weight of the text itself.
-    hidden         weight of the squared distance to the original's hidden states over their mean square: after every
-                   block, or after the last one where blocks are gone.
-    answers        keeps the original's answers to some windows on disk, and trains on these (`Answers`).
-    optimizer      of the blocks' matrices; muon needs matrices of which no single weights were pruned.
+    optimizer  muon needs matrices of which no single weights were pruned.
     """
 
     training: HealTraining = Field(default_factory=HealTraining)
-    kl: Weight = 1.0
-    cross_entropy: Weight = 0.0
-    hidden: Weight = 0.0
-    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
-
-    @model_validator(mode="after")
-    def _some(self) -> "Heal":
-        if not (self.kl or self.cross_entropy or self.hidden):
-            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
-        return self
-
-
-OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
 
 
 class Joint(Strict):
@@ -224,13 +254,10 @@ class RoundedTraining(Training):
     default_minutes: ClassVar[float] = 60.0
 
 
-class Rounded(Trained, AnswersKey):
-    """Keys that both stages have.
+class Rounded(Distilled):
+    """Keys of both stages that train what is stored rounded.
 
     targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
-    kl, cross_entropy, hidden, temperature  how much each loss counts (`compress.distill.objective.Objective`): to the
-                     original's next-token distribution, on the text itself, to the original's hidden states.
-    answers          keeps the original's answers to some windows on disk, and trains on these (`Answers`).
     optimizer        of the rounded matrices.
     rest             rate of everything else (embedding, norms), as a share of the training's; 0: it stays as it is.
     gradient_checkpointing  activations are computed twice instead of kept: slower, in less memory.
@@ -239,11 +266,6 @@ class Rounded(Trained, AnswersKey):
     training: RoundedTraining = Field(default_factory=RoundedTraining)
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
     ignore: tuple[StrictStr, ...] = ()
-    kl: Weight = 1.0
-    cross_entropy: Weight = 0.0
-    hidden: Weight = 0.0
-    temperature: Annotated[float, Field(gt=0, le=100, strict=False)] = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
     rest: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
     gradient_checkpointing: StrictBool = False
 
@@ -251,12 +273,6 @@ class Rounded(Trained, AnswersKey):
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         return check_patterns(patterns)
-
-    @model_validator(mode="after")
-    def _some(self) -> "Rounded":
-        if not (self.kl or self.cross_entropy or self.hidden):
-            raise ValueError("kl: expected a weight above 0 for one of kl, cross_entropy, hidden, found none")
-        return self
 
 
 class Ternary(Rounded):

@@ -1,7 +1,7 @@
 """Plain models in float32, in and out of training: read, measured, written with the tensors their checkpoint had."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -110,3 +110,28 @@ def parameter_groups(model: Any, blocks: Collection[str], optimizer: Literal["ad
         Group("norms and biases", [p for name, p in wanted if name not in blocks and p.dim() < 2], weight_decay=0.0),
     ]
     return [group for group in groups if group.parameters]
+
+
+class ModelTask:
+    """What tasks on a whole transformers model have in common (`compress.training.contract.Task`).
+
+    held_out  (E, length) int64: windows to evaluate on.
+    autocast  whether evaluation, too, computes in bfloat16.
+    """
+
+    def __init__(self, model: Any, held_out: Tensor, autocast: bool) -> None:
+        self.model, self.held_out, self.autocast = model, held_out, autocast
+
+    def evaluate(self) -> float:
+        """Mean cross entropy of the held-out windows, nats."""
+        return held_out_loss(self.model, self.held_out, self.autocast)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(state[name])

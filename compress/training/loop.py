@@ -19,7 +19,7 @@ from compress.progress import Note, Progress
 from compress.recipe.training import Budget, Settings
 from compress.training import checkpoint
 from compress.training.checkpoint import Checkpoints, Point, Standing
-from compress.training.contract import Batches, Group, Task
+from compress.training.contract import Batches, Group, StageContext, Task
 from compress.training.parallel import World, current
 
 
@@ -127,6 +127,20 @@ def train(
     devices = [parameter.device for group in task.groups() for parameter in group.parameters if parameter.is_cuda]
     with torch.random.fork_rng(sorted({device.index for device in devices})):
         return _Loop(task, batches, budget, settings, folder, progress, note, world, stage).run()
+
+
+def train_stage(
+    context: StageContext,
+    task: Task,
+    batches: Batches,
+    stage: str,
+    *,
+    budget: Budget | None = None,
+    folder: Path | None = None,
+) -> Trained:
+    """`train` for a stage of a recipe; `budget` and `folder` are the stage's own where they are left out."""
+    run, budget, folder = context.run, budget or context.budget, folder or context.work
+    return train(task, batches, budget, context.settings, folder, run.progress, run.note, stage=stage)
 
 
 class _Loop:

@@ -30,7 +30,7 @@ from compress.qat.layers import BitLinear
 from compress.qat.stage import Manner, RoundedTask, run
 from compress.recipe import Recipe
 from compress.recipe.training import Budget, Settings
-from compress.recipe.training_stages import Qat, Ternary
+from compress.recipe.training_stages import LossWeights, Qat, Ternary
 from compress.records import RunFacts
 from compress.training.contract import StageContext
 from compress.training.float_model import held_out_loss
@@ -190,7 +190,7 @@ def test_layers_that_are_no_linear_layers_are_refused(tiny: Tiny) -> None:
 
 def test_training_brings_a_ruined_model_back(tiny: Tiny, tmp_path: Path) -> None:
     wanted = given(tiny("llama"), tmp_path / "work", 12_800)
-    report = run(Ternary(hidden=0.5, ramp=0.2), wanted, tmp_path / "model")
+    report = run(Ternary(loss=LossWeights(forward_kl=1, hidden_states=0.5), ramp=0.2), wanted, tmp_path / "model")
     perplexity = report["perplexity"]
     assert report["steps"] == 100 and not report["frozen"]
     assert math.exp(report["before"]) == pytest.approx(perplexity["rounded_without_training"], rel=1e-6)
@@ -235,7 +235,7 @@ def test_recipes_run_the_stages(tiny: Tiny, tmp_path: Path, stage: dict[str, Any
 
 def test_training_by_the_text_alone_needs_no_original(tiny: Tiny, tmp_path: Path) -> None:
     wanted = given(tiny("llama"), tmp_path / "work", 6400)
-    report = run(Qat(scheme="int2", group_size=32, kl=0, cross_entropy=1), wanted, tmp_path / "model")
+    report = run(Qat(scheme="int2", group_size=32, loss=LossWeights(cross_entropy=1)), wanted, tmp_path / "model")
     assert report["perplexity"]["trained"] < report["perplexity"]["rounded_without_training"]
     assert "int2" in report["warning"]
 
@@ -256,7 +256,11 @@ def test_recomputed_activations_change_no_gradient(tiny: Tiny) -> None:
     for checkpointing in (False, True):
         trained = converted(tiny("llama"), Ternary())
         task = RoundedTask(
-            trained.model, None, text(33, 1)[None], Objective(0, 1), Manner(gradient_checkpointing=checkpointing)
+            trained.model,
+            None,
+            text(33, 1)[None],
+            Objective({"cross_entropy": 1}),
+            Manner(gradient_checkpointing=checkpointing),
         )
         task.loss(text(4 * 33, 0).view(4, 33), 0.5).value.backward()
         found.append([layer.weight.grad for layer in rounded_layers(trained.model)])
@@ -267,7 +271,7 @@ def test_recomputed_activations_change_no_gradient(tiny: Tiny) -> None:
 def test_rounding_sets_in_along_the_ramp_but_is_always_measured_whole(tiny: Tiny) -> None:
     trained = converted(tiny("llama"), Ternary())
     model, rows = trained.model, text(33, 1)[None]
-    task = RoundedTask(model, load_plain(tiny("llama")), rows, Objective(), Manner(ramp=0.5))
+    task = RoundedTask(model, load_plain(tiny("llama")), rows, Objective({"forward_kl": 1}), Manner(ramp=0.5))
 
     def share(progress: float) -> float:
         task.loss(rows, progress)
@@ -285,16 +289,16 @@ def test_rounding_sets_in_along_the_ramp_but_is_always_measured_whole(tiny: Tiny
 
 def test_losses_are_weighed_and_need_their_teacher(tiny: Tiny) -> None:
     trained, teacher, rows = converted(tiny("llama"), Ternary()), load_plain(tiny("llama")), text(33, 1)[None]
-    objective = Objective(kl=2.0, cross_entropy=0.5, hidden=3.0)
+    objective = Objective({"forward_kl": 2.0, "cross_entropy": 0.5, "hidden_states": 3.0})
     loss = RoundedTask(trained.model, teacher, rows, objective, Manner()).loss(rows, 0.0)
     parts = loss.parts
-    assert set(parts) == {"kl", "hidden", "cross_entropy"} and min(parts.values()) > 0
-    expected = 2 * parts["kl"] + 0.5 * parts["cross_entropy"] + 3 * parts["hidden"]
+    assert set(parts) == {"forward_kl", "hidden_states", "cross_entropy"} and min(parts.values()) > 0
+    expected = 2 * parts["forward_kl"] + 0.5 * parts["cross_entropy"] + 3 * parts["hidden_states"]
     assert float(loss.value.detach()) == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="needs a teacher"):
         RoundedTask(trained.model, None, rows, objective, Manner()).loss(rows, 0.0)
-    with pytest.raises(ValueError, match="weight above 0"):
-        Objective(kl=0)
+    with pytest.raises(ValueError, match="weights above 0"):
+        Objective({})
 
 
 def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
@@ -314,7 +318,7 @@ def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
         (Ternary, {"weights": "octal"}, "ternary"),
         (Ternary, {"ramp": 1.5}, "less than or equal to 1"),
         (Ternary, {"targets": ["("]}, "regular expressions"),
-        (Ternary, {"kl": 0}, "weight above 0"),
+        (Ternary, {"loss": {"jsd": 0}}, "weight above 0"),
         (Ternary, {"speed": 1}, "speed"),
         (Qat, {}, "scheme"),
         (Qat, {"scheme": "nf4"}, "scheme"),

@@ -23,6 +23,9 @@ VALUES: dict[str, Any] = {
     "floor": 0.2,
     "clip": 0.5,
     "accumulate": 3,
+    "kl": 0.5,
+    "cross_entropy": 0.2,
+    "hidden": 0.3,
 }
 # A stage of each kind, and what has to stand around it.
 STAGES: dict[str, dict[str, Any]] = {
@@ -78,6 +81,19 @@ def test_the_new_word_says_the_same(tmp_path: Path) -> None:
         old = Recipe.load(tmp_path / "old.yaml")
     assert len(caught) == 8
     assert old == Recipe.load(tmp_path / "new.yaml")
+
+
+def test_losses_count_what_they_did(tmp_path: Path) -> None:
+    """Without kl the divergence counted 1; what a loss mapping does not name counts nothing."""
+    for old, new in (
+        ("{hidden: 0.1}", "{forward_kl: 1.0, hidden_states: 0.1}"),
+        ("{cross_entropy: 1.0, kl: 0.0}", "{cross_entropy: 1.0}"),
+        ("{temperature: 2.0}", "{forward_kl: 1.0}, temperature: 2.0"),
+    ):
+        text = "name: a\nstages:\n  - prune: {method: depth, share: 0.5}\n  - heal: "
+        (tmp_path / "old.yaml").write_text(text + old)
+        (tmp_path / "new.yaml").write_text(text + f"{{loss: {new}}}")
+        assert Recipe.load(tmp_path / "old.yaml", note=len) == Recipe.load(tmp_path / "new.yaml", note=pytest.fail)
 
 
 def test_what_is_extended_may_have_old_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.artifact import Artifact
 from compress.artifact import journal as journals
 from compress.context import RunContext
-from compress.distill import cached_logits, heal
+from compress.distill import cached_logits, objective
 from compress.distill.objective import objective_loss
 from compress.errors import USER_ERRORS, UserError
 from compress.pipeline import compress
@@ -229,14 +229,14 @@ def test_a_failed_training_keeps_its_checkpoint(
 ) -> None:
     calls = 0
 
-    def broken(objective: Any, student: Any, teacher: Any, batch: Tensor) -> Loss:
+    def broken(weights: Any, student: Any, teacher: Any, batch: Tensor) -> Loss:
         nonlocal calls
         calls += 1
-        found = objective_loss(objective, student, teacher, batch)
+        found = objective_loss(weights, student, teacher, batch)
         return Loss(found.value * float("nan")) if calls == 4 else found
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="found none at step 4") as caught:
-        patch.setattr(heal, "objective_loss", broken)
+        patch.setattr(objective, "objective_loss", broken)
         go(tiny("llama"), [DEPTH, HEAL])
     assert "out.partial is kept for --resume" in caught.value.__notes__
     assert json.loads((tmp_path / "out.partial/stages/01-heal/work/training.json").read_text())["body"]["best"]
@@ -265,7 +265,9 @@ def test_other_architectures_heal(tiny: Tiny, go: Go, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     # A random model's answers are no better than chance, so it is the text that teaches.
-    gentle = {"heal": {"training": {**TRAINING, "learning_rate": 1e-3}, "cross_entropy": 1.0}}
+    gentle = {
+        "heal": {"training": {**TRAINING, "learning_rate": 1e-3}, "loss": {"forward_kl": 1.0, "cross_entropy": 1.0}}
+    }
     artifact, facts = go(tiny(kind), [WANDA, gentle])
     assert told(facts)["perplexity"]["healed"] < told(facts)["perplexity"]["pruned"]
     # transformers fuses experts that lie one by one in the file: they stay as they were pruned.
