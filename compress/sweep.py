@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +24,8 @@ from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
-    from compress.report.sweep_table import Standings
+    from compress.report.schema import Report
+    from compress.report.sweep_table import SweepTable
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def sweep(
     *,
     say: Say = lambda line: None,
     launch: Launch = launch,
-) -> "Standings":
+) -> "SweepTable":
     """Runs what is not done yet, each recipe in `out`/<name>, and writes sweep.{json,md,html} and pareto.{svg,png}.
 
     recipes  by the word that names each on the command line.
@@ -150,7 +151,7 @@ def sweep(
     command = _shown(["python", "-m", "compress.sweep", "--recipes", ",".join(recipes), "--out", str(out), *words])
     names = [recipe.name for recipe in recipes.values()]
     redo = set(names) if force else _to_redo(out, words)
-    results: dict[str, dict[str, Any] | str] = {**_finished(recipes, out, redo)}
+    results: dict[str, Report | str] = {**_finished(recipes, out, redo)}
     out.mkdir(parents=True, exist_ok=True)
     # On disk before the first run: whatever is in `out` from now on was made with these words, or is to be redone.
     found = _write(command, names, results, out, words, redo)
@@ -167,9 +168,9 @@ def sweep(
 
 def _run(
     word: str, name: str, out: Path, words: Sequence[str], force: bool, say: Say, launch: Launch
-) -> dict[str, Any] | str:
+) -> "Report | str":
     """The run's report, or why there is none."""
-    from compress.artifact import Artifact
+    from compress.report.files import read_report
 
     folder = out / name
     resume = not force and folder.with_name(f"{name}.partial").exists()
@@ -178,7 +179,7 @@ def _run(
     say(f"{name}: {'resumed' if resume else 'started'}")
     ended = launch(command, out / f"{name}.log", lambda line: say(f"  {line}"))
     if ended.code == 0:
-        return Artifact(folder).report
+        return read_report(folder)
     if ended.code == 130:
         raise KeyboardInterrupt
     how = f"ended by signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
@@ -208,20 +209,20 @@ def _to_redo(out: Path, words: Sequence[str]) -> set[str]:
     return redo
 
 
-def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str]) -> dict[str, dict[str, Any]]:
+def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str]) -> "dict[str, Report]":
     """Reports of runs that are done. Raises UserError where what they did is not what is asked for now."""
-    from compress.artifact import Artifact
-    from compress.report.assemble import without_directories
+    from compress.report.files import read_report
+    from compress.report.scrub import without_directories
 
-    reports: dict[str, dict[str, Any]] = {}
+    reports: dict[str, Report] = {}
     for recipe in recipes.values():
         folder = out / recipe.name
         if recipe.name in redo or not (folder / "report.json").is_file():
             continue
         if not (out / "sweep.json").is_file():
             raise UserError(f"{folder} was not made by a sweep: choose another --out, or replace it with --force")
-        reports[recipe.name] = Artifact(folder).report
-        asked = reports[recipe.name]["asked"]["recipe"]
+        reports[recipe.name] = read_report(folder)
+        asked = reports[recipe.name].asked.recipe
         if {**asked, "about": ""} != {**without_directories(recipe.to_dict()), "about": ""}:
             raise UserError(
                 f"{folder} was made by another version of the recipe {recipe.name}: delete the folder, or do "
@@ -233,18 +234,18 @@ def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str])
 def _write(
     command: str,
     names: Iterable[str],
-    results: Mapping[str, dict[str, Any] | str],
+    results: "Mapping[str, Report | str]",
     out: Path,
     words: Sequence[str],
     redo: Collection[str],
-) -> "Standings":
+) -> "SweepTable":
     """Writes the table of what there is by now."""
     from compress.artifact.files import write_atomic, write_json
     from compress.report import sweep_page
     from compress.report.sweep_plot import pareto, png, svg
-    from compress.report.sweep_table import standings
+    from compress.report.sweep_table import sweep_table
 
-    found = standings(command, {name: results[name] for name in names if name in results})
+    found = sweep_table(command, {name: results[name] for name in names if name in results})
     figure = pareto(found)
     plot = None if figure is None else svg(figure)
     if figure is not None and plot is not None:
@@ -256,7 +257,7 @@ def _write(
     return found
 
 
-def _print(found: "Standings") -> None:
+def _print(found: "SweepTable") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -280,7 +281,7 @@ def _print(found: "Standings") -> None:
 
 def _shown(words: Sequence[str]) -> str:
     """The words as one line, without the directories that they name outside of this one."""
-    from compress.report.assemble import scrub_command
+    from compress.report.scrub import scrub_command
 
     here = f"{Path.cwd()}/"
     # A list of recipes is several paths in one word.

@@ -28,10 +28,6 @@ LONG: dict[str, str] = dict.fromkeys(
     (
         "compress.model.structure",
         "compress.pipeline",
-        "compress.report.assemble",
-        "compress.report.schema",
-        "compress.report.sections",
-        "compress.report.speed",
         "compress.stages.quantize",
         "compress.training.loop",
     ),

@@ -32,7 +32,7 @@ from compress.records import RunFacts
 from compress.training import contract
 from compress.training.parallel import World, current, joined
 
-Report = Callable[[RunFacts, RunContext], dict[str, Any]]
+Report = Callable[[RunFacts, RunContext], object]
 
 
 def compress(

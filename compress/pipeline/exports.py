@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.artifact import Artifact, manifest
+from compress.artifact import manifest
 from compress.errors import UserError
 from compress.export import Exported, Progress, check_kinds
 from compress.export import run as export
@@ -66,8 +66,8 @@ def make(run: Path, names: Sequence[str], progress: Progress) -> tuple[dict[str,
 
 def add(run: Path, made: Sequence[Exported]) -> None:
     """Enters exports into manifest.json and, where the run has one, into the report."""
-    from compress.report.assemble import write_report
     from compress.report.exports import merged
+    from compress.report.files import read_report, write_report
 
     new = {exported.name: exported.to_dict() for exported in made}
     about = manifest.read(run)
@@ -77,5 +77,4 @@ def add(run: Path, made: Sequence[Exported]) -> None:
     manifest.write(run, {**about, "exports": entries})
     if not (run / "report.json").is_file():
         return
-    report: dict[str, Any] = Artifact(run).report
-    write_report(merged(report, list(new.values())), run)
+    write_report(merged(read_report(run), list(new.values())), run)

@@ -1,10 +1,9 @@
 """How many tokens to draft: the usual bands, corrected by what this machine measured. Pure functions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
 
+from compress.report.schema_speed import Advice
 from runtime.engine.metrics import predicted_speedup
 from runtime.speculative.costs import width_cost
 
@@ -13,19 +12,6 @@ MAX_DRAFT_LENGTH = 16
 _WORTH_LENGTHENING = 1.01
 
 LONG, SHORT, NONE = "7 to 10", "3 to 5", "another draft or none"
-
-
-@dataclass(frozen=True)
-class Advice:
-    """`band`: what α alone suggests. `draft_length`: the best by the measured costs; 0: do not speculate."""
-
-    band: str
-    draft_length: int
-    why: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The `speed.advice` of report.json."""
-        return asdict(self)
 
 
 def band(acceptance_rate: float) -> str:
@@ -93,7 +79,7 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
             f"{nearest + 1} tokens at once {width_cost(widths, nearest + 1):.2f}, so even the best draft length "
             f"({nearest}) promises {speeds[nearest]:.2f} times the plain speed."
         )
-        return Advice(usual, 0, why)
+        return Advice(band=usual, draft_length=0, why=why)
     why = (
         f"{opening} With a draft step at {c:.2f} of a target step and {length + 1} tokens verified at "
         f"{width_cost(widths, length + 1):.2f} of one, {length} drafted "
@@ -102,4 +88,4 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
     )
     if length > len(survival):
         why += f" Acceptance beyond position {len(survival)} is extrapolated."
-    return Advice(usual, length, why)
+    return Advice(band=usual, draft_length=length, why=why)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from compress.report.schema_speed import Baseline
 
 LIMIT_SECONDS = 60.0
 NOTE = (
@@ -54,12 +57,12 @@ def run(
     threads: int,
     device: str = "cpu",
     limit: float = LIMIT_SECONDS,
-) -> list[dict[str, Any]]:
-    """One row {name, tokens_per_second, …, note, why} per baseline; a failure is a row with null and `why`."""
+) -> list[Baseline]:
+    """One row per baseline; a failure is a row with null and `why`."""
     labels = names(draft is not None)
     reason = _too_large(original)
     if reason is not None:
-        return [_row(name, why=reason) for name in labels]
+        return [_row(name, reason) for name in labels]
     shortest = min(len(prompt) for prompt in prompts[:_PROMPTS])
     job = Job(
         original=str(original),
@@ -71,23 +74,15 @@ def run(
         device=device,
     )
     output, errors, finished = _child(job, limit)
-    rows = {row["name"]: row for row in _parse(output)}
+    rows = {row.name: row for row in _parse(output)}
     ending = (
         f"did not finish within {limit:.0f} seconds" if not finished else f"the process ended: {_last_line(errors)}"
     )
-    return [rows.get(name, _row(name, why=ending)) for name in labels]
+    return [rows.get(name, _row(name, ending)) for name in labels]
 
 
-def _row(name: str, rate: float | None = None, why: str | None = None, **rest: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "tokens_per_second": rate,
-        "prompts": None,
-        "new_tokens": None,
-        **rest,
-        "note": NOTE,
-        "why": why,
-    }
+def _row(name: str, why: str) -> Baseline:
+    return Baseline(name=name, tokens_per_second=None, prompts=None, new_tokens=None, note=NOTE, why=why)
 
 
 def _too_large(original: Path) -> str | None:
@@ -137,13 +132,11 @@ def _end(process: "subprocess.Popen[str]") -> None:
             process.kill()
 
 
-def _parse(output: str) -> list[dict[str, Any]]:
+def _parse(output: str) -> list[Baseline]:
     rows = []
     for line in output.splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "name" in row:
-                rows.append(row)
+        with contextlib.suppress(ValueError):  # other lines are a library's
+            rows.append(Baseline.model_validate_json(line))
     return rows
 
 
@@ -181,10 +174,7 @@ def _measure(job: Job) -> None:
         _print(_guarded(assisted, model, job, {"prompt_lookup_num_tokens": max(1, job.draft_length)}))
     if job.device == "cpu" and not any(shutil.which(compiler) for compiler in _COMPILERS):
         _print(
-            _row(
-                compiled,
-                why=f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here",
-            )
+            _row(compiled, f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here")
         )
         return
     from transformers import CompileConfig
@@ -196,15 +186,15 @@ def _measure(job: Job) -> None:
     _print(_guarded(compiled, model, job, {"cache_implementation": "static", "compile_config": config}))
 
 
-def _guarded(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+def _guarded(name: str, model: Any, job: Job, options: dict[str, Any]) -> Baseline:
     """A measured row, or one with the reason; a baseline's failure is a finding, not ours to stop for."""
     try:
         return _timed(name, model, job, options)
     except Exception as error:
-        return _row(name, why=f"{type(error).__name__}: {_first_line(str(error))}")
+        return _row(name, f"{type(error).__name__}: {_first_line(str(error))}")
 
 
-def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> Baseline:
     import torch
 
     def generate(prompt: list[int]) -> int:
@@ -232,8 +222,16 @@ def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> dict[str
         started = time.perf_counter()
         new = generate(prompt)
         rates.append(new / (time.perf_counter() - started))
-    rate = sorted(rates)[len(rates) // 2] if len(rates) % 2 else sum(sorted(rates)[len(rates) // 2 - 1 :][:2]) / 2
-    return _row(name, rate, prompts=len(rates), new_tokens=job.new_tokens, warm_up_seconds=warm_up)
+    rate = statistics.median(rates)
+    return Baseline(
+        name=name,
+        tokens_per_second=rate,
+        prompts=len(rates),
+        new_tokens=job.new_tokens,
+        warm_up_seconds=warm_up,
+        note=NOTE,
+        why=None,
+    )
 
 
 def _first_line(text: str) -> str:
@@ -241,8 +239,8 @@ def _first_line(text: str) -> str:
     return lines[0][:200] if lines else "no message"
 
 
-def _print(row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
+def _print(row: Baseline) -> None:
+    print(row.model_dump_json(exclude_unset=True), flush=True)
 
 
 if __name__ == "__main__":

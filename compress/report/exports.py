@@ -15,12 +15,13 @@ from torch import Tensor
 
 from compress.context import RunContext
 from compress.errors import USER_ERRORS
-from compress.report import quality, speed
-from compress.report.schema import null_paths
-from compress.report.unmeasured import NO_QUALITY
+from compress.report import quality
+from compress.report.not_measured import NO_QUALITY, NO_SPEED, TOO_FEW, Reasons, null_paths
+from compress.report.schema import ExportEntry, ExportFigures, ExportSpeed, Report
+from compress.report.timing import compare, time_interleaved
 from runtime import load
 from runtime.engine.metrics import total
-from runtime.model.onnx import graph as onnx_files
+from runtime.model.onnx.graph import holds as holds_onnx
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator, lossless_class
 from runtime.speculative.drafters.lookup import LookupDrafter
@@ -28,14 +29,13 @@ from runtime.speculative.drafters.lookup import LookupDrafter
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # Exported.to_dict()
 
 # An export shall not cost what the artifact's own report costs: held-out tokens, and prompts that are decoded.
 TOKENS, PROMPTS = 4096, 4
 _DRAFT = ".draft"  # beside the exports while they are measured
 _OUR_KERNELS = "the kernels that decode the artifact decode this form, at the speed that is measured for the artifact"
 _LATER = "it was exported after the report was made: a run with --export measures it"
-_TOO_FEW = "too few tokens were decoded or drafted to tell"
 
 
 @dataclass(frozen=True)
@@ -73,38 +73,38 @@ def held_out(windows: Tensor) -> Tensor:
     return windows[: max(1, TOKENS // windows.shape[1])]
 
 
-def unmeasured(entries: Sequence[Entry], reason: str) -> tuple[list[Entry], dict[str, str]]:
-    """Entries without figures, and why, by dotted path."""
-    return [entry | {"measured": None} for entry in entries], {
-        f"exports.{index}.measured": reason for index in range(len(entries))
-    }
+def not_measured(entries: Sequence[Entry], reason: str) -> tuple[list[ExportEntry], Reasons]:
+    """Entries without figures, and why."""
+    reasons = {f"exports.{index}.measured": reason for index in range(len(entries))}
+    return [ExportEntry(**entry, measured=None) for entry in entries], reasons
 
 
-def merged(report: dict[str, Any], made: Sequence[Entry]) -> dict[str, Any]:
+def merged(report: Report, made: Sequence[Entry]) -> Report:
     """A finished report with exports that were made after it: new, or in the place of those of their names."""
-    missing = {path: why for path, why in report["not_measured"].items() if not path.startswith("exports.")}
-    entries = {entry["name"]: entry for entry in report.get("exports", [])}
+    missing = {path: why for path, why in report.not_measured.items() if not path.startswith("exports.")}
+    entries = {entry.name: entry for entry in report.exports}
     reasons = {name: _reasons(report, index) for index, name in enumerate(entries)}
     for entry in made:
-        entries[entry["name"]], reasons[entry["name"]] = entry | {"measured": None}, {"measured": _LATER}
+        name = entry["name"]
+        entries[name], reasons[name] = ExportEntry(**entry, measured=None), {"measured": _LATER}
     for index, name in enumerate(sorted(entries)):
         missing |= {f"exports.{index}.{path}": why for path, why in reasons[name].items()}
-    return {**report, "exports": [entries[name] for name in sorted(entries)], "not_measured": missing}
+    return Report(**{**dict(report), "exports": [entries[name] for name in sorted(entries)], "not_measured": missing})
 
 
-def _reasons(report: dict[str, Any], index: int) -> dict[str, str]:
+def _reasons(report: Report, index: int) -> Reasons:
     """Why figures of one export are missing, by the path below its entry."""
     start = f"exports.{index}."
-    return {p.removeprefix(start): why for p, why in report["not_measured"].items() if p.startswith(start)}
+    return {p.removeprefix(start): why for p, why in report.not_measured.items() if p.startswith(start)}
 
 
-def measure(entries: Sequence[Entry], task: Task) -> tuple[list[Entry], dict[str, str]]:
-    """The entries with their `measured`, and why figures are null, by dotted path.
+def measure(entries: Sequence[Entry], task: Task) -> tuple[list[ExportEntry], Reasons]:
+    """The entries with their `measured`, and why figures are null.
 
     An export that cannot be loaded or run has no figures, and the sentence that says so for a reason.
     """
-    found: list[Entry] = []
-    missing: dict[str, str] = {}
+    found: list[ExportEntry] = []
+    missing: Reasons = {}
     with _drafting(task, entries) as drafting:
         for index, entry in enumerate(entries):
             task.run.progress("exports", index, len(entries))
@@ -112,7 +112,7 @@ def measure(entries: Sequence[Entry], task: Task) -> tuple[list[Entry], dict[str
                 figures, reasons = _measure(_path(task.folder / entry["name"]), task, drafting)
             except USER_ERRORS as error:
                 figures, reasons = None, {"": str(error)}
-            found.append(entry | {"measured": figures})
+            found.append(ExportEntry(**entry, measured=figures))
             missing |= {f"exports.{index}.measured{path}": why for path, why in reasons.items()}
     task.run.progress("exports", len(entries), len(entries))
     return found, missing
@@ -126,7 +126,7 @@ def _path(folder: Path) -> Path:
 @contextmanager
 def _drafting(task: Task, entries: Sequence[Entry]) -> Iterator[_Drafting | None]:
     """Who drafts for those in ONNX; None where nothing is to be drafted."""
-    onnx = any(onnx_files.holds(task.folder / entry["name"]) for entry in entries)
+    onnx = any(holds_onnx(task.folder / entry["name"]) for entry in entries)
     if not onnx or not task.prompts or task.run.draft_length == 0:
         yield None
     elif task.draft is None:
@@ -151,59 +151,56 @@ def _exported(draft: Path, place: Path, task: Task) -> _Drafting:
     return _Drafting(model, f"draft on {model.decoder.kernels}", note)
 
 
-def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Entry, dict[str, str]]:
+def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[ExportFigures, Reasons]:
     """`measured` of one export, and why figures are null, by the path below it. Raises UserError as `load` does."""
     model = load(path, device=task.run.device, threads=task.run.threads)
-    missing: dict[str, str] = {}
-    figures: Entry = {
-        "engine": model.decoder.kernels,
-        "tokens": len(task.windows) * (task.windows.shape[1] - 1) if len(task.windows) else 0,
-        "perplexity": None,
-        "artifact_perplexity": task.perplexity,
-        "speed": None,
-        "notes": [],
-    }
+    missing: Reasons = {}
+    perplexity, speed, notes = None, None, list[str]()
     if len(task.windows):
-        figures["perplexity"] = quality.perplexity(model.decoder, task.windows, f"the export {path.name}'s logits")
+        perplexity = quality.perplexity(model.decoder, task.windows, f"the export {path.name}'s logits")
     else:
         missing |= dict.fromkeys((".perplexity", ".artifact_perplexity"), NO_QUALITY)
-    if not onnx_files.holds(path):
+    if not holds_onnx(path):
         missing[".speed"] = _OUR_KERNELS
     elif not task.prompts:
-        missing[".speed"] = speed.NO_SPEED
+        missing[".speed"] = NO_SPEED
     else:
-        figures["speed"], reasons = _speed(model, task, drafting)
+        speed, reasons = _speed(model, task, drafting)
         missing |= {f".speed.{key}": why for key, why in reasons.items()}
         if drafting is not None and drafting.note is not None:
-            figures["notes"].append(drafting.note)
+            notes.append(drafting.note)
+    figures = ExportFigures(
+        engine=model.decoder.kernels,
+        tokens=len(task.windows) * (task.windows.shape[1] - 1) if len(task.windows) else 0,
+        perplexity=perplexity,
+        artifact_perplexity=task.perplexity,
+        speed=speed,
+        notes=notes,
+    )
     return figures, missing
 
 
-def _speed(model: "Model", task: Task, drafting: _Drafting | None) -> tuple[Entry, dict[str, str]]:
+def _speed(model: "Model", task: Task, drafting: _Drafting | None) -> tuple[ExportSpeed, Reasons]:
     """Greedy decoding alone and with the draft, interleaved, on the same sessions."""
     prompts = task.prompts[:PROMPTS]
     ways = {"plain": Speculator(model)}
     if drafting is not None:
         ways["speculative"] = Speculator(model, drafting.drafter, task.run.draft_length)
-    timed = speed.time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
+    timed = time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
     rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
-    figures: Entry = {
-        "prompts": len(prompts),
-        "new_tokens": task.new_tokens,
-        "draft_length": task.run.draft_length,
-        "tokens_per_second": rates["plain"],
-        **dict.fromkeys(("drafter", "speculative_tokens_per_second", "acceptance_rate", "class")),
-        **dict.fromkeys(("tokens_compared", "mismatches")),
-    }
-    if drafting is None:
-        return figures, dict.fromkeys(null_paths(figures), "the draft length is 0")
-    compared, mismatches = speed.compare(timed["plain"].tokens[0], timed["speculative"].tokens[0])
-    figures |= {
-        "drafter": drafting.name,
-        "speculative_tokens_per_second": rates["speculative"],
-        "acceptance_rate": total(timed["speculative"].metrics[0]).acceptance_rate,
-        "class": lossless_class(model, ways["speculative"].verify, Sampling()),
-        "tokens_compared": compared,
-        "mismatches": mismatches,
-    }
-    return figures, dict.fromkeys(null_paths(figures), _TOO_FEW)
+    spoken = timed.get("speculative")
+    compared, mismatches = compare(timed["plain"].tokens[0], spoken.tokens[0]) if spoken else (None, None)
+    figures = ExportSpeed(
+        prompts=len(prompts),
+        new_tokens=task.new_tokens,
+        draft_length=task.run.draft_length,
+        tokens_per_second=rates["plain"],
+        drafter=None if drafting is None else drafting.name,
+        speculative_tokens_per_second=rates.get("speculative"),
+        acceptance_rate=total(spoken.metrics[0]).acceptance_rate if spoken else None,
+        class_=lossless_class(model, ways["speculative"].verify, Sampling()) if spoken else None,
+        tokens_compared=compared,
+        mismatches=mismatches,
+    )
+    reason = "the draft length is 0" if drafting is None else TOO_FEW
+    return figures, dict.fromkeys(null_paths(figures.model_dump(by_alias=True)), reason)

@@ -1,4 +1,4 @@
-"""report.md and report.html from the dict of report.json: the same figures and the same sentences in both.
+"""report.md and report.html from the report: the same figures and the same sentences in both.
 
 The page loads nothing, runs nothing, and everything in it is escaped.
 """
@@ -10,16 +10,17 @@ from typing import Any
 
 from compress.report import sections, wording
 from compress.report.plots import all_plots
+from compress.report.schema import Report
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def html(report: dict[str, Any]) -> str:
+def html(report: Report) -> str:
     """One self-contained page."""
     return render("report.html.j2", {**_view(report), "plots": all_plots(report)}, autoescape=True)
 
 
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: Report) -> str:
     """The same for GitHub and terminals, without plots."""
     text = render("report.md.j2", _view(report), autoescape=False, cell=cell, fenced=fenced)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -43,12 +44,12 @@ def visible(text: str) -> str:
     return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\t\n" else c for c in text)
 
 
-def _view(report: dict[str, Any]) -> dict[str, Any]:
+def _view(report: Report) -> dict[str, Any]:
     return {
         "report": report,
-        "sample": {key: visible(str(text)) for key, text in (report["sample"] or {}).items()},
-        "title": f"{report['recipe']} · {report['model']}",
-        "about": report["asked"]["recipe"].get("about", ""),
+        "sample": {key: visible(str(text)) for key, text in dict(report.sample or ()).items()},
+        "title": f"{report.recipe} · {report.model}",
+        "about": report.asked.recipe.get("about", ""),
         "headlines": wording.headlines(report),
         "findings": wording.findings(report),
         "lossless": wording.lossless(report),
@@ -57,7 +58,7 @@ def _view(report: dict[str, Any]) -> dict[str, Any]:
         "left_alone": sections.left_alone(report),
         "layers": sections.layers(report),
         "missing": sections.missing(report),
-        "surroundings": sections.surroundings(report),
+        "machine_and_versions": sections.machine_and_versions(report),
     }
 
 

@@ -1,87 +1,23 @@
-"""The report's plots, each a self-contained SVG as a data URI. Figures come from report.json's dict, nothing else."""
+"""The report's plots, each a self-contained SVG as a data URI: bars of size and speed, intervals of quality, acceptance
+by position, errors of layers, losses of training."""
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compress.report.figure import BASELINE, COMPRESSED, DRAFT, INK, ORIGINAL, SPECULATIVE, STYLE, data_uri, new_figure
-from compress.report.wording import number
+from compress.report.schema import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_COLUMNS = 3
-
-
-def rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each stage that trained: kind, budget, steps, tokens, seconds, held-out loss before and best."""
-    out: list[tuple[str, ...]] = []
-    for kind, stage in stages(report).items():
-        best = f"{stage['best']:.4f} (step {stage['best_step']:,})"
-        figures = (f"{stage['steps']:,}", f"{stage['tokens']:,}", f"{number(stage['seconds'], 0)} s")
-        out.append((kind, _budget(stage), *figures, f"{stage['before']:.4f}", best))
-    return out
-
-
-def perplexities(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Perplexity of the held-out windows along each stage's way, where a stage says it."""
-    return [
-        (kind, name.replace("_", " "), number(value, 3))
-        for kind, stage in stages(report).items()
-        for name, value in stage.get("perplexity", {}).items()
-    ]
-
-
-def sources(report: dict[str, Any]) -> list[str]:
-    """What each stage was trained on, a sentence a stage."""
-    return [
-        f"{kind} was trained on {stage['text']['source']}, {stage['text']['documents']:,} documents; its best weights "
-        f"were chosen on {stage['text']['held_out_tokens']:,} other tokens, which nothing else reads."
-        for kind, stage in stages(report).items()
-        if "text" in stage
-    ]
-
-
-def stages(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The stages that trained in the loop, by kind."""
-    training = report["calibration"]["training"]
-    return {kind: stage for kind, stage in training.items() if isinstance(stage, dict) and "curve" in stage}
-
-
-def loss_curves(report: dict[str, Any]) -> "Figure | None":
-    """The training loss and the held-out loss of each stage, in nats over tokens."""
-    found = list(stages(report).items())[:_MOST_COLUMNS]
-    if not found:
-        return None
-    figure, axes = new_figure(2.6, columns=len(found))
-    for one, (kind, stage) in zip([axes] if len(found) == 1 else list(axes), found, strict=True):
-        curve = stage["curve"]
-        trained = [(point["tokens"] / 1e6, point["loss"]) for point in curve if point.get("loss") is not None]
-        held_out = [(point["tokens"] / 1e6, point["held_out"]) for point in curve if point.get("held_out") is not None]
-        one.plot(*zip(*trained, strict=True), color=ORIGINAL, linewidth=1, label="training loss")
-        one.plot(*zip(*held_out, strict=True), "o-", color=COMPRESSED, markersize=3, linewidth=1.4, label="held out")
-        best = stage["best_step"] * stage["tokens"] / stage["steps"] / 1e6
-        one.plot([best], [stage["best"]], "o", color=INK, markersize=5, label="kept")
-        one.set_title(kind, fontsize=9, loc="left")
-        one.set_xlabel("tokens (millions)")
-        one.grid(axis="y")
-        one.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
-    first = axes if len(found) == 1 else axes[0]
-    first.set_ylabel("loss (nats)")
-    return figure
-
-
-def _budget(stage: dict[str, Any]) -> str:
-    budget = stage.get("budget", {})
-    return f"{budget['minutes']:g} minutes" if "minutes" in budget else f"{budget.get('tokens', 0):,} tokens"
-
-
+_MOST_COLUMNS = 3  # stages whose training is drawn
 _KINDS = ("#2563eb", "#16a34a", "#d97706", "#7c3aed", "#dc2626", "#0f172a", "#ec4899", "#06b6d4", "#92400e", "#a3e635")
 _ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", "down")
 
 
-def all_plots(report: dict[str, Any]) -> dict[str, str]:
+def all_plots(report: Report) -> dict[str, str]:
     """Name to data URI of each plot whose figures are there: size, quality, speed, acceptance, layers, training."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -104,37 +40,39 @@ def all_plots(report: dict[str, Any]) -> dict[str, str]:
     return out
 
 
-def size_bars(report: dict[str, Any]) -> "Figure":
+def size_bars(report: Report) -> "Figure":
     """Weights on disk, in MB: original, compressed, draft."""
-    size = report["size"]
+    size = report.size
     bars = [
-        ("original", size["original_bytes"] / 1e6, ORIGINAL),
-        ("compressed", size["compressed_bytes"] / 1e6, COMPRESSED),
+        ("original", size.original_bytes / 1e6, ORIGINAL),
+        ("compressed", size.compressed_bytes / 1e6, COMPRESSED),
     ]
-    if size["draft_bytes"] is not None:
-        bars.append(("draft", size["draft_bytes"] / 1e6, DRAFT))
+    if size.draft_bytes is not None:
+        bars.append(("draft", size.draft_bytes / 1e6, DRAFT))
     figure, axes = new_figure(0.42 * len(bars) + 0.75)
     _horizontal(axes, bars, [f"{value:,.1f} MB" for _, value, _ in bars])
     axes.set_xlabel("weights on disk (MB)")
     return figure
 
 
-def perplexity_interval(report: dict[str, Any]) -> "Figure | None":
+def perplexity_interval(report: Report) -> "Figure | None":
     """Left: both perplexities with their intervals over windows. Right: the change, on the same windows."""
-    found = report["quality"]["perplexity"]
-    if found["compressed"] is None:
+    found = report.quality.perplexity
+    if found.compressed is None or found.original is None:
         return None
-    interval = found["ci95"]
+    interval = found.ci95
     figure, axes = new_figure(1.85, columns=2)
     left, right = axes
-    for y, (name, colour) in enumerate((("compressed", COMPRESSED), ("original", ORIGINAL))):
-        _whisker(left, y, found[name], interval[name] if interval else None, colour, f"{found[name]:.2f}")
+    _whisker(
+        left, 0, found.compressed, interval.compressed if interval else None, COMPRESSED, f"{found.compressed:.2f}"
+    )
+    _whisker(left, 1, found.original, interval.original if interval else None, ORIGINAL, f"{found.original:.2f}")
     left.set_yticks([0, 1], ["compressed", "original"], color=INK)
     left.tick_params(axis="y", length=0)
     left.set_ylim(-0.6, 1.75)
     left.set_xlabel("perplexity per token" + (" (95 % interval)" if interval else ""))
-    change = 100 * (found["compressed"] / found["original"] - 1)
-    bounds = [100 * (bound - 1) for bound in interval["ratio"]] if interval else None
+    change = 100 * (found.compressed / found.original - 1)
+    bounds = [100 * (bound - 1) for bound in interval.ratio] if interval else None
     _whisker(right, 0, change, bounds, COMPRESSED, f"{change:+.2f} %")
     right.axvline(0, color=ORIGINAL, linewidth=1, linestyle=(0, (4, 3)))
     right.set_yticks([])
@@ -149,35 +87,31 @@ def perplexity_interval(report: dict[str, Any]) -> "Figure | None":
     return figure
 
 
-def speed_bars(report: dict[str, Any]) -> "Figure | None":
+def speed_bars(report: Report) -> "Figure | None":
     """Tokens per second: original, compressed, speculative, and the baselines, lighter."""
-    speed = report["speed"]
+    speed = report.speed
     bars: list[tuple[str, float, str]] = []
     for name, colour in (("original", ORIGINAL), ("compressed", COMPRESSED), ("speculative", SPECULATIVE)):
-        entry = speed[name]
-        if entry is not None and entry["tokens_per_second"] is not None:
-            label = "compressed + speculative" if name == "speculative" else name
-            bars.append((label, entry["tokens_per_second"], colour))
+        if pace := speed.pace(name):
+            bars.append(("compressed + speculative" if name == "speculative" else name, pace, colour))
     if not bars:
         return None
-    for row in speed["baselines"] or []:
-        if row["tokens_per_second"] is not None:
-            bars.append((row["name"], row["tokens_per_second"], BASELINE))
+    bars += [(row.name, row.tokens_per_second, BASELINE) for row in speed.baselines or [] if row.tokens_per_second]
     figure, axes = new_figure(0.36 * len(bars) + 0.8)
     _horizontal(axes, bars, [f"{value:,.1f}" for _, value, _ in bars])
     axes.set_xlabel("tokens per second, prompt included")
     return figure
 
 
-def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
+def acceptance_by_position(report: Report) -> "Figure | None":
     """Share of drafts accepted at least up to each position, and what one fitted probability would give."""
-    survival = report["speed"]["accepted_by_position"]
+    survival = report.speed.accepted_by_position
     if not survival:
         return None
     figure, axes = new_figure(2.5)
     places = list(range(1, len(survival) + 1))
     axes.bar(places, [100 * s for s in survival], width=0.62, color=SPECULATIVE, label="measured")
-    p = report["speed"]["per_token_acceptance"]
+    p = report.speed.per_token_acceptance
     if p is not None:
         fitted = [100 * p**i for i in places]
         axes.plot(
@@ -196,15 +130,15 @@ def acceptance_by_position(report: dict[str, Any]) -> "Figure | None":
     return figure
 
 
-def layer_errors(report: dict[str, Any]) -> "Figure | None":
+def layer_errors(report: Report) -> "Figure | None":
     """Relative error of each quantised layer, by block and by kind of layer."""
-    layers = report["quality"]["layers"]
+    layers = report.quality.layers
     if not layers:
         return None
     series: dict[str, list[tuple[float, float]]] = {}
     for index, layer in enumerate(layers):
-        block, kind = split_layer_name(layer["name"], index)
-        series.setdefault(kind, []).append((block, 100 * layer["error"]))
+        block, kind = split_layer_name(layer.name, index)
+        series.setdefault(kind, []).append((block, 100 * layer.error))
     figure, axes = new_figure(2.7)
     series = {kind: series[kind] for kind in sorted(series, key=_place)}
     last = max(block for points in series.values() for block, _ in points)
@@ -237,6 +171,28 @@ def _place(kind: str) -> tuple[int, str]:
     """Where a kind stands in a block; unknown kinds come last, by name."""
     stem = kind.removesuffix("_proj")
     return (_ORDER.index(stem) if stem in _ORDER else len(_ORDER), kind)
+
+
+def loss_curves(report: Report) -> "Figure | None":
+    """The training loss and the held-out loss of each stage, in nats over tokens."""
+    found = list(report.calibration.trained.items())[:_MOST_COLUMNS]
+    if not found:
+        return None
+    figure, axes = new_figure(2.6, columns=len(found))
+    for one, (kind, stage) in zip([axes] if len(found) == 1 else list(axes), found, strict=True):
+        trained = [(point.tokens / 1e6, point.loss) for point in stage.curve if point.loss is not None]
+        held_out = [(point.tokens / 1e6, point.held_out) for point in stage.curve if point.held_out is not None]
+        one.plot(*zip(*trained, strict=True), color=ORIGINAL, linewidth=1, label="training loss")
+        one.plot(*zip(*held_out, strict=True), "o-", color=COMPRESSED, markersize=3, linewidth=1.4, label="held out")
+        best = stage.best_step * stage.tokens / stage.steps / 1e6
+        one.plot([best], [stage.best], "o", color=INK, markersize=5, label="kept")
+        one.set_title(kind, fontsize=9, loc="left")
+        one.set_xlabel("tokens (millions)")
+        one.grid(axis="y")
+        one.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
+    first = axes if len(found) == 1 else axes[0]
+    first.set_ylabel("loss (nats)")
+    return figure
 
 
 def _horizontal(axes: "Axes", bars: Sequence[tuple[str, float, str]], labels: Sequence[str]) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from calib.windows import Windows
 from compress.errors import UserError
 from compress.logits import kl_rows, log_probabilities, token_nll
+from compress.report.not_measured import NO_QUALITY, Reasons
+from compress.report.schema import Comparison, Divergence, Interval95, Pair, Perplexity, Protocol
 from runtime.contract import CacheKind, Decoder, Rows
 
 # Positions in one forward, and logits of them in float64 at a time: 32 MB, whatever the vocabulary.
@@ -33,21 +35,15 @@ def measure(
     *,
     head: str = "keep",
     on_step: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """The `quality` section of report.json, without `corpus`, `kv_perplexity` and `layers`.
+) -> tuple[Comparison, Reasons]:
+    """Compares both models on windows of held-out text.
 
     windows  the evaluation part is measured: every token of a window but its first is predicted.
     head     how the compressed model's output head is stored, as the recipe says it: it belongs to the protocol.
     on_step  told (windows done, windows) after each window.
 
-    protocol         window and stride (equal: windows do not overlap) in tokens, tokens predicted, head.
-    perplexity       exp of the mean negative log likelihood per predicted token (nats). ci95 holds 95 % percentile
-                     intervals [low, high] over windows: of `original`, of `compressed`, and of `ratio` = compressed /
-                     original, for which each resample takes the same windows of both (what the text's difficulty
-                     adds to both cancels: this is the interval to judge a recipe by).
-    bits_per_byte    the same losses in bits over the UTF-8 bytes of the predicted text.
-    kl_divergence    KL(original ‖ compressed) per predicted token, nats: mean and 99th percentile.
-    top1_agreement   share of predicted tokens where both put the same token first.
+    Each resample of `ci95.ratio` takes the same windows of both models: what the text's difficulty adds to both
+    cancels, so that this is the interval to judge a recipe by.
 
     Raises UserError for logits that are NaN or infinite (model, window and position named), for models of different
     vocabularies, and for windows that a model cannot take.
@@ -184,8 +180,8 @@ def bootstrap_interval(
 
 def summarise(
     scores: list[WindowScores], window_bytes: Tensor, window: int, head: str = "keep", seed: int = 0
-) -> dict[str, Any]:
-    """The section from the scores of windows of equal length; `window_bytes` (E,) as in `Windows`."""
+) -> tuple[Comparison, Reasons]:
+    """The figures of the scores of windows of equal length; `window_bytes` (E,) as in `Windows`."""
     losses = np.array([[float(s.original_nll.mean()), float(s.compressed_nll.mean())] for s in scores])
     kl = np.concatenate([s.kl.numpy() for s in scores])
     total_bytes = int(window_bytes.sum())
@@ -195,31 +191,43 @@ def summarise(
             f"the loss per token is {mean[0]:.4g} nats for the original and {mean[1]:.4g} for the compressed model, "
             "which has no finite perplexity: check the weights"
         )
-    missing: dict[str, str] = {}
-    intervals: dict[str, list[float]] | None = None
+    missing: Reasons = {}
+    intervals = None
     if len(scores) > 1:
-        statistics: dict[str, Callable[[Any], Any]] = {
-            "original": lambda means: np.exp(means[:, 0]),
-            "compressed": lambda means: np.exp(means[:, 1]),
-            "ratio": lambda means: np.exp(means[:, 1] - means[:, 0]),
-        }
-        intervals = {name: list(bootstrap_interval(losses, f, seed=seed)) for name, f in statistics.items()}
+        intervals = Interval95(
+            original=bootstrap_interval(losses, lambda means: np.exp(means[:, 0]), seed=seed),
+            compressed=bootstrap_interval(losses, lambda means: np.exp(means[:, 1]), seed=seed),
+            ratio=bootstrap_interval(losses, lambda means: np.exp(means[:, 1] - means[:, 0]), seed=seed),
+        )
     else:
-        missing["perplexity.ci95"] = "one window tells no spread: evaluate more tokens"
-    bits: dict[str, float | None] = {"original": None, "compressed": None}
+        missing["quality.perplexity.ci95"] = "one window tells no spread: evaluate more tokens"
+    bits = Pair(original=None, compressed=None)
     if total_bytes:
         per_byte = mean * len(kl) / math.log(2) / total_bytes
-        bits = {"original": float(per_byte[0]), "compressed": float(per_byte[1])}
+        bits = Pair(original=float(per_byte[0]), compressed=float(per_byte[1]))
     else:
-        missing["bits_per_byte"] = "the predicted tokens stand for no text"
-    return {
-        "protocol": {"window": window, "stride": window, "tokens": len(kl), "head": head},
-        "perplexity": {"original": math.exp(mean[0]), "compressed": math.exp(mean[1]), "ci95": intervals},
-        "bits_per_byte": bits,
-        "kl_divergence": {"mean": float(kl.mean()), "p99": float(np.quantile(kl, 0.99))},
-        "top1_agreement": float(torch.cat([s.agrees for s in scores]).double().mean()),
-        "not_measured": missing,
-    }
+        missing["quality.bits_per_byte"] = "the predicted tokens stand for no text"
+    found = Comparison(
+        protocol=Protocol(window=window, stride=window, tokens=len(kl), head=head),
+        perplexity=Perplexity(original=math.exp(mean[0]), compressed=math.exp(mean[1]), ci95=intervals),
+        bits_per_byte=bits,
+        kl_divergence=Divergence(mean=float(kl.mean()), p99=float(np.quantile(kl, 0.99))),
+        top1_agreement=float(torch.cat([s.agrees for s in scores]).double().mean()),
+    )
+    return found, missing
+
+
+def not_measured(window: int, head: str) -> tuple[Comparison, Reasons]:
+    """The section without a figure; `window` tokens would have been in one, the head is stored as `head`."""
+    nothing = Comparison(
+        protocol=Protocol(window=window, stride=window, tokens=0, head=head),
+        perplexity=Perplexity(original=None, compressed=None, ci95=None),
+        bits_per_byte=Pair(original=None, compressed=None),
+        kl_divergence=None,
+        top1_agreement=None,
+    )
+    figures = ("perplexity", "bits_per_byte", "kl_divergence", "top1_agreement", "kv_perplexity")
+    return nothing, {f"quality.{figure}": NO_QUALITY for figure in figures}
 
 
 def _check(original: Decoder, compressed: Decoder, windows: Windows) -> None:

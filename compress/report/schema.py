@@ -1,27 +1,24 @@
-"""The form of report.json, and the check that every figure is there or says why it is not.
+"""The form of report.json: what measures returns these objects, and what shows them reads their attributes.
 
 The convention for what was not measured: the key stays, its value is null, and the top-level `not_measured` maps the
-figure's dotted path to the reason. A path covers everything below it ("speed" covers all of `speed`), `*` stands for
-one key, and list entries are named by their index ("speed.baselines.2.tokens_per_second"). No null is without a reason,
-and no number is a guess.
+figure's dotted path to the reason (not_measured.py). No null is without a reason, and no number is a guess.
 
 Units: bytes, milliseconds, tokens per second, joules; shares and ratios are plain numbers.
 """
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA = 1
+from compress.records import ExpertRecord, LeftAlone
+from compress.report.not_measured import reason_for, unexplained
+from compress.report.schema_speed import Lossless, LosslessClass, Speed
+from compress.report.strict import Strict
+
+SCHEMA: Final = 1
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Machine(_Strict):
+class Machine(Strict):
     """Where it ran. `instruction_path` is the compressed model's kernels: a name of runtime.kernels.available(), and
     behind it the libraries that run some of the layers."""
 
@@ -31,7 +28,7 @@ class Machine(_Strict):
     device: str
 
 
-class Asked(_Strict):
+class Asked(Strict):
     """What the user asked for: the command without directories, the complete recipe, how to measure."""
 
     command: str
@@ -44,15 +41,23 @@ class Asked(_Strict):
     threads: int | None
 
 
-class Pair(_Strict):
+class Pair(Strict):
     """One figure of both models."""
 
     original: float | None
     compressed: float | None
 
 
-class Sparsity(_Strict):
-    """Zeros among the weights of pruned layers; bytes of their values in the file, and in a 2:4 store."""
+class CacheBytes(Strict):
+    """Bytes that the keys and values of one token take in the cache of each model."""
+
+    original: int | None
+    compressed: int | None
+
+
+class Sparsity(Strict):
+    """Zeros among the weights of pruned layers; bytes of their values (codes; scales not counted) in the file, and in
+    a 2:4 store, null where it cannot hold them."""
 
     layers: int
     zero_share: float
@@ -60,20 +65,21 @@ class Sparsity(_Strict):
     two_of_four_bytes: int | None
 
 
-class Size(_Strict):
-    """Bytes on disk and in the cache. `ratio` = original / compressed; bits over quantised weights, scales included."""
+class Size(Strict):
+    """Bytes on disk and in the cache. `ratio` = original / compressed; bits over quantised weights, with all that is
+    stored for them."""
 
     original_bytes: int
     compressed_bytes: int
     ratio: float
     bits_per_weight: float | None
-    kv_bytes_per_token: Pair
+    kv_bytes_per_token: CacheBytes
     draft_bytes: int | None
     peak_memory_bytes: int | None
     sparsity: Sparsity | None = None
 
 
-class CorpusInfo(_Strict):
+class CorpusInfo(Strict):
     """The text: its name, the sha256 of its documents, and the interpreter whose standard library it is."""
 
     name: str
@@ -81,7 +87,7 @@ class CorpusInfo(_Strict):
     python: str | None
 
 
-class Protocol(_Strict):
+class Protocol(Strict):
     """Tokens of a window and between the starts of two, tokens predicted, how the head is stored."""
 
     window: int
@@ -90,7 +96,7 @@ class Protocol(_Strict):
     head: str
 
 
-class Interval95(_Strict):
+class Interval95(Strict):
     """95 % bootstrap intervals [low, high]; `ratio` is compressed / original on the same resamples."""
 
     original: tuple[float, float]
@@ -104,14 +110,14 @@ class Perplexity(Pair):
     ci95: Interval95 | None
 
 
-class Divergence(_Strict):
+class Divergence(Strict):
     """KL(original ‖ compressed) per token, nats."""
 
     mean: float
     p99: float
 
 
-class LayerError(_Strict):
+class LayerError(Strict):
     """One quantised layer; `error` is ‖W − Ŵ‖ / ‖W‖, `output_error` the same of its outputs on calibration text."""
 
     name: str
@@ -122,179 +128,104 @@ class LayerError(_Strict):
     damping: float | None = None
 
 
-class Quality(_Strict):
-    """On held-out text, through the runtime, on the artifact read back."""
-
+class _OnCorpus(Strict):
     corpus: CorpusInfo
+
+
+class Comparison(Strict):
+    """Of original and compressed model on the same windows.
+
+    perplexity      exp of the mean negative log likelihood per predicted token (nats).
+    bits_per_byte   the same losses in bits over the UTF-8 bytes of the predicted text.
+    top1_agreement  share of predicted tokens where both put the same token first.
+    """
+
     protocol: Protocol
     perplexity: Perplexity
     bits_per_byte: Pair
     kl_divergence: Divergence | None
     top1_agreement: float | None
+
+
+class Quality(Comparison, _OnCorpus):  # the corpus is written first
+    """On held-out text, through the runtime, on the artifact read back."""
+
     kv_perplexity: float | None
     layers: list[LayerError]
 
 
-class Percentiles(_Strict):
-    """Milliseconds between a token and the one before it; 0 within a round."""
+class TrainingText(BaseModel):
+    """What a stage trained on; its best weights were chosen on `held_out_tokens` others."""
 
-    p50: float | None
-    p90: float | None
-    p99: float | None
-
-
-class Way(_Strict):
-    """One way of decoding. tokens_per_second counts the prompt's time too, decode_tokens_per_second does not."""
-
-    tokens_per_second: float | None
-    decode_tokens_per_second: float | None
-    ttft_ms: float | None
-    itl_ms: Percentiles
-    latency_ms: float | None
-    mean_width: float | None
-    energy_j: float | None
+    source: str
+    documents: int
+    held_out_tokens: int
 
 
-class Baseline(_Strict):
-    """transformers' generate on the original; `why` says why a row has no figure."""
+class LossPoint(BaseModel):
+    """Losses in nats after `tokens` tokens; each stands at some points only."""
 
-    name: str
-    tokens_per_second: float | None
-    prompts: int | None
-    new_tokens: int | None
-    warm_up_seconds: float | None = None
-    note: str
-    why: str | None
-
-
-class WidthCost(_Strict):
-    """A target forward of `width` rows: median milliseconds, and over width 1."""
-
-    width: int
-    ms: float
-    ratio: float
-
-
-class Speedup(_Strict):
-    """Ratios of tokens per second; decode_over_compressed leaves the prompt's time out, as predicted_speedup does."""
-
-    over_compressed: float | None
-    over_original: float | None
-    decode_over_compressed: float | None
-    compressed_over_original: float | None
-
-
-class Group(_Strict):
-    """Some of the prompts."""
-
-    name: str
-    prompts: int
-    repeated_4gram_share: float | None
-    acceptance_rate: float | None
-    tokens_per_round: float | None
-    speedup_over_compressed: float | None
-
-
-class AdviceInfo(_Strict):
-    """See advice.py. draft_length 0: do not speculate."""
-
-    band: str
-    draft_length: int = Field(ge=0)
-    why: str
-
-
-class Speed(_Strict):
-    """Decoding, in one runtime, interleaved."""
-
-    prompts: int | None
-    new_tokens: int | None
-    repeats: int | None
-    threads: int | None
-    repeated_4gram_share: float | None
-    original: Way | None
-    compressed: Way | None
-    speculative: Way | None
-    baselines: list[Baseline] | None
-    drafter: str | None
-    acceptance_rate: float | None
-    acceptance_rate_t1: float | None
-    acceptance_rate_t1_verify: str | None
-    per_token_acceptance: float | None
-    teacher_forced_agreement: float | None
-    teacher_forced_agreement_t1: float | None
-    accepted_by_position: list[float] | None
-    tokens_per_round: float | None
-    draft_length: int | None
-    draft_cost_ratio: float | None
-    width_cost_ratio: float | None
-    width_costs: list[WidthCost] | None
-    predicted_speedup: float | None
-    iid_speedup: float | None
-    speedup: Speedup | None
-    groups: list[Group] | None
-    advice: AdviceInfo | None
-
-
-class Lossless(_Strict):
-    """Speculative against plain greedy output of the compressed model, token for token."""
-
-    class_: Literal["exact", "measured", "distribution", "lossy"] | None = Field(alias="class")
-    verify: str | None
-    tokens_compared: int | None
-    mismatches: int | None
-
-
-class ExpertEntry(_Strict):
-    """One expert: its block, its number there, the calibration tokens routed to it; `handled` as in ExpertRecord."""
-
-    block: int
-    expert: int
     tokens: int
-    handled: Literal["calibrated", "all tokens", "rounded to nearest"]
+    loss: float | None = None
+    held_out: float | None = None
+
+
+class TrainedStage(BaseModel):
+    """What every stage that trains in the loop says (the kinds say more); losses in nats on held-out text."""
+
+    budget: dict[str, float | None] = Field(default_factory=dict)
+    text: TrainingText | None = None
+    steps: int
+    tokens: int
+    seconds: float | None
+    before: float
+    best: float
+    best_step: int
+    perplexity: dict[str, float] = Field(default_factory=dict)
+    curve: list[LossPoint]
 
 
 class Calibration(BaseModel):
-    """What the algorithms saw. Recipes may add to `training`."""
+    """What the algorithms saw. Recipes may add to `training`, which is by the kind of stage."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     source: str | None
     samples_requested: int | None
     samples_used: int | None
     tokens: int | None
-    experts: list[ExpertEntry]
+    experts: list[ExpertRecord]
     training: dict[str, Any]
 
+    @property
+    def trained(self) -> dict[str, TrainedStage]:
+        """The stages that trained in the loop, by kind."""
+        stages = self.training.items()
+        return {k: TrainedStage.model_validate(s) for k, s in stages if isinstance(s, dict) and "curve" in s}
 
-class LeftAloneEntry(_Strict):
-    """A tensor or layer that stayed as it was."""
 
-    layer: str
-    why: str
-
-
-class ExportLoss(_Strict):
+class ExportLoss(Strict):
     """A layer that an export had to round again: ‖W' − W‖ / ‖W‖ against the artifact's weight."""
 
     layer: str
     error: float
 
 
-class ExportSpeed(_Strict):
+class ExportSpeed(Strict):
     """Greedy decoding of an export, alone and with a draft of `draft_length`, on the same sessions, interleaved."""
 
     prompts: int
     new_tokens: int
     draft_length: int
-    drafter: str | None
     tokens_per_second: float | None
+    drafter: str | None
     speculative_tokens_per_second: float | None
     acceptance_rate: float | None
-    class_: Literal["exact", "measured", "distribution", "lossy"] | None = Field(alias="class")
+    class_: LosslessClass | None
     tokens_compared: int | None
     mismatches: int | None
 
 
-class ExportFigures(_Strict):
+class ExportFigures(Strict):
     """An export read back by the runtime; both perplexities are of the same `tokens` predicted tokens."""
 
     engine: str
@@ -305,7 +236,7 @@ class ExportFigures(_Strict):
     notes: list[str]
 
 
-class ExportEntry(_Strict):
+class ExportEntry(Strict):
     """The model in another engine's form: bytes of its weights, layers kept exactly, layers rounded again."""
 
     name: str
@@ -314,10 +245,10 @@ class ExportEntry(_Strict):
     requantized: list[ExportLoss]
     worst: ExportLoss | None
     notes: list[str]
-    measured: ExportFigures | None
+    measured: ExportFigures | None = None
 
 
-class Sample(_Strict):
+class Sample(Strict):
     """The same prompt continued greedily by both models."""
 
     prompt: str
@@ -326,10 +257,10 @@ class Sample(_Strict):
     new_tokens: int
 
 
-class Report(_Strict):
+class Report(Strict):
     """report.json."""
 
-    schema_: Literal[1] = Field(alias="schema")
+    schema_: Literal[1]
     recipe: str
     model: str
     draft: str | None
@@ -342,71 +273,21 @@ class Report(_Strict):
     speed: Speed
     lossless: Lossless
     calibration: Calibration
-    left_alone: list[LeftAloneEntry]
+    left_alone: list[LeftAlone]
     sample: Sample | None
-    exports: list[ExportEntry] = []
+    exports: list[ExportEntry] = Field(default_factory=list)
     not_measured: dict[str, str]
 
     @model_validator(mode="after")
     def _every_null_has_a_reason(self) -> "Report":
-        data = self.model_dump(by_alias=True)
-        bare = unexplained(data)
-        if bare:
+        if bare := unexplained(self.to_dict()):
             raise ValueError(f"null without a reason in not_measured: {', '.join(bare)}")
         return self
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for report.json. Defaults that nobody gave (a layer's damping, say) are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
-# Nulls that are statements rather than missing figures: no draft, no interpreter, nothing pruned, no failure.
-_STATEMENTS = (
-    "draft",
-    "asked.*",
-    "size.sparsity",
-    "quality.corpus.python",
-    "exports.*.worst",
-    "quality.layers.*.output_error",
-    "quality.layers.*.damping",
-    "speed.baselines.*.why",
-    "speed.baselines.*.prompts",
-    "speed.baselines.*.new_tokens",
-    "speed.baselines.*.warm_up_seconds",
-)
-
-
-def unexplained(report: dict[str, Any]) -> list[str]:
-    """Paths of nulls that neither are statements nor stand under a path of `not_measured`."""
-    reasons = tuple(report.get("not_measured", {}))
-    return [
-        path
-        for path in null_paths(report)
-        if not any(covers(reason, path) for reason in reasons)
-        # A statement is about itself, not about what would stand below it.
-        and not any(covers(said, path) and said.count(".") == path.count(".") for said in _STATEMENTS)
-    ]
-
-
-def reason_for(report: dict[str, Any], path: str) -> str | None:
-    """Why the figure at a dotted path was not measured: the most specific reason."""
-    found = [reason for reason in report["not_measured"] if covers(reason, path)]
-    return report["not_measured"][max(found, key=lambda r: r.count("."))] if found else None
-
-
-def covers(reason: str, path: str) -> bool:
-    """Whether a path of `not_measured` stands for `path`: itself or something above it."""
-    wanted, parts = reason.split("."), path.split(".")
-    return len(wanted) <= len(parts) and all(fnmatchcase(p, w) for w, p in zip(wanted, parts, strict=False))
-
-
-def null_paths(value: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of all nulls, depth first. The reasons themselves are not looked at."""
-    if value is None:
-        yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        if not path and key == "not_measured":
-            continue
-        yield from null_paths(item, f"{path}.{key}" if path else str(key))
-
-
-def validate(report: dict[str, Any]) -> Report:
-    """The report as an object. Raises ValidationError (a programming error) where a key or a reason is missing."""
-    return Report.model_validate(report)
+    def reason(self, path: str) -> str | None:
+        """Why the figure at a dotted path was not measured."""
+        return reason_for(self.not_measured, path)

@@ -7,13 +7,13 @@ few kilobytes a file). Nothing is estimated from parameter counts.
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.records import LayerRecord
-from compress.report.unmeasured import NOT_LOADED
+from compress.report.not_measured import NOT_LOADED, Reasons
+from compress.report.schema import CacheBytes, Size, Sparsity
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -27,52 +27,49 @@ def measure(
     cache_bytes: tuple[int, int] | None,
     pruned: Sequence[str] = (),
     device: torch.device | None = None,
-) -> dict[str, Any]:
-    """The `size` section of report.json: bytes, ratios, bits.
+) -> tuple[Size, Reasons]:
+    """The `size` section, and why figures are missing.
 
     original, model, draft   model directories; `packed` the quantised layers of `model`.
     cache_bytes              what one token takes in the cache of the original and of the compressed decoder; None:
                              neither was loaded.
     pruned                   linear layers of `model` whose weights were set to zero one by one, by their names there.
 
-    Keys: original_bytes, compressed_bytes and draft_bytes (`weight_bytes`); ratio = original / compressed, the draft
-    not counted; bits_per_weight over the quantised weights only, with all that is stored for them (`bits_per_weight`);
-    kv_bytes_per_token{original, compressed}; peak_memory_bytes of this process until now (on CUDA: what
-    torch held on the GPU at most); sparsity, null where nothing
-    was pruned. A figure that could not be had is null, and `not_measured` says why. Raises UserError for a directory
-    without readable safetensors weights.
+    The draft does not count in the ratio; peak memory is that of this process until now (on CUDA: what torch held on
+    the GPU at most). Raises UserError for a directory without readable safetensors weights.
     """
-    missing: dict[str, str] = {}
+    missing: Reasons = {}
     original_bytes, compressed_bytes = weight_bytes(original), weight_bytes(model)
     weights = sum(layer.weights for layer in packed)
     if not weights:
-        missing["bits_per_weight"] = "no layer is quantised"
+        missing["size.bits_per_weight"] = "no layer is quantised"
     if draft is None:
-        missing["draft_bytes"] = "the run has no draft model"
+        missing["size.draft_bytes"] = "the run has no draft model"
     if cache_bytes is None:
-        missing["kv_bytes_per_token"] = NOT_LOADED
+        missing["size.kv_bytes_per_token"] = NOT_LOADED
     zeros = None
     if pruned:
         checkpoint = open_checkpoint(model)
         zeros = sparsity(checkpoint.weight(name) for name in pruned)
-        if zeros["two_of_four_bytes"] is None:
-            missing["sparsity.two_of_four_bytes"] = (
+        if zeros.two_of_four_bytes is None:
+            missing["size.sparsity.two_of_four_bytes"] = (
                 "the zeros do not lie two in every four, so a 2:4 store cannot hold these layers"
             )
     peak = peak_memory_bytes(device)
     if peak is None:
-        missing["peak_memory_bytes"] = "this system does not tell a process's peak memory"
-    return {
-        "original_bytes": original_bytes,
-        "compressed_bytes": compressed_bytes,
-        "ratio": original_bytes / compressed_bytes,
-        "bits_per_weight": bits_per_weight(packed) if weights else None,
-        "kv_bytes_per_token": dict(zip(("original", "compressed"), cache_bytes or (None, None), strict=True)),
-        "draft_bytes": None if draft is None else weight_bytes(draft),
-        "peak_memory_bytes": peak,
-        "sparsity": zeros,
-        "not_measured": missing,
-    }
+        missing["size.peak_memory_bytes"] = "this system does not tell a process's peak memory"
+    before, after = cache_bytes or (None, None)
+    size = Size(
+        original_bytes=original_bytes,
+        compressed_bytes=compressed_bytes,
+        ratio=original_bytes / compressed_bytes,
+        bits_per_weight=bits_per_weight(packed) if weights else None,
+        kv_bytes_per_token=CacheBytes(original=before, compressed=after),
+        draft_bytes=None if draft is None else weight_bytes(draft),
+        peak_memory_bytes=peak,
+        sparsity=zeros,
+    )
+    return size, missing
 
 
 def bits_per_weight(layers: Sequence[LayerRecord]) -> float:
@@ -80,12 +77,9 @@ def bits_per_weight(layers: Sequence[LayerRecord]) -> float:
     return 8 * sum(layer.stored_bytes for layer in layers) / sum(layer.weights for layer in layers)
 
 
-def sparsity(weights: Iterable[PackedWeight | Tensor]) -> dict[str, Any]:
-    """The zeros of pruned layers (N, K), as they are on disk.
-
-    Keys: layers; zero_share; value_bytes, what their values (codes) take in the file, scales not counted; and
-    two_of_four_bytes, what the values would take in a 2:4 store: None unless every four of a row have two zeros.
-    """
+def sparsity(weights: Iterable[PackedWeight | Tensor]) -> Sparsity:
+    """The zeros of pruned layers (N, K), as they are on disk. `two_of_four_bytes` is None unless every four of a row
+    have two zeros."""
     layers = total = zeros = 0
     value_bits = kept_bits = 0
     fits = True
@@ -99,12 +93,12 @@ def sparsity(weights: Iterable[PackedWeight | Tensor]) -> dict[str, Any]:
         value_bits += bits * values.numel()
         kept_bits += two_of_four_bits(values.numel(), bits)
         fits = fits and values.shape[1] % 4 == 0 and bool((is_zero.view(-1, 4).sum(1) >= 2).all())
-    return {
-        "layers": layers,
-        "zero_share": zeros / total,
-        "value_bytes": value_bits // 8,
-        "two_of_four_bytes": kept_bits // 8 if fits else None,
-    }
+    return Sparsity(
+        layers=layers,
+        zero_share=zeros / total,
+        value_bytes=value_bits // 8,
+        two_of_four_bytes=kept_bits // 8 if fits else None,
+    )
 
 
 def two_of_four_bits(values: int, bits: int) -> int:

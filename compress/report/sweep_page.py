@@ -4,7 +4,7 @@ import base64
 from typing import Any
 
 from compress.report.page import cell, fenced, render
-from compress.report.sweep_table import Row, Standings
+from compress.report.sweep_table import Row, SweepTable
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
 HEADERS = (
@@ -30,13 +30,13 @@ _NOTES = (
 )
 
 
-def html(found: Standings, plot: bytes | None) -> str:
+def html(found: SweepTable, plot: bytes | None) -> str:
     """One self-contained page with the plot (SVG); recipes link to their reports beside it."""
     uri = None if plot is None else "data:image/svg+xml;base64," + base64.b64encode(plot).decode("ascii")
     return render("sweep.html.j2", {**_view(found), "plot": uri}, autoescape=True)
 
 
-def markdown(found: Standings) -> str:
+def markdown(found: SweepTable) -> str:
     """The same for GitHub and terminals."""
     return render("sweep.md.j2", _view(found), autoescape=False, cell=cell, fenced=fenced).strip() + "\n"
 
@@ -62,7 +62,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _view(found: Standings) -> dict[str, Any]:
+def _view(found: SweepTable) -> dict[str, Any]:
     original = found.original
     first = None
     if original is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.report.figure import BASELINE, COMPRESSED, FAINT, INK, ORIGINAL, SPECULATIVE, STYLE, new_figure
-from compress.report.sweep_table import Row, Standings
+from compress.report.sweep_table import Row, SweepTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ _LETTER, _LINE = 5.0, 10.0  # points: about the width and height of a letter of 
 _MISTAKEN = 25.0  # square points of overlap that standing beside another point is as bad as
 
 
-def pareto(found: Standings) -> "Figure | None":
+def pareto(found: SweepTable) -> "Figure | None":
     """Change of perplexity over weights on disk and, where it was measured, over speed; dominated recipes are grey.
 
     None where no recipe has finished.

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compress.errors import UserError
+from compress.report.schema import Report
 
 SCHEMA = 1
 # The same original on the same text: its perplexity must come out alike in every report, but for foreign kernels.
@@ -56,11 +57,11 @@ class Original:
 
     bytes: int
     kv_bytes_per_token: float | None
-    perplexity: float
+    perplexity: float | None
 
 
 @dataclass(frozen=True)
-class Standings:
+class SweepTable:
     """All recipes, in the order in which they were asked for. `original` is None while nothing has finished."""
 
     command: str
@@ -76,12 +77,12 @@ class Standings:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def standings(command: str, found: Mapping[str, dict[str, Any] | str]) -> Standings:
-    """The table of recipes, by name: each one's report.json, or the sentence that says why there is none.
+def sweep_table(command: str, found: Mapping[str, Report | str]) -> SweepTable:
+    """The table of recipes, by name: each one's report, or the sentence that says why there is none.
 
     Raises UserError where two reports are not of the same model and text.
     """
-    reports = {name: report for name, report in found.items() if isinstance(report, dict)}
+    reports = {name: report for name, report in found.items() if isinstance(report, Report)}
     _check_comparable(reports)
     made = [_row(name, report) for name, report in found.items()]
     beaten = dominated([row.point for row in made])
@@ -90,15 +91,13 @@ def standings(command: str, found: Mapping[str, dict[str, Any] | str]) -> Standi
         for row, better in zip(made, beaten, strict=True)
     )
     if not reports:
-        return Standings(command, None, None, None, (), None, rows)
+        return SweepTable(command, None, None, None, (), None, rows)
     first = next(iter(reports.values()))
-    size, quality = first["size"], first["quality"]
-    text = f"{quality['protocol']['tokens']:,} held-out tokens of {quality['corpus']['name']}"
-    machines = dict.fromkeys(f"{r['machine']['cpu']}, {r['machine']['instruction_path']}" for r in reports.values())
-    original = Original(
-        size["original_bytes"], size["kv_bytes_per_token"]["original"], quality["perplexity"]["original"]
-    )
-    return Standings(command, first["model"], first["draft"], text, tuple(machines), original, rows)
+    size, quality = first.size, first.quality
+    text = f"{quality.protocol.tokens:,} held-out tokens of {quality.corpus.name}"
+    machines = dict.fromkeys(f"{r.machine.cpu}, {r.machine.instruction_path}" for r in reports.values())
+    original = Original(size.original_bytes, size.kv_bytes_per_token.original, quality.perplexity.original)
+    return SweepTable(command, first.model, first.draft, text, tuple(machines), original, rows)
 
 
 def dominated(points: Sequence[Point]) -> list[tuple[int, ...]]:
@@ -114,49 +113,54 @@ def _outdoes(one: Point, other: Point) -> bool:
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def _row(name: str, report: dict[str, Any] | str) -> Row:
+def _row(name: str, report: Report | str) -> Row:
     if isinstance(report, str):
         return Row(name, "", failed=report)
-    size, quality, speed = report["size"], report["quality"], report["speed"]
-    found = quality["perplexity"]
+    size, quality, speed = report.size, report.quality, report.speed
+    found = quality.perplexity
     # A recipe that quantises the cache is judged by what the model says with that cache.
-    perplexity = quality["kv_perplexity"] or found["compressed"]
-    interval = found["ci95"] if perplexity == found["compressed"] else None
+    perplexity = quality.kv_perplexity or found.compressed
+    interval = found.ci95 if perplexity == found.compressed else None
     start, plain, speculative = (
-        speed[way]["tokens_per_second"] if speed[way] else None for way in ("original", "compressed", "speculative")
+        way.tokens_per_second if way else None for way in (speed.original, speed.compressed, speed.speculative)
     )
     best = max((pace for pace in (plain, speculative) if pace is not None), default=None)
     return Row(
         recipe=name,
-        about=report["asked"]["recipe"].get("about", ""),
-        compressed_bytes=size["compressed_bytes"],
-        ratio=size["ratio"],
-        bits_per_weight=size["bits_per_weight"],
-        kv_bytes_per_token=size["kv_bytes_per_token"]["compressed"],
+        about=report.asked.recipe.get("about", ""),
+        compressed_bytes=size.compressed_bytes,
+        ratio=size.ratio,
+        bits_per_weight=size.bits_per_weight,
+        kv_bytes_per_token=size.kv_bytes_per_token.compressed,
         perplexity=perplexity,
-        perplexity_change=perplexity / found["original"] - 1,
-        ci95=None if interval is None else (interval["ratio"][0] - 1, interval["ratio"][1] - 1),
-        kl_divergence=quality["kl_divergence"]["mean"],
-        top1_agreement=quality["top1_agreement"],
+        perplexity_change=perplexity / found.original - 1 if perplexity and found.original else None,
+        ci95=None if interval is None else (interval.ratio[0] - 1, interval.ratio[1] - 1),
+        kl_divergence=None if quality.kl_divergence is None else quality.kl_divergence.mean,
+        top1_agreement=quality.top1_agreement,
         speed=None if best is None or start is None else best / start,
         tokens_per_second=plain,
         speculative_tokens_per_second=speculative,
     )
 
 
-def _check_comparable(reports: Mapping[str, dict[str, Any]]) -> None:
+def _check_comparable(reports: Mapping[str, Report]) -> None:
     items = list(reports.items())
-    for name, report in items[1:]:
-        first, other = items[0][1], report
-        same_text = first["quality"]["corpus"]["sha256"] == other["quality"]["corpus"]["sha256"]
-        same_windows = all(
-            first["quality"]["protocol"][key] == other["quality"]["protocol"][key] for key in ("window", "tokens")
-        )
-        a, b = (r["quality"]["perplexity"]["original"] for r in (first, other))
-        same_model = first["size"]["original_bytes"] == other["size"]["original_bytes"] and abs(a - b) <= _SAME * a
-        if not (same_text and same_windows and same_model):
-            what = "text" if not same_text else "windows" if not same_windows else "original model"
+    for name, other in items[1:]:
+        first_name, first = items[0]
+        if what := _difference(first, other):
             raise UserError(
-                f"{name}: expected a report on the same {what} as {items[0][0]}'s, found another: delete its folder, "
+                f"{name}: expected a report on the same {what} as {first_name}'s, found another: delete its folder, "
                 "or do all of them again with --force"
             )
+
+
+def _difference(first: Report, other: Report) -> str | None:
+    """In what the reports differ that must be the same, or None."""
+    if first.quality.corpus.sha256 != other.quality.corpus.sha256:
+        return "text"
+    windows = [(r.quality.protocol.window, r.quality.protocol.tokens) for r in (first, other)]
+    if windows[0] != windows[1]:
+        return "windows"
+    a, b = (r.quality.perplexity.original or 0.0 for r in (first, other))
+    same = first.size.original_bytes == other.size.original_bytes and abs(a - b) <= _SAME * a
+    return None if same else "original model"

@@ -1,63 +1,14 @@
-"""What the report says in sentences: the three headlines, the findings, the lossless class."""
+"""What the report says in words: how figures are written, the three headlines, the findings (of sizes, quality, speed
+and of stages that trained), the lossless class."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compress.report.schema import reason_for
-
-
-def training_findings(report: dict[str, Any]) -> list[str]:
-    """A sentence or two for each of the stages heal, draft and medusa; the others say theirs elsewhere."""
-    training, out = report["calibration"]["training"], list[str]()
-    if "perplexity" in (heal := training.get("heal", {})):
-        out.append(_healed(**heal["perplexity"]))
-    if "acceptance" in (draft := training.get("draft", {})):
-        out.append(_aligned(draft["acceptance"]["before"], draft["acceptance"]["after"]))
-    if "tokens_per_round" in (medusa := training.get("medusa", {})):
-        out.append(_with_heads(medusa))
-    return out
-
-
-def won_back(original: float, pruned: float, healed: float) -> float | None:
-    """The share of the log-perplexity lost by pruning that healing has won back; None where pruning lost nothing."""
-    lost = math.log(pruned / original)
-    return math.log(pruned / healed) / lost if lost > 0 else None
-
-
-def _healed(original: float, pruned: float, healed: float) -> str:
-    share = won_back(original, pruned, healed)
-    sentence = (
-        f"Pruning took perplexity on the windows held out of training from {original:.2f} to {pruned:.2f}; healing has "
-        f"brought it to {healed:.2f}"
-    )
-    if share is None:
-        return f"{sentence}."
-    if share <= 0:
-        return f"{sentence}: it has NOT helped."
-    return f"{sentence}, which wins back {100 * share:.0f} % of the log-perplexity lost."
-
-
-def _aligned(before: dict[str, Any], after: dict[str, Any]) -> str:
-    start, end = before["acceptance_rate"], after["acceptance_rate"]
-    greedy = "nothing was drafted greedily" if start is None or end is None else f"{start:.3f} to {end:.3f}"
-    worse = " It has NOT helped." if after["agreement"] <= before["agreement"] else ""
-    return (
-        "Training the draft on the compressed model has changed its greedy acceptance on held-out text, 4 drafted "
-        f"tokens a round: {greedy}; the share of positions where both put the same token first: "
-        f"{before['agreement']:.3f} to {after['agreement']:.3f}.{worse}"
-    )
-
-
-def _with_heads(medusa: dict[str, Any]) -> str:
-    before, after = medusa["tokens_per_round"]["before"], medusa["tokens_per_round"]["after"]
-    if before is None or after is None:
-        return "The Medusa heads' tokens a round could not be measured: nothing was drafted."
-    return (
-        f"With the tree of {len(medusa['tree'])} nodes the {medusa['heads']} Medusa heads gain {after:.2f} tokens a "
-        f"round on held-out text; untrained they gain {before:.2f}."
-    )
-
+from compress.records import ExpertRecord
+from compress.report.schema import Report, Sparsity
+from compress.report.schema_speed import Speed
 
 NOT_MEASURED = "not measured"
 
@@ -118,79 +69,76 @@ def times(value: float) -> str:
     return f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"
 
 
-def headlines(report: dict[str, Any]) -> list[Headline]:
+def headlines(report: Report) -> list[Headline]:
     """Size, quality, speed."""
     return [_size(report), _quality(report), _speed(report)]
 
 
-def _size(report: dict[str, Any]) -> Headline:
-    size = report["size"]
-    caption = f"{megabytes(size['compressed_bytes'])} instead of {megabytes(size['original_bytes'])} on disk"
-    if size["bits_per_weight"] is not None:
-        caption += f"; {size['bits_per_weight']:.2f} bits per quantised weight"
-    smaller = size["ratio"] >= 1
-    return Headline("smaller" if smaller else "size ratio", times(size["ratio"]), caption, "good" if smaller else "bad")
+def _size(report: Report) -> Headline:
+    size = report.size
+    caption = f"{megabytes(size.compressed_bytes)} instead of {megabytes(size.original_bytes)} on disk"
+    if size.bits_per_weight is not None:
+        caption += f"; {size.bits_per_weight:.2f} bits per quantised weight"
+    smaller = size.ratio >= 1
+    return Headline("smaller" if smaller else "size ratio", times(size.ratio), caption, "good" if smaller else "bad")
 
 
-def _quality(report: dict[str, Any]) -> Headline:
-    found = report["quality"]["perplexity"]
-    if found["compressed"] is None:
+def _quality(report: Report) -> Headline:
+    found = report.quality.perplexity
+    if found.compressed is None or found.original is None:
         return Headline("quality", "–", _because(report, "quality.perplexity"), "none")
-    change = found["compressed"] / found["original"] - 1
-    caption = f"{found['original']:.2f} becomes {found['compressed']:.2f} on held-out text"
-    if found["ci95"] is not None:
-        low, high = (100 * (bound - 1) for bound in found["ci95"]["ratio"])
+    change = found.compressed / found.original - 1
+    caption = f"{found.original:.2f} becomes {found.compressed:.2f} on held-out text"
+    if found.ci95 is not None:
+        low, high = (100 * (bound - 1) for bound in found.ci95.ratio)
         caption += f"; 95 % interval of the change {low:+.2f} to {high:+.2f} %"
     return Headline("perplexity", f"{100 * change:+.2f} %", caption, "bad" if change > 0.05 else "good")
 
 
-def _speed(report: dict[str, Any]) -> Headline:
-    speed = report["speed"]
-    if speed["original"] is None:
+def _speed(report: Report) -> Headline:
+    speed = report.speed
+    if speed.original is None:
         return Headline("speed", "–", _because(report, "speed.original"), "none")
-    start = speed["original"]["tokens_per_second"]
-    way, name = (speed["speculative"], "speculative") if speed["speculative"] else (speed["compressed"], "compressed")
-    ratio = way["tokens_per_second"] / start
-    caption = f"{way['tokens_per_second']:,.1f} tokens/s {name} against {start:,.1f} for the original, same runtime"
-    if speed["speedup"] and speed["speedup"]["over_compressed"]:
-        caption += f"; {times(speed['speedup']['over_compressed'])} over plain decoding of the compressed model"
+    name = "compressed" if speed.speculative is None else "speculative"
+    start, pace = speed.pace("original"), speed.pace(name)
+    ratio = pace / start
+    caption = f"{pace:,.1f} tokens/s {name} against {start:,.1f} for the original, same runtime"
+    if speed.speedup and speed.speedup.over_compressed:
+        caption += f"; {times(speed.speedup.over_compressed)} over plain decoding of the compressed model"
     return Headline("the original's speed", times(ratio), caption, "good" if ratio >= 1 else "bad")
 
 
-def _because(report: dict[str, Any], path: str) -> str:
-    return f"{NOT_MEASURED}: {reason_for(report, path)}"
+def _because(report: Report, path: str) -> str:
+    return f"{NOT_MEASURED}: {report.reason(path)}"
 
 
-def findings(report: dict[str, Any]) -> list[str]:
+def findings(report: Report) -> list[str]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
-    speed, out = report["speed"], list[str]()
-    out += _ternary_findings(report)
-    out += training_findings(report)
-    out += _quality_findings(report)
-    out += _sparsity_findings(report)
-    out += _expert_findings(report)
-    if speed["original"] is None:
+    speed = report.speed
+    out = [
+        *_ternary_findings(report),
+        *training_findings(report.calibration.training),
+        *_quality_findings(report),
+        *_sparsity_findings(report.size.sparsity),
+        *_expert_findings(report.calibration.experts),
+    ]
+    if speed.original is None:
         return [*out, f"Speed: {_because(report, 'speed.original')}."]
-    start, plain = (speed[name]["tokens_per_second"] for name in ("original", "compressed"))
+    start, plain = speed.pace("original"), speed.pace("compressed")
     out.append(
         f"Without speculation the compressed model decodes at {_pace(plain / start)} the original's speed "
         f"({plain:,.1f} against {start:,.1f} tokens/s)."
     )
-    if speed["speculative"] is None:
+    if speed.speculative is None:
         out.append(f"Speculation: {_because(report, 'speed.speculative')}.")
-    elif speed["speedup"]["over_compressed"] is not None:
-        out += _speculation_findings(report)
-    fastest = max(
-        (row for row in speed["baselines"] or [] if row["tokens_per_second"]),
-        key=lambda row: row["tokens_per_second"],
-        default=None,
-    )
-    best = max(entry["tokens_per_second"] for entry in (speed["compressed"], speed["speculative"]) if entry)
-    if fastest is not None and fastest["tokens_per_second"] > best:
-        factor = times(fastest["tokens_per_second"] / best)
+    elif speed.speedup is not None and speed.speedup.over_compressed is not None:
+        out += _speculation_findings(report.draft, speed, speed.speedup.over_compressed)
+    paces = [(row.tokens_per_second, row.name) for row in speed.baselines or [] if row.tokens_per_second]
+    fastest, name = max(paces, default=(0.0, ""))
+    if fastest > speed.best:
         out.append(
-            f"The fastest baseline is faster than anything here: {fastest['name']} on the original gives "
-            f"{fastest['tokens_per_second']:,.1f} tokens/s, {factor} the best of ours."
+            f"The fastest baseline is faster than anything here: {name} on the original gives {fastest:,.1f} "
+            f"tokens/s, {times(fastest / speed.best)} the best of ours."
         )
     return out
 
@@ -199,63 +147,59 @@ def _pace(ratio: float) -> str:
     return f"{ratio:.2f} times" if ratio >= 1 else f"only {ratio:.2f} times"
 
 
-def _ternary_findings(report: dict[str, Any]) -> list[str]:
+def _ternary_findings(report: Report) -> list[str]:
     """Rounding to ternary is a way to measure, never one to compress: whoever reads on must have read this."""
-    trained = [stage["warning"] for stage in report["calibration"]["training"].values() if "warning" in stage]
+    trained = [stage["warning"] for stage in report.calibration.training.values() if "warning" in stage]
     if trained:
         return trained
-    stages = report["asked"]["recipe"].get("stages", [])
+    stages = report.asked.recipe.get("stages", [])
     if not any(stage.get("quantize", {}).get("scheme") == "ternary" for stage in stages):
         return []
-    found = report["quality"]["perplexity"]
+    found = report.quality.perplexity
     measured = ""
-    if found["original"] and found["compressed"]:
-        factor = times(found["compressed"] / found["original"])
-        measured = (
-            f" Perplexity is {factor} the original's: {found['compressed']:.2f} instead of {found['original']:.2f}."
-        )
+    if found.original and found.compressed:
+        factor = times(found.compressed / found.original)
+        measured = f" Perplexity is {factor} the original's: {found.compressed:.2f} instead of {found.original:.2f}."
     return [
         "WARNING: this model is RUINED. Its weights were rounded to ternary without training, which no model survives."
         f"{measured} Use its size and speed; for a model that writes sense train it, with the recipe ternary."
     ]
 
 
-def _quality_findings(report: dict[str, Any]) -> list[str]:
-    quality = report["quality"]
-    if quality["kl_divergence"] is None:
+def _quality_findings(report: Report) -> list[str]:
+    quality = report.quality
+    if quality.kl_divergence is None:
         return [f"Quality: {_because(report, 'quality.kl_divergence')}."]
     return [
-        f"On {quality['protocol']['tokens']:,} held-out tokens both models put the same token first at "
-        f"{percent(quality['top1_agreement'])} of the positions; the mean KL divergence is "
-        f"{quality['kl_divergence']['mean']:.4f} nats per token."
+        f"On {quality.protocol.tokens:,} held-out tokens both models put the same token first at "
+        f"{percent(quality.top1_agreement)} of the positions; the mean KL divergence is "
+        f"{quality.kl_divergence.mean:.4f} nats per token."
     ]
 
 
-def _sparsity_findings(report: dict[str, Any]) -> list[str]:
-    found = report["size"].get("sparsity")
+def _sparsity_findings(found: Sparsity | None) -> list[str]:
     if found is None:
         return []
-    layers = "1 pruned layer" if found["layers"] == 1 else f"{found['layers']} pruned layers"
+    layers = "1 pruned layer" if found.layers == 1 else f"{found.layers} pruned layers"
     out = (
-        f"{percent(found['zero_share'], 2)} of the weights of {layers} are zeros. That saves neither bytes nor time "
+        f"{percent(found.zero_share, 2)} of the weights of {layers} are zeros. That saves neither bytes nor time "
         "here: a dense file stores zeros like any other number, and dense kernels multiply them."
     )
-    if found["two_of_four_bytes"] is not None:
+    if found.two_of_four_bytes is not None:
         return [
-            f"{out} A 2:4 store would take {megabytes(found['two_of_four_bytes'])} for these layers' values instead of "
-            f"{megabytes(found['value_bytes'])}."
+            f"{out} A 2:4 store would take {megabytes(found.two_of_four_bytes)} for these layers' values instead of "
+            f"{megabytes(found.value_bytes)}."
         ]
     return [f"{out} A 2:4 store cannot hold them: the zeros do not lie two in every four."]
 
 
-def _expert_findings(report: dict[str, Any]) -> list[str]:
-    experts = report["calibration"]["experts"]
-    few = [expert for expert in experts if expert["handled"] != "calibrated"]
+def _expert_findings(experts: Sequence[ExpertRecord]) -> list[str]:
+    few = [expert for expert in experts if expert.handled != "calibrated"]
     if not few:
         return []
-    named = ", ".join(f"{e['block']}.{e['expert']} ({e['tokens']:,})" for e in few[:_NAMED_EXPERTS])
+    named = ", ".join(f"{e.block}.{e.expert} ({e.tokens:,})" for e in few[:_NAMED_EXPERTS])
     more = f" and {len(few) - _NAMED_EXPERTS} more" if len(few) > _NAMED_EXPERTS else ""
-    ways = sorted({expert["handled"] for expert in few})
+    ways = sorted({expert.handled for expert in few})
     how = " or ".join(_HANDLED[way] for way in ways)
     return [
         f"{len(few)} of {len(experts)} experts were routed fewer calibration tokens than the recipe asks for and "
@@ -263,40 +207,90 @@ def _expert_findings(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _speculation_findings(report: dict[str, Any]) -> list[str]:
-    speed = report["speed"]
-    gain = speed["speedup"]["over_compressed"]
-    drafter = report["draft"] if speed["drafter"] == "model" else f"the drafter {speed['drafter']}"
+def _speculation_findings(draft: str | None, speed: Speed, gain: float) -> list[str]:
+    drafter = draft if speed.drafter == "model" else f"the drafter {speed.drafter}"
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
-    sentence = (
-        f"Speculation with {drafter}, {speed['draft_length']} tokens a round, {verb}: {gain:.2f} times its speed."
-    )
-    if speed["acceptance_rate"] is not None:
+    sentence = f"Speculation with {drafter}, {speed.draft_length} tokens a round, {verb}: {gain:.2f} times its speed."
+    if speed.acceptance_rate is not None:
         sentence += (
-            f" {percent(speed['acceptance_rate'])} of the drafted tokens were accepted, "
-            f"{speed['tokens_per_round']:.2f} tokens gained a round."
+            f" {percent(speed.acceptance_rate)} of the drafted tokens were accepted, "
+            f"{speed.tokens_per_round:.2f} tokens gained a round."
         )
     out = [sentence]
-    if speed["predicted_speedup"] is not None and speed["speedup"]["decode_over_compressed"] is not None:
+    measured = speed.speedup and speed.speedup.decode_over_compressed
+    if speed.predicted_speedup is not None and measured is not None:
         out.append(
-            f"From the measured acceptance and costs {speed['predicted_speedup']:.2f} times was to be expected; "
-            f"{speed['speedup']['decode_over_compressed']:.2f} times was measured (without the prompt's time)."
+            f"From the measured acceptance and costs {speed.predicted_speedup:.2f} times was to be expected; "
+            f"{measured:.2f} times was measured (without the prompt's time)."
         )
-    if speed["repeated_4gram_share"] is not None:
+    if speed.repeated_4gram_share is not None:
         out.append(
-            f"{percent(speed['repeated_4gram_share'])} of the output's 4-grams are repetitions, which are easy to "
+            f"{percent(speed.repeated_4gram_share)} of the output's 4-grams are repetitions, which are easy to "
             "draft: the more there are, the less the acceptance rate says about other text."
         )
     return out
 
 
-def lossless(report: dict[str, Any]) -> str:
+def training_findings(training: dict[str, Any]) -> list[str]:
+    """A sentence or two for each of the stages heal, draft and medusa of `calibration.training`; the others say theirs
+    elsewhere."""
+    out: list[str] = []
+    if "perplexity" in (heal := training.get("heal", {})):
+        out.append(_healed(**heal["perplexity"]))
+    if "acceptance" in (draft := training.get("draft", {})):
+        out.append(_aligned(draft["acceptance"]["before"], draft["acceptance"]["after"]))
+    if "tokens_per_round" in (medusa := training.get("medusa", {})):
+        out.append(_with_heads(medusa))
+    return out
+
+
+def won_back(original: float, pruned: float, healed: float) -> float | None:
+    """The share of the log-perplexity lost by pruning that healing has won back; None where pruning lost nothing."""
+    lost = math.log(pruned / original)
+    return math.log(pruned / healed) / lost if lost > 0 else None
+
+
+def _healed(original: float, pruned: float, healed: float) -> str:
+    share = won_back(original, pruned, healed)
+    sentence = (
+        f"Pruning took perplexity on the windows held out of training from {original:.2f} to {pruned:.2f}; healing has "
+        f"brought it to {healed:.2f}"
+    )
+    if share is None:
+        return f"{sentence}."
+    if share <= 0:
+        return f"{sentence}: it has NOT helped."
+    return f"{sentence}, which wins back {100 * share:.0f} % of the log-perplexity lost."
+
+
+def _aligned(before: dict[str, Any], after: dict[str, Any]) -> str:
+    start, end = before["acceptance_rate"], after["acceptance_rate"]
+    greedy = "nothing was drafted greedily" if start is None or end is None else f"{start:.3f} to {end:.3f}"
+    worse = " It has NOT helped." if after["agreement"] <= before["agreement"] else ""
+    return (
+        "Training the draft on the compressed model has changed its greedy acceptance on held-out text, 4 drafted "
+        f"tokens a round: {greedy}; the share of positions where both put the same token first: "
+        f"{before['agreement']:.3f} to {after['agreement']:.3f}.{worse}"
+    )
+
+
+def _with_heads(medusa: dict[str, Any]) -> str:
+    before, after = medusa["tokens_per_round"]["before"], medusa["tokens_per_round"]["after"]
+    if before is None or after is None:
+        return "The Medusa heads' tokens a round could not be measured: nothing was drafted."
+    return (
+        f"With the tree of {len(medusa['tree'])} nodes the {medusa['heads']} Medusa heads gain {after:.2f} tokens a "
+        f"round on held-out text; untrained they gain {before:.2f}."
+    )
+
+
+def lossless(report: Report) -> str:
     """The lossless class in a sentence, with the counts."""
-    found = report["lossless"]
-    if found["class"] is None:
+    found = report.lossless
+    if found.class_ is None:
         return f"Lossless class {_because(report, 'lossless.class')}."
     counts = (
-        f"{found['tokens_compared']:,} tokens compared, {found['mismatches']:,} "
-        f"{'mismatch' if found['mismatches'] == 1 else 'mismatches'}"
+        f"{found.tokens_compared:,} tokens compared, {found.mismatches:,} "
+        f"{'mismatch' if found.mismatches == 1 else 'mismatches'}"
     )
-    return f"Lossless class {_CLASSES[found['class']]}. Counted here ({found['verify']}): {counts}."
+    return f"Lossless class {_CLASSES[found.class_]}. Counted here ({found.verify}): {counts}."

@@ -140,20 +140,19 @@ def score(floats: Path, folder: Path, name: str, windows: Windows, seconds: floa
     from compress.report.quality import measure
     from runtime import load
 
-    found = measure(load(floats).decoder, load(folder).decoder, windows, seed=0)
+    found, _ = measure(load(floats).decoder, load(folder).decoder, windows, seed=0)
     size = sum(path.stat().st_size for path in folder.glob("model.onnx*")) / 1e6
-    low, high = found["perplexity"]["ci95"]["ratio"]
-    perplexity = found["perplexity"]
+    perplexity = found.perplexity
     row = Row(
         name,
-        perplexity["compressed"],
-        (low, high),
-        found["kl_divergence"]["mean"],
-        found["top1_agreement"],
+        perplexity.compressed,
+        perplexity.ci95.ratio,
+        found.kl_divergence.mean,
+        found.top1_agreement,
         size,
         seconds,
     )
-    return row, perplexity["original"]
+    return row, perplexity.original
 
 
 def compare(model: Path, recipes: Sequence[str], block: int, tokens: int, work: Path) -> str:

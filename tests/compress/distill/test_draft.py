@@ -83,7 +83,7 @@ def test_a_draft_learns_its_target(models: tuple[Path, Path], tmp_path: Path, ke
     assert after["agreement_t1"] > before["agreement_t1"]
     assert told["steps"] == 16
     assert (told["samples"] is None) == (chosen.teacher == 0)
-    [said] = training_findings(json.loads(json.dumps({"calibration": {"training": {"draft": told}}})))
+    [said] = training_findings(json.loads(json.dumps({"draft": told})))
     assert f"{before['agreement']:.3f} to {after['agreement']:.3f}" in said
     # What was written is an ordinary directory of the draft's own shapes and types, with other weights.
     old, new = (load_file(path / "model.safetensors") for path in (small, tmp_path / "out"))

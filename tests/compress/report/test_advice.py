@@ -95,7 +95,7 @@ def test_the_measured_costs_overrule_the_band() -> None:
 
 def test_a_bad_draft_is_refused_by_band_and_costs() -> None:
     refused = advise(0.05, [0.15, 0.03, 0.01, 0.0], 0.3, FLAT)
-    assert refused.as_dict() == {"band": "another draft or none", "draft_length": 0, "why": refused.why}
+    assert refused.model_dump() == {"band": "another draft or none", "draft_length": 0, "why": refused.why}
 
 
 def test_no_positions_cannot_be_fitted() -> None:

@@ -15,8 +15,9 @@ from calib.training_text import Measured
 from compress.context import RunContext
 from compress.recipe import Recipe
 from compress.records import LayerRecord, LeftAlone, RunFacts
-from compress.report import assemble, baselines
-from compress.report.schema import validate
+from compress.report import assemble, baselines, machine, scrub
+from compress.report.files import read_report, write_report
+from compress.report.schema import Report
 from compress.stages import kv_cache
 from runtime import load
 
@@ -92,9 +93,9 @@ def test_the_whole_report(
     # A child that has half a second finishes nothing: what is left of the baselines are their reasons.
     monkeypatch.setattr(baselines, "run", partial(baselines.run, limit=0.5))
     stages: list[str] = []
-    report = assemble.make_report(facts, replace(context, progress=lambda stage, done, total: stages.append(stage)))
-    assert json.loads((facts.folder / "report.json").read_text()) == report
-    found = validate(report)
+    found = assemble.make_report(facts, replace(context, progress=lambda stage, done, total: stages.append(stage)))
+    assert json.loads((facts.folder / "report.json").read_text()) == found.to_dict()
+    assert read_report(facts.folder) == found
     assert sorted(path.name for path in facts.folder.iterdir()) == ["report.html", "report.json", "report.md"]
     assert set(stages) == {"load", "quality", "speed", "baselines", "page"}
     assert found.speed.speculative is not None and found.speed.prompts == assemble.PROMPTS
@@ -117,7 +118,7 @@ def test_no_path_and_no_names_of_this_machine(facts: RunFacts, context: RunConte
 
 
 def test_without_speed_everything_else_is_there(facts: RunFacts, context: RunContext) -> None:
-    report = assemble.make_report(replace(facts, draft=None, draft_name=None), replace(context, speed=False))
+    report = assemble.make_report(replace(facts, draft=None, draft_name=None), replace(context, speed=False)).to_dict()
     assert report["speed"]["original"] is None and report["speed"]["baselines"] is None
     assert report["not_measured"]["speed"] == "speed was not measured (--no-speed)"
     assert report["quality"]["perplexity"]["compressed"] > 1
@@ -125,13 +126,13 @@ def test_without_speed_everything_else_is_there(facts: RunFacts, context: RunCon
 
 
 def test_a_quantised_cache_is_in_the_report(facts: RunFacts, context: RunContext, tmp_path: Path) -> None:
-    plain = assemble.make_report(facts, replace(context, speed=False))
+    plain = assemble.make_report(facts, replace(context, speed=False)).to_dict()
     assert plain["quality"]["kv_perplexity"] is None and "quality.kv_perplexity" in plain["not_measured"]
     model = tmp_path / "model"
     shutil.copytree(facts.model, model)
     windows = torch.randint(1, 300, (2, 48), generator=torch.Generator().manual_seed(0))
     kv_cache.attach(model, kv_cache.calibrate(model, "int4", windows))
-    report = assemble.make_report(replace(facts, model=model), replace(context, speed=False))
+    report = assemble.make_report(replace(facts, model=model), replace(context, speed=False)).to_dict()
     quality, before = report["quality"], plain["quality"]
     assert quality["perplexity"] == before["perplexity"] and "quality.kv_perplexity" not in report["not_measured"]
     assert 0 < abs(quality["kv_perplexity"] / quality["perplexity"]["compressed"] - 1) < 0.05
@@ -143,7 +144,7 @@ def test_a_quantised_cache_is_in_the_report(facts: RunFacts, context: RunContext
 
 def test_the_same_run_gives_the_same_report(facts: RunFacts, context: RunContext) -> None:
     def run() -> dict[str, Any]:
-        report = assemble.make_report(facts, replace(context, speed=False))
+        report = assemble.make_report(facts, replace(context, speed=False)).to_dict()
         del report["size"]["peak_memory_bytes"]
         return report
 
@@ -151,8 +152,9 @@ def test_the_same_run_gives_the_same_report(facts: RunFacts, context: RunContext
 
 
 def test_an_interrupted_write_leaves_nothing_half_done(facts: RunFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = json.loads(Path(__file__).with_name("report_example.json").read_text(encoding="utf-8"))
-    assemble.write_report(report, facts.folder)
+    example = Path(__file__).with_name("report_example.json")
+    report = Report.model_validate_json(example.read_text(encoding="utf-8"))
+    write_report(report, facts.folder)
     before = {path.name: path.read_bytes() for path in facts.folder.glob("report.*")}
     replace_file = Path.replace
 
@@ -163,7 +165,7 @@ def test_an_interrupted_write_leaves_nothing_half_done(facts: RunFacts, monkeypa
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="no space"):
-        assemble.write_report(report | {"seed": 9}, facts.folder)
+        write_report(report.model_copy(update={"seed": 9}), facts.folder)
     assert (facts.folder / "report.html").read_bytes() == before["report.html"]
     assert json.loads((facts.folder / "report.json").read_text(encoding="utf-8"))["seed"] == 9
 
@@ -189,7 +191,7 @@ def test_prompts_are_completed_from_windows(tiny: Callable[..., Path], tmp_path:
     [("meta-llama/Llama-2-13b-hf", "meta-llama/Llama-2-13b-hf"), ("/data/models/mine", "mine"), ("./mine/", "mine")],
 )
 def test_model_names(name: str, shown: str) -> None:
-    assert assemble.display_name(name) == shown
+    assert scrub.display_name(name) == shown
 
 
 @pytest.mark.parametrize(
@@ -202,15 +204,17 @@ def test_model_names(name: str, shown: str) -> None:
     ],
 )
 def test_commands_lose_their_directories(command: str, shown: str) -> None:
-    assert assemble.scrub_command(command) == shown
+    assert scrub.scrub_command(command) == shown
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_the_machine_is_described(facts: RunFacts, kernels: str) -> None:
     from runtime import load
     from runtime.kernels import available
+    from runtime.model.layers import described
 
-    found = assemble.describe_machine(load(facts.model, kernels=kernels).decoder)
-    assert found["cpu"] and found["cores"] >= 1 and found["device"] == "cpu"
+    decoder = load(facts.model, kernels=kernels).decoder
+    found = machine.describe(decoder.device, described(decoder))
+    assert found.cpu and found.cores >= 1 and found.device == "cpu"
     best = next(kernel.name for kernel in available() if kernel.usable)
-    assert found["instruction_path"] == (best if kernels == "auto" else "reference")
+    assert found.instruction_path == (best if kernels == "auto" else "reference")

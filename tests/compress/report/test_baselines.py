@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from compress.report import baselines
-from compress.report.schema import Baseline
 
 PROMPTS = [[5, 80, 41, 7, 9], [101, 33, 200]]
 
@@ -19,36 +18,34 @@ def test_a_row_is_measured_or_says_why(tiny: Callable[..., Path]) -> None:
     path = tiny("llama")
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     good = baselines._guarded("transformers, eager", model, job(path), {})
-    assert good["tokens_per_second"] > 0 and good["why"] is None and good["new_tokens"] == 4
+    assert good.tokens_per_second > 0 and good.why is None and good.new_tokens == 4
     bad = baselines._guarded("transformers, eager", model, job(path), {"cache_implementation": "no such cache"})
-    assert bad["tokens_per_second"] is None
-    assert bad["why"].startswith("ValueError: ") and "\n" not in bad["why"]
-    for row in (good, bad):
-        Baseline.model_validate(row)
+    assert bad.tokens_per_second is None
+    assert bad.why.startswith("ValueError: ") and "\n" not in bad.why
 
 
 def test_what_takes_too_long_is_ended_and_said(tiny: Callable[..., Path]) -> None:
     rows = baselines.run(tiny("llama"), None, PROMPTS, 4, 3, 1, limit=0.5)
-    assert [row["name"] for row in rows] == baselines.names(has_draft=False)
-    assert {row["why"] for row in rows} == {"did not finish within 0 seconds"}
+    assert [row.name for row in rows] == baselines.names(has_draft=False)
+    assert {row.why for row in rows} == {"did not finish within 0 seconds"}
 
 
 def test_a_broken_model_is_a_reason_in_every_row(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     rows = baselines.run(tmp_path, None, PROMPTS, 4, 3, 1)
-    assert all(row["tokens_per_second"] is None and "the process ended: " in row["why"] for row in rows)
+    assert all(row.tokens_per_second is None and "the process ended: " in row.why for row in rows)
 
 
 def test_a_model_that_memory_cannot_hold_is_not_loaded(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 42)  # sparse: takes no space
     rows = baselines.run(tmp_path, tmp_path, PROMPTS, 4, 3, 1)
-    assert [row["name"] for row in rows] == baselines.names(has_draft=True)
-    assert all("a float32 copy would take" in row["why"] for row in rows)
+    assert [row.name for row in rows] == baselines.names(has_draft=True)
+    assert all("a float32 copy would take" in row.why for row in rows)
 
 
 @pytest.mark.slow
 def test_all_rows_in_a_child_process(tiny: Callable[..., Path]) -> None:
     rows = baselines.run(tiny("llama"), tiny("llama", seed=1), PROMPTS, 8, 3, 1, limit=240)
-    assert [row["why"] for row in rows] == [None] * 3
-    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert [row.why for row in rows] == [None] * 3
+    assert all(row.tokens_per_second > 0 for row in rows)

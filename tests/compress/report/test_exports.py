@@ -15,7 +15,7 @@ from compress.artifact import manifest
 from compress.export.onnx import graph as onnx_graph
 from compress.pipeline import compress
 from compress.report import baselines, exports, page, quality
-from compress.report.schema import validate
+from compress.report.schema import Report
 from runtime import load
 
 Tiny = Callable[..., Path]
@@ -65,7 +65,7 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
 def test_a_run_measures_its_exports(artifact: Path) -> None:
     Artifact(artifact).verify()
     report = Artifact(artifact).report
-    validate(report)
+    Report.model_validate(report)
     found = figures(report)
     assert list(found) == ["bitsandbytes", "gptq", "onnx"]
     ours = report["quality"]["perplexity"]["compressed"]
@@ -108,7 +108,7 @@ def test_exports_that_come_later_leave_the_figures_of_others(artifact: Path, tmp
     names = ("awq", "gptq")
     exports.add(folder, [export.run(n, folder / "model", folder / "exports" / n, force=True) for n in names])
     report = Artifact(folder).report
-    validate(report)
+    Report.model_validate(report)
     after = figures(report)
     assert list(after) == ["awq", "bitsandbytes", "gptq", "onnx"]
     assert after["awq"] is None and after["gptq"] is None and after["onnx"] == before["onnx"]
@@ -135,8 +135,8 @@ def test_an_export_that_cannot_be_read_has_a_reason(tiny: Tiny, tmp_path: Path) 
     whole = (tmp_path / "bad" / "model.safetensors").read_bytes()
     (tmp_path / "bad" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     found, missing = exports.measure([entry("bad"), entry("good")], task(tmp_path), lambda *_: None)
-    assert found[0]["measured"] is None and "model.safetensors" in missing["exports.0.measured"]
-    assert 200 < found[1]["measured"]["perplexity"] < 500
+    assert found[0].measured is None and "model.safetensors" in missing["exports.0.measured"]
+    assert 200 < found[1].measured.perplexity < 500
     assert set(missing) == {"exports.0.measured", "exports.1.measured.speed"}
 
 
@@ -144,11 +144,11 @@ def test_without_quality_and_speed(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("llama"), tmp_path / "good")
     nothing = task(tmp_path, windows=torch.zeros((0, 40), dtype=torch.int64), perplexity=None, prompts=())
     found, missing = exports.measure([entry("good")], nothing, lambda *_: None)
-    figure = found[0]["measured"]
-    assert (figure["tokens"], figure["perplexity"], figure["speed"]) == (0, None, None)
+    figure = found[0].measured
+    assert (figure.tokens, figure.perplexity, figure.speed) == (0, None, None)
     assert "--eval-tokens 0" in missing["exports.0.measured.perplexity"]
-    entries, missing = exports.unmeasured([entry("good")], "because")
-    assert entries[0]["measured"] is None and missing == {"exports.0.measured": "because"}
+    entries, missing = exports.not_measured([entry("good")], "because")
+    assert entries[0].measured is None and missing == {"exports.0.measured": "because"}
 
 
 @pytest.mark.parametrize(("draft_length", "drafter"), [(0, None), (3, "lookup")])
@@ -156,12 +156,12 @@ def test_without_a_draft(draft_length: int, drafter: str | None, artifact: Path)
     found, missing = exports.measure(
         [entry("onnx")], task(artifact / "exports", draft_length=draft_length), lambda *_: None
     )
-    speed = found[0]["measured"]["speed"]
-    assert speed["drafter"] == drafter and speed["tokens_per_second"] > 0
+    speed = found[0].measured.speed
+    assert speed.drafter == drafter and speed.tokens_per_second > 0
     if drafter is None:
         assert missing["exports.0.measured.speed.mismatches"] == "the draft length is 0"
     else:
-        assert (speed["tokens_compared"], speed["mismatches"]) == (6, 0)
+        assert (speed.tokens_compared, speed.mismatches) == (6, 0)
 
 
 def test_a_draft_without_an_onnx_form_drafts_on_our_kernels(
@@ -175,10 +175,10 @@ def test_a_draft_without_an_onnx_form_drafts_on_our_kernels(
 
     monkeypatch.setattr(export, "run", refuse)
     found, _ = exports.measure([entry("onnx")], task(artifact / "exports", draft=tiny("llama")), lambda *_: None)
-    figure = found[0]["measured"]
-    assert figure["speed"]["drafter"].startswith("draft on ") and "onnxruntime" not in figure["speed"]["drafter"]
-    assert figure["speed"]["mismatches"] == 0
-    assert figure["notes"] == [
+    figure = found[0].measured
+    assert figure.speed.drafter.startswith("draft on ") and "onnxruntime" not in figure.speed.drafter
+    assert figure.speed.mismatches == 0
+    assert figure.notes == [
         "its draft ran on the runtime's own kernels, because it has no ONNX form: export onnx: no such layer"
     ]
 
@@ -201,4 +201,4 @@ def test_reports_without_figures_are_still_shown() -> None:
     """Those that were written before there were any."""
     report = json.loads(Path(__file__).with_name("report_example.json").read_text(encoding="utf-8"))
     report["exports"] = [entry("gptq")]
-    assert "## Exports" in page.markdown(report)
+    assert "## Exports" in page.markdown(Report.model_validate(report))

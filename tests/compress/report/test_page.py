@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from compress.report import page, plots, speed, wording
-from compress.report.schema import validate
+from compress.report.schema import Report
 
 
 @pytest.fixture
@@ -21,9 +21,21 @@ def report() -> dict[str, Any]:
 @pytest.fixture
 def without_speed(report: dict[str, Any]) -> dict[str, Any]:
     nothing = speed.not_measured()
-    report |= {"speed": nothing.speed, "lossless": nothing.lossless}
+    report |= {"speed": nothing.speed.model_dump(), "lossless": nothing.lossless.model_dump(by_alias=True)}
     report["not_measured"] |= nothing.not_measured
     return report
+
+
+def html_of(report: dict[str, Any]) -> str:
+    return page.html(Report.model_validate(report))
+
+
+def markdown_of(report: dict[str, Any]) -> str:
+    return page.markdown(Report.model_validate(report))
+
+
+def plots_of(report: dict[str, Any]) -> dict[str, str]:
+    return plots.all_plots(Report.model_validate(report))
 
 
 class Outline(HTMLParser):
@@ -47,7 +59,7 @@ class Outline(HTMLParser):
 
 
 def test_the_page_is_whole_and_loads_nothing(report: dict[str, Any]) -> None:
-    text = page.html(report)
+    text = html_of(report)
     outline = Outline(text)
     assert outline.open == []
     assert not {"script", "link", "iframe", "object"} & set(outline.tags)
@@ -57,7 +69,7 @@ def test_the_page_is_whole_and_loads_nothing(report: dict[str, Any]) -> None:
 
 
 def test_page_and_markdown_show_the_same_figures(report: dict[str, Any]) -> None:
-    html, markdown = page.html(report), page.markdown(report)
+    html, markdown = html_of(report), markdown_of(report)
     for figure in ("2.62×", "+1.21 %", "1.18×", "31,200,000 B", "4.127", "83.9", "0.520", "0 mismatches", "94.80 %"):
         assert figure in html and figure in markdown
     for sentence in ("only 0.77 times", "The fastest baseline is faster", "no C++ compiler", "norms are small"):
@@ -76,11 +88,11 @@ def test_everything_is_escaped(report: dict[str, Any]) -> None:
     report["quality"]["layers"][0] |= {"name": HOSTILE, "scheme": HOSTILE}
     report["speed"]["baselines"][2]["why"] = report["speed"]["advice"]["why"] = HOSTILE
     report["not_measured"]["speed.baselines.2"] = HOSTILE
-    html = page.html(report)
+    html = html_of(report)
     assert "<script" not in html
     assert html.count("&lt;script&gt;alert(&#39;x&#39;)") >= 10
     assert Outline(html).open == []
-    outside = without_code_blocks(page.markdown(report))
+    outside = without_code_blocks(markdown_of(report))
     assert "<script" not in outside.replace("\\<script", "")
     rows = [line for line in outside.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in (row.rstrip() for row in rows))
@@ -109,15 +121,15 @@ def test_code_fences_are_longer_than_what_they_hold() -> None:
 
 def test_control_characters_that_a_model_wrote_are_pictures(report: dict[str, Any]) -> None:
     report["sample"]["compressed"] = "a\x00b\x1b[2J\tc\r\nd"
-    for text in (page.markdown(report), page.html(report)):
+    for text in (markdown_of(report), html_of(report)):
         assert "a␀b␛[2J\tc␍\nd" in text
         assert not [c for c in text if ord(c) < 32 and c not in "\t\n"]
 
 
 def test_a_report_without_speed_says_so(without_speed: dict[str, Any]) -> None:
-    html, markdown = page.html(without_speed), page.markdown(without_speed)
+    html, markdown = html_of(without_speed), markdown_of(without_speed)
     assert "--no-speed" in html and "--no-speed" in markdown
-    assert set(plots.all_plots(without_speed)) == {"size", "quality", "layers"}
+    assert set(plots_of(without_speed)) == {"size", "quality", "layers"}
     assert "Speculation and draft length" not in html
     assert Outline(html).open == []
 
@@ -126,75 +138,75 @@ def test_slowdowns_are_said(report: dict[str, Any]) -> None:
     report["speed"]["speedup"] |= {"over_compressed": 0.61, "over_original": 0.5}
     report["speed"]["speculative"]["tokens_per_second"] = 35.7
     report["speed"]["advice"] |= {"draft_length": 0, "why": "Speculation does not pay here."}
-    text = " ".join(wording.findings(report))
+    text = " ".join(wording.findings(Report.model_validate(report)))
     assert "slows plain decoding down: 0.61 times" in text
-    assert wording.headlines(report)[2].tone == "bad"
-    assert "do not speculate with this draft" in page.markdown(report)
+    assert wording.headlines(Report.model_validate(report))[2].tone == "bad"
+    assert "do not speculate with this draft" in markdown_of(report)
 
 
 def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) -> None:
-    assert "RUINED" not in page.markdown(report)
+    assert "RUINED" not in markdown_of(report)
     report["asked"]["recipe"]["stages"] = [{"quantize": {"scheme": "ternary", "method": "rtn"}}]
     report["quality"]["perplexity"] |= {"original": 10.0, "compressed": 47.0}
-    text = page.markdown(report)
-    assert "WARNING: this model is RUINED" in text and "4.70×" in text and "RUINED" in page.html(report)
-    assert wording.findings(report)[0].startswith("WARNING")
+    text = markdown_of(report)
+    assert "WARNING: this model is RUINED" in text and "4.70×" in text and "RUINED" in html_of(report)
+    assert wording.findings(Report.model_validate(report))[0].startswith("WARNING")
     report["asked"]["recipe"]["stages"] = [{"ternary": {"weights": "ternary"}}]
-    assert "RUINED" not in page.markdown(report)
+    assert "RUINED" not in markdown_of(report)
     report["calibration"]["training"] = {"ternary": {"warning": "Rounding without training RUINS this model."}}
-    assert wording.findings(report)[0] == "Rounding without training RUINS this model."
+    assert wording.findings(Report.model_validate(report))[0] == "Rounding without training RUINS this model."
 
 
 def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) -> None:
     report["draft"], report["speed"]["drafter"] = None, "lookup"
-    text = page.markdown(report)
+    text = markdown_of(report)
     assert "the drafter is prompt lookup" in text
     assert "Speculation with the drafter lookup" in text
 
 
 def test_zeros_save_nothing_here_and_the_report_says_so(report: dict[str, Any]) -> None:
-    assert "dense file" not in page.markdown(report)
+    assert "dense file" not in markdown_of(report)
     zeros = {"layers": 28, "zero_share": 0.5, "value_bytes": 25_000_000, "two_of_four_bytes": 14_062_500}
     report["size"]["sparsity"] = zeros
-    validate(report)
-    for text in (page.html(report), page.markdown(report)):
+    Report.model_validate(report)
+    for text in (html_of(report), markdown_of(report)):
         assert "50.00 % of the weights of 28 pruned layers are zeros. That saves neither bytes nor time here" in text
         assert "A 2:4 store would take 14.1 MB for these layers' values instead of 25.0 MB" in text.replace(
             "&#39;", "'"
         )
     zeros["two_of_four_bytes"] = None
     with pytest.raises(ValidationError, match="two_of_four_bytes"):
-        validate(report)
+        Report.model_validate(report)
     report["not_measured"]["size.sparsity.two_of_four_bytes"] = "the zeros do not lie so"
-    validate(report)
-    assert "A 2:4 store cannot hold them" in page.markdown(report)
+    Report.model_validate(report)
+    assert "A 2:4 store cannot hold them" in markdown_of(report)
 
 
 def test_every_expert_is_named_with_its_tokens(report: dict[str, Any]) -> None:
-    assert "Experts" not in page.markdown(report)
+    assert "Experts" not in markdown_of(report)
     handled = {(0, 1): "all tokens", (1, 7): "rounded to nearest"}
     report["calibration"]["experts"] = [
         {"block": b, "expert": e, "tokens": 1000 * b + 10 * e + 1, "handled": handled.get((b, e), "calibrated")}
         for b in range(2)
         for e in range(8)
     ]
-    validate(report)
-    html = page.html(report)
-    for text in (html, page.markdown(report)):
+    Report.model_validate(report)
+    html = html_of(report)
+    for text in (html, markdown_of(report)):
         assert "2 of 16 experts were routed fewer calibration tokens than the recipe asks for" in text
         assert "0.1 (11), 1.7 (1,071)" in text and "1, 11, 21, 31, 41, 51, 61, 71" in text
     assert '<th scope="row">1</th><td>8</td><td>1,001</td><td>1,041</td><td>1,071</td><td>7</td>' in html
     for expert in report["calibration"]["experts"]:
         expert["handled"] = "calibrated"
-    text = page.markdown(report)
+    text = markdown_of(report)
     assert "were routed fewer" not in text and "## Experts" in text
     report["calibration"]["experts"][0]["handled"] = "skipped"
     with pytest.raises(ValidationError, match="handled"):
-        validate(report)
+        Report.model_validate(report)
 
 
 def test_stages_that_trained_are_shown_with_their_curve(report: dict[str, Any]) -> None:
-    assert "## Training" not in page.markdown(report) and "training" not in plots.all_plots(report)
+    assert "## Training" not in markdown_of(report) and "training" not in plots_of(report)
     report["calibration"]["training"] = {
         "heal": {
             "budget": {"minutes": 20.0},
@@ -214,29 +226,28 @@ def test_stages_that_trained_are_shown_with_their_curve(report: dict[str, Any]) 
             ],
         },
     }
-    validate(report)
-    html, markdown = page.html(report), page.markdown(report)
+    Report.model_validate(report)
+    html, markdown = html_of(report), markdown_of(report)
     for figure in ("20 minutes", "400", "819,200", "1,187 s", "2.4761", "2.1234 (step 300)", "11.895", "8.360"):
         assert figure in html and figure in markdown
     assert "some &lt;text&gt;, 500 documents" in html and "8,192 other tokens" in markdown
     assert len(Outline(html).loads) == 6
+    one = plots_of(report)["training"]
     report["calibration"]["training"]["draft"] = report["calibration"]["training"]["heal"]
-    assert plots.all_plots(report)["training"] != plots.all_plots({**report, "calibration": {"training": {}}}).get(
-        "training"
-    )
+    assert plots_of(report)["training"] != one
 
 
 def test_each_lossless_class_has_its_sentence(report: dict[str, Any]) -> None:
     sentences = set()
     for name in ("exact", "measured", "distribution", "lossy"):
         report["lossless"] |= {"class": name, "mismatches": 1}
-        sentences.add(wording.lossless(report).replace(name, ""))
-        assert "1 mismatch." in wording.lossless(report)
+        sentences.add(wording.lossless(Report.model_validate(report)).replace(name, ""))
+        assert "1 mismatch." in wording.lossless(Report.model_validate(report))
     assert len(sentences) == 4
 
 
 def test_plots_are_the_same_bytes_for_the_same_figures(report: dict[str, Any]) -> None:
-    first, second = plots.all_plots(report), plots.all_plots(report)
+    first, second = plots_of(report), plots_of(report)
     assert first == second
     svg = base64.b64decode(first["speed"].split(",", 1)[1]).decode()
     assert svg.count("<svg") == 1 and "<image" not in svg and "<script" not in svg
@@ -244,10 +255,11 @@ def test_plots_are_the_same_bytes_for_the_same_figures(report: dict[str, Any]) -
 
 def test_plots_without_interval_and_with_one_layer(report: dict[str, Any]) -> None:
     report["quality"]["perplexity"]["ci95"] = None
+    report["not_measured"] |= dict.fromkeys(("quality.perplexity.ci95", "size.draft_bytes"), "not here")
     report["quality"]["layers"] = report["quality"]["layers"][:1]
     report["size"]["draft_bytes"] = None
     report["speed"]["accepted_by_position"] = [0.5 * 0.9**i for i in range(24)]
-    assert set(plots.all_plots(report)) == {"size", "quality", "speed", "acceptance", "layers"}
+    assert set(plots_of(report)) == {"size", "quality", "speed", "acceptance", "layers"}
 
 
 @pytest.mark.parametrize(

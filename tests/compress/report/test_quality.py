@@ -14,6 +14,7 @@ from compress.errors import UserError
 from compress.logits import kl_rows, log_probabilities, token_nll
 from compress.report import quality
 from compress.report.quality import bootstrap_interval, measure
+from compress.report.schema import Divergence, Protocol
 from runtime.contract import Out
 from runtime.model.hf_adapter import Adapter, adapt
 
@@ -51,7 +52,7 @@ def models(tiny: Callable[..., Path]) -> tuple[Adapter, Adapter]:
 def test_measure_is_what_transformers_gives_in_one_forward(models) -> None:
     windows = windows_of(3)
     steps: list[tuple[int, int]] = []
-    found = measure(*models, windows, seed=0, on_step=lambda done, total: steps.append((done, total)))
+    found, missing = measure(*models, windows, seed=0, on_step=lambda done, total: steps.append((done, total)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
     losses, probabilities = [], []
@@ -63,47 +64,46 @@ def test_measure_is_what_transformers_gives_in_one_forward(models) -> None:
         probabilities.append(logits.softmax(-1).flatten(0, 1))
     p, q = probabilities
     kl = (p * (p / q).log()).sum(1)
-    assert found["protocol"] == {"window": LENGTH, "stride": LENGTH, "tokens": 3 * (LENGTH - 1), "head": "keep"}
+    assert found.protocol == Protocol(window=LENGTH, stride=LENGTH, tokens=3 * (LENGTH - 1), head="keep")
     total_bytes = int(windows.evaluation_bytes.sum())
     for i, name in enumerate(("original", "compressed")):
-        assert found["perplexity"][name] == pytest.approx(math.exp(losses[i].mean()), rel=1e-5)
-        assert found["bits_per_byte"][name] == pytest.approx(
+        assert getattr(found.perplexity, name) == pytest.approx(math.exp(losses[i].mean()), rel=1e-5)
+        assert getattr(found.bits_per_byte, name) == pytest.approx(
             float(losses[i].sum()) / math.log(2) / total_bytes, rel=1e-5
         )
-    assert found["kl_divergence"]["mean"] == pytest.approx(float(kl.mean()), rel=1e-3)
-    assert found["kl_divergence"]["p99"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-3)
-    assert found["top1_agreement"] == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=2e-3)
-    ratio = found["perplexity"]["compressed"] / found["perplexity"]["original"]
-    for name, value in {**found["perplexity"], "ratio": ratio}.items():
-        if name != "ci95":
-            low, high = found["perplexity"]["ci95"][name]
-            assert low <= value <= high
-            assert low < high
-    assert found["not_measured"] == {}
+    assert found.kl_divergence.mean == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert found.kl_divergence.p99 == pytest.approx(float(kl.quantile(0.99)), rel=1e-3)
+    assert found.top1_agreement == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=2e-3)
+    ratio = found.perplexity.compressed / found.perplexity.original
+    values = {"original": found.perplexity.original, "compressed": found.perplexity.compressed, "ratio": ratio}
+    for name, (low, high) in dict(found.perplexity.ci95).items():
+        assert low <= values[name] <= high
+        assert low < high
+    assert missing == {}
 
 
 def test_a_model_agrees_with_itself_and_not_with_another(models) -> None:
     windows = windows_of(2, length=300)
-    same = measure(models[0], models[0], windows, seed=0)
-    assert same["kl_divergence"] == {"mean": 0.0, "p99": 0.0}
-    assert same["top1_agreement"] == 1.0
-    assert same["perplexity"]["ci95"]["ratio"] == [1.0, 1.0]
-    other = measure(*models, windows, seed=0)
-    assert other["kl_divergence"]["mean"] > 1e-4
-    assert other["top1_agreement"] < 1.0
-    assert measure(*models, windows, seed=0) == other
+    same, _ = measure(models[0], models[0], windows, seed=0)
+    assert same.kl_divergence == Divergence(mean=0.0, p99=0.0)
+    assert same.top1_agreement == 1.0
+    assert same.perplexity.ci95.ratio == (1.0, 1.0)
+    other, _ = measure(*models, windows, seed=0)
+    assert other.kl_divergence.mean > 1e-4
+    assert other.top1_agreement < 1.0
+    assert measure(*models, windows, seed=0)[0] == other
 
 
 def test_blocks_do_not_change_the_result(models, monkeypatch) -> None:
     windows = windows_of(2, length=200)
-    whole = measure(*models, windows, seed=0)
+    whole, _ = measure(*models, windows, seed=0)
     monkeypatch.setattr(quality, "_BLOCK", 64)
     monkeypatch.setattr(quality, "_ELEMENTS", 1000)
-    blocks = measure(*models, windows, seed=0)
-    assert blocks["protocol"] == whole["protocol"]
+    blocks, _ = measure(*models, windows, seed=0)
+    assert blocks.protocol == whole.protocol
     for key in ("original", "compressed"):
-        assert blocks["perplexity"][key] == pytest.approx(whole["perplexity"][key], rel=1e-6)
-    assert blocks["kl_divergence"]["mean"] == pytest.approx(whole["kl_divergence"]["mean"], rel=1e-4)
+        assert getattr(blocks.perplexity, key) == pytest.approx(getattr(whole.perplexity, key), rel=1e-6)
+    assert blocks.kl_divergence.mean == pytest.approx(whole.kl_divergence.mean, rel=1e-4)
 
 
 class Broken(Adapter):
@@ -129,13 +129,13 @@ def test_logits_that_are_not_finite_stop_the_run(models, bad) -> None:
     with pytest.raises(UserError, match="the original model's logits"):
         measure(broken, models[0], windows_of(1), seed=0)
     broken.bad = 1.0
-    assert measure(models[0], broken, windows_of(1), seed=0)["top1_agreement"] <= 1.0
+    assert measure(models[0], broken, windows_of(1), seed=0)[0].top1_agreement <= 1.0
 
 
 def test_one_window_has_no_interval(models) -> None:
-    found = measure(*models, windows_of(1, length=40), seed=0)
-    assert found["perplexity"]["ci95"] is None
-    assert "one window" in found["not_measured"]["perplexity.ci95"]
+    found, missing = measure(*models, windows_of(1, length=40), seed=0)
+    assert found.perplexity.ci95 is None
+    assert "one window" in missing["quality.perplexity.ci95"]
 
 
 def test_what_cannot_be_compared(models, tiny) -> None:

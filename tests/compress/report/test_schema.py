@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from compress.errors import UserError
 from compress.report import speed
-from compress.report.schema import covers, null_paths, reason_for, unexplained, validate
+from compress.report.files import read_report
+from compress.report.not_measured import covers, null_paths, reason_for, unexplained
+from compress.report.schema import Report
 
 
 @pytest.fixture
@@ -29,8 +32,22 @@ KEYS = {
 }
 
 
-def test_a_complete_report_is_valid(report: dict[str, Any]) -> None:
-    assert validate(report).speed.advice is not None
+def test_a_complete_report_is_valid_and_written_as_it_was_read(report: dict[str, Any]) -> None:
+    found = Report.model_validate(report)
+    assert found.speed.advice is not None and found.to_dict() == report
+
+
+def test_keys_are_written_in_their_order(report: dict[str, Any]) -> None:
+    found = Report.model_validate(report).to_dict()
+    assert list(found)[:3] == ["schema", "recipe", "model"] and list(found)[-1] == "not_measured"
+    assert list(found["quality"])[:2] == ["corpus", "protocol"]
+    assert list(found["speed"])[:2] == ["prompts", "new_tokens"] and list(found["speed"])[-1] == "advice"
+
+
+def test_a_report_that_is_none_says_so(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"schema": 1}')
+    with pytest.raises(UserError, match=r"report\.json: recipe: "):
+        read_report(tmp_path)
 
 
 @pytest.mark.parametrize("section", KEYS)
@@ -39,30 +56,30 @@ def test_every_key_must_be_there(report: dict[str, Any], section: str) -> None:
         holder = report[section] if section else report
         value = holder.pop(key)
         with pytest.raises(ValidationError, match=key):
-            validate(report)
+            Report.model_validate(report)
         holder[key] = value
-    validate(report)
+    Report.model_validate(report)
 
 
 def test_unknown_keys_are_refused(report: dict[str, Any]) -> None:
     report["speed"]["tokens_per_minute"] = 7.0
     with pytest.raises(ValidationError, match="tokens_per_minute"):
-        validate(report)
+        Report.model_validate(report)
 
 
 def test_a_null_needs_a_reason(report: dict[str, Any]) -> None:
     report["size"]["peak_memory_bytes"] = None
     assert unexplained(report) == ["size.peak_memory_bytes"]
     with pytest.raises(ValidationError, match=r"size\.peak_memory_bytes"):
-        validate(report)
+        Report.model_validate(report)
     report["not_measured"]["size.peak_memory_bytes"] = "this system does not tell"
-    validate(report)
+    Report.model_validate(report)
 
 
 def test_numbers_are_finite(report: dict[str, Any]) -> None:
     report["speed"]["tokens_per_round"] = float("nan")
     with pytest.raises(ValidationError, match="tokens_per_round"):
-        validate(report)
+        Report.model_validate(report)
 
 
 def test_paths_cover_what_is_below_them() -> None:
@@ -74,16 +91,16 @@ def test_paths_cover_what_is_below_them() -> None:
     assert list(null_paths({"a": None, "b": [{"c": None}, {"c": 1}], "not_measured": {"a": None}})) == ["a", "b.0.c"]
 
 
-def test_the_most_specific_reason_counts(report: dict[str, Any]) -> None:
-    report["not_measured"] = {"speed": "general", "speed.original.energy_j": "specific"}
-    assert reason_for(report, "speed.original.energy_j") == "specific"
-    assert reason_for(report, "speed.advice") == "general"
-    assert reason_for(report, "size.ratio") is None
+def test_the_most_specific_reason_counts() -> None:
+    reasons = {"speed": "general", "speed.original.energy_j": "specific"}
+    assert reason_for(reasons, "speed.original.energy_j") == "specific"
+    assert reason_for(reasons, "speed.advice") == "general"
+    assert reason_for(reasons, "size.ratio") is None
 
 
 def test_no_speed_is_valid_with_its_reason(report: dict[str, Any]) -> None:
     nothing = speed.not_measured()
     report |= {"speed": nothing.speed, "lossless": nothing.lossless}
     report["not_measured"] |= nothing.not_measured
-    assert validate(report).speed.original is None
-    assert "--no-speed" in str(reason_for(report, "speed.speedup"))
+    found = Report.model_validate(report)
+    assert found.speed.original is None and "--no-speed" in str(found.reason("speed.speedup"))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from compress.records import LayerRecord
+from compress.report.schema import CacheBytes
 from compress.report.size import bits_per_weight, measure, peak_memory_bytes, sparsity, weight_bytes
 from runtime.errors import UserError
 from runtime.formats import int4
@@ -34,22 +35,21 @@ def layer(weights: int, stored: int) -> LayerRecord:
 def test_measure(tmp_path) -> None:
     original, model, draft = (write_model(tmp_path / name, n) for name, n in (("o", 640), ("m", 160), ("d", 16)))
     sizes = [(d / "model.safetensors").stat().st_size for d in (original, model, draft)]
-    found = measure(original, model, draft, [layer(1000, 500), layer(3000, 1600)], (192, 108))
-    assert found["original_bytes"] == sizes[0]
-    assert found["compressed_bytes"] == sizes[1]
-    assert found["draft_bytes"] == sizes[2]
-    assert found["ratio"] == sizes[0] / sizes[1]
-    assert found["bits_per_weight"] == 8 * 2100 / 4000
-    assert found["kv_bytes_per_token"] == {"original": 192, "compressed": 108}
-    assert found["not_measured"] == {}
-    assert json.loads(json.dumps(found)) == found
+    found, missing = measure(original, model, draft, [layer(1000, 500), layer(3000, 1600)], (192, 108))
+    assert found.original_bytes == sizes[0]
+    assert found.compressed_bytes == sizes[1]
+    assert found.draft_bytes == sizes[2]
+    assert found.ratio == sizes[0] / sizes[1]
+    assert found.bits_per_weight == 8 * 2100 / 4000
+    assert found.kv_bytes_per_token == CacheBytes(original=192, compressed=108)
+    assert missing == {}
 
 
 def test_what_is_not_there_is_null_with_a_reason(tmp_path) -> None:
     original = write_model(tmp_path / "o")
-    found = measure(original, original, None, [], (192, 192))
-    assert found["draft_bytes"] is found["bits_per_weight"] is None
-    assert set(found["not_measured"]) == {"draft_bytes", "bits_per_weight"}
+    found, missing = measure(original, original, None, [], (192, 192))
+    assert found.draft_bytes is found.bits_per_weight is None
+    assert set(missing) == {"size.draft_bytes", "size.bits_per_weight"}
 
 
 def test_weights_are_all_shards_and_nothing_else(tmp_path) -> None:
@@ -91,24 +91,24 @@ def test_zeros_of_pruned_layers() -> None:
     weight = two_of_four(16, 64).to(torch.bfloat16)
     found = sparsity([weight, two_of_four(8, 32).to(torch.bfloat16)])
     values = 16 * 64 + 8 * 32
-    assert found["layers"] == 2 and found["zero_share"] == 0.5 and found["value_bytes"] == 2 * values
+    assert found.layers == 2 and found.zero_share == 0.5 and found.value_bytes == 2 * values
     # Of every four bf16 values two and their two 2-bit places: 36 bits instead of 64.
-    assert found["two_of_four_bytes"] == values // 4 * 36 // 8
+    assert found.two_of_four_bytes == values // 4 * 36 // 8
 
 
 def test_a_2_of_4_store_of_codes() -> None:
     packed = int4.pack(two_of_four(16, 64), 32)
     found = sparsity([packed])
-    assert found["zero_share"] == 0.5 and found["value_bytes"] == 16 * 64 // 2
-    assert found["two_of_four_bytes"] == 16 * 64 // 4 * 12 // 8
+    assert found.zero_share == 0.5 and found.value_bytes == 16 * 64 // 2
+    assert found.two_of_four_bytes == 16 * 64 // 4 * 12 // 8
 
 
 def test_zeros_anywhere_fit_no_2_of_4_store() -> None:
     weight = two_of_four(16, 64)
     weight[0, :4], weight[0, 4:8] = torch.tensor([1.0, 2.0, 3.0, 0.0]), 0.0
     found = sparsity([two_of_four(4, 8), weight])
-    assert found["two_of_four_bytes"] is None and found["zero_share"] == pytest.approx(0.5, abs=0.01)
-    assert sparsity([torch.zeros(3, 6)])["two_of_four_bytes"] is None  # rows that are no whole fours
+    assert found.two_of_four_bytes is None and found.zero_share == pytest.approx(0.5, abs=0.01)
+    assert sparsity([torch.zeros(3, 6)]).two_of_four_bytes is None  # rows that are no whole fours
 
 
 def test_measure_looks_at_the_pruned_layers_of_the_artifact(tmp_path) -> None:
@@ -117,9 +117,9 @@ def test_measure_looks_at_the_pruned_layers_of_the_artifact(tmp_path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
     tensors = {"a.weight": two_of_four(8, 16), "b.weight": torch.ones(8, 16)}
     save_file(tensors, tmp_path / "m" / "model.safetensors")
-    found = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a"])
-    assert found["sparsity"]["zero_share"] == 0.5 and found["sparsity"]["two_of_four_bytes"] is not None
-    found = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a", "b"])
-    assert found["sparsity"]["zero_share"] == 0.25
-    assert "two in every four" in found["not_measured"]["sparsity.two_of_four_bytes"]
-    assert measure(original, tmp_path / "m", None, [], (1, 1))["sparsity"] is None
+    found, missing = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a"])
+    assert found.sparsity.zero_share == 0.5 and found.sparsity.two_of_four_bytes is not None
+    found, missing = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a", "b"])
+    assert found.sparsity.zero_share == 0.25
+    assert "two in every four" in missing["size.sparsity.two_of_four_bytes"]
+    assert measure(original, tmp_path / "m", None, [], (1, 1))[0].sparsity is None

@@ -1,12 +1,12 @@
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from compress.report import advice, speed
-from compress.report.schema import Speed, covers, null_paths
+from compress.report import advice, speed, timing
+from compress.report.not_measured import covers, null_paths
+from compress.report.schema_speed import Lossless, Speed
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
 from runtime.errors import UserError
@@ -41,64 +41,64 @@ def self_drafted(models: tuple[Model, Model], windows: torch.Tensor) -> speed.Sp
 
 
 def explained(result: speed.SpeedResult) -> bool:
-    paths = [f"speed.{path}" for path in null_paths(result.speed) if path != "baselines"]
-    paths += [f"lossless.{path}" for path in null_paths(result.lossless)]
+    paths = [f"speed.{path}" for path in null_paths(result.speed.model_dump()) if path != "baselines"]
+    paths += [f"lossless.{path}" for path in null_paths(result.lossless.model_dump(by_alias=True))]
     return all(any(covers(reason, path) for reason in result.not_measured) for path in paths)
 
 
 def test_a_perfect_draft(self_drafted: speed.SpeedResult) -> None:
     found = self_drafted.speed
-    Speed.model_validate(found)
+    Speed.model_validate(found.model_dump())
     assert explained(self_drafted)
-    assert found["acceptance_rate"] == 1.0
-    assert found["acceptance_rate_t1"] == 1.0 and found["acceptance_rate_t1_verify"] == "coupled"
-    assert found["teacher_forced_agreement"] == 1.0
-    assert found["teacher_forced_agreement_t1"] == pytest.approx(1.0, abs=1e-5)
-    assert found["accepted_by_position"] == [1.0, 1.0, 1.0]
+    assert found.acceptance_rate == 1.0
+    assert found.acceptance_rate_t1 == 1.0 and found.acceptance_rate_t1_verify == "coupled"
+    assert found.teacher_forced_agreement == 1.0
+    assert found.teacher_forced_agreement_t1 == pytest.approx(1.0, abs=1e-5)
+    assert found.accepted_by_position == [1.0, 1.0, 1.0]
     # The first token comes from the prompt; 11 more in rounds of 4, 4 and 3.
-    assert found["tokens_per_round"] == pytest.approx(11 / 3)
-    assert found["speculative"]["mean_width"] == pytest.approx(11 / 3)
-    assert found["original"]["mean_width"] == found["compressed"]["mean_width"] == 1.0
-    assert found["iid_speedup"] == pytest.approx(4 / (3 * found["draft_cost_ratio"] + found["width_cost_ratio"]))
-    assert (found["prompts"], found["new_tokens"], found["draft_length"], found["drafter"]) == (4, NEW, 3, "model")
+    assert found.tokens_per_round == pytest.approx(11 / 3)
+    assert found.speculative.mean_width == pytest.approx(11 / 3)
+    assert found.original.mean_width == found.compressed.mean_width == 1.0
+    assert found.iid_speedup == pytest.approx(4 / (3 * found.draft_cost_ratio + found.width_cost_ratio))
+    assert (found.prompts, found.new_tokens, found.draft_length, found.drafter) == (4, NEW, 3, "model")
 
 
 def test_lossless_counts_every_token(self_drafted: speed.SpeedResult) -> None:
-    expected = {"class": "exact", "verify": "greedy", "tokens_compared": 4 * NEW, "mismatches": 0}
+    expected = Lossless(class_="exact", verify="greedy", tokens_compared=4 * NEW, mismatches=0)
     assert self_drafted.lossless == expected
 
 
 def test_derived_figures_follow_from_measured_ones(self_drafted: speed.SpeedResult) -> None:
     found = self_drafted.speed
-    tau, c, v = found["tokens_per_round"], found["draft_cost_ratio"], found["width_cost_ratio"]
-    assert found["predicted_speedup"] == pytest.approx(advice.predicted_speedup(tau, 3, c, v))
-    rates = {name: found[name]["tokens_per_second"] for name in ("original", "compressed", "speculative")}
-    assert found["speedup"]["over_compressed"] == pytest.approx(rates["speculative"] / rates["compressed"])
-    assert found["speedup"]["over_original"] == pytest.approx(rates["speculative"] / rates["original"])
-    costs = {entry["width"]: entry["ratio"] for entry in found["width_costs"]}
+    tau, c, v = found.tokens_per_round, found.draft_cost_ratio, found.width_cost_ratio
+    assert found.predicted_speedup == pytest.approx(advice.predicted_speedup(tau, 3, c, v))
+    rates = {name: found.pace(name) for name in ("original", "compressed", "speculative")}
+    assert found.speedup.over_compressed == pytest.approx(rates["speculative"] / rates["compressed"])
+    assert found.speedup.over_original == pytest.approx(rates["speculative"] / rates["original"])
+    costs = {entry.width: entry.ratio for entry in found.width_costs}
     assert costs[1] == 1.0 and costs[4] == v and set(costs) == {1, 2, 3, 4, 5, 9, 17}
-    assert found["advice"] == advice.advise(1.0, [1.0] * 3, c, costs).as_dict()
+    assert found.advice == advice.advise(1.0, [1.0] * 3, c, costs)
 
 
 def test_a_bad_draft_is_accepted_less(models: tuple[Model, Model], windows: torch.Tensor) -> None:
     other, target = models
     result = speed.measure(other, target, other, PROMPTS, windows, NEW, 3, quiet)
     found = result.speed
-    assert found["acceptance_rate"] < 0.5 and found["teacher_forced_agreement"] < 0.5
-    assert found["acceptance_rate"] == pytest.approx(sum(found["accepted_by_position"]) / 3, abs=0.2)
-    assert result.lossless["mismatches"] == 0
-    assert [group["prompts"] for group in found["groups"]] == [2, 2]
-    assert found["groups"][0]["repeated_4gram_share"] <= found["groups"][1]["repeated_4gram_share"]
+    assert found.acceptance_rate < 0.5 and found.teacher_forced_agreement < 0.5
+    assert found.acceptance_rate == pytest.approx(sum(found.accepted_by_position) / 3, abs=0.2)
+    assert result.lossless.mismatches == 0
+    assert [group.prompts for group in found.groups] == [2, 2]
+    assert found.groups[0].repeated_4gram_share <= found.groups[1].repeated_4gram_share
 
 
 def test_without_a_draft_the_drafter_is_lookup(models: tuple[Model, Model], windows: torch.Tensor) -> None:
     original, target = models
     result = speed.measure(original, target, None, PROMPTS, windows, NEW, 3, quiet)
-    assert result.speed["drafter"] == "lookup"
-    assert result.speed["teacher_forced_agreement"] is None
+    assert result.speed.drafter == "lookup"
+    assert result.speed.teacher_forced_agreement is None
     assert "no model that predicts" in result.not_measured["speed.teacher_forced_agreement"]
     # How much it costs is the machine's affair; that it was timed is not.
-    assert result.speed["draft_cost_ratio"] is None or result.speed["draft_cost_ratio"] > 0
+    assert result.speed.draft_cost_ratio is None or result.speed.draft_cost_ratio > 0
     assert explained(result)
 
 
@@ -109,23 +109,23 @@ def test_heads_draft_a_tree_and_have_no_figures_of_a_chain(
     heads = MedusaDrafter(load_heads(write_medusa(target.path, tmp_path / "medusa", scale=0.02), target))
     result = speed.measure(original, target, heads, PROMPTS, windows, NEW, 5, quiet)
     found = result.speed
-    Speed.model_validate(found)
-    assert found["drafter"] == "medusa" and found["predicted_speedup"] > 0
-    assert found["iid_speedup"] is None and found["advice"] is None
+    Speed.model_validate(found.model_dump())
+    assert found.drafter == "medusa" and found.predicted_speedup > 0
+    assert found.iid_speedup is None and found.advice is None
     assert "tree" in result.not_measured["speed.advice"]
     # By depth: at most one of a round's nodes at a depth is accepted, and none without its parent.
-    reached = found["accepted_by_position"]
-    assert reached == sorted(reached, reverse=True) and sum(reached) == pytest.approx(found["tokens_per_round"] - 1)
-    assert result.lossless["mismatches"] == 0
+    reached = found.accepted_by_position
+    assert reached == sorted(reached, reverse=True) and sum(reached) == pytest.approx(found.tokens_per_round - 1)
+    assert result.lossless.mismatches == 0
     assert explained(result)
 
 
 def test_a_text_of_one_token_leaves_nulls_with_reasons(models: tuple[Model, Model], windows: torch.Tensor) -> None:
     original, target = models
     result = speed.measure(original, target, target, PROMPTS[:1], windows, 1, 3, quiet)
-    assert result.speed["acceptance_rate"] is None and result.speed["original"]["itl_ms"]["p50"] is None
+    assert result.speed.acceptance_rate is None and result.speed.original.itl_ms.p50 is None
     assert explained(result)
-    Speed.model_validate(result.speed)
+    Speed.model_validate(result.speed.model_dump())
 
 
 def test_a_target_that_cannot_roll_back_is_not_speculated_with(
@@ -139,8 +139,8 @@ def test_a_target_that_cannot_roll_back_is_not_speculated_with(
 
     monkeypatch.setattr(ContiguousCache, "truncate", refuse)
     result = speed.measure(original, target, target, PROMPTS, windows, NEW, 3, quiet)
-    assert result.speed["speculative"] is None and result.lossless["class"] is None
-    assert result.speed["compressed"]["tokens_per_second"] > 0
+    assert result.speed.speculative is None and result.lossless.class_ is None
+    assert result.speed.compressed.tokens_per_second > 0
     assert result.not_measured["speed.speculative"] == "the cache of Recurrent cannot be rolled back"
     assert explained(result)
 
@@ -173,19 +173,19 @@ def test_costs_grow_with_nothing_but_the_text(models: tuple[Model, Model]) -> No
     [([[1, 2, 3]], (3, 0)), ([[1, 9, 3]], (3, 1)), ([[1, 2]], (3, 1)), ([[4, 5, 6, 7]], (4, 4))],
 )
 def test_compare(other: list[list[int]], expected: tuple[int, int]) -> None:
-    assert speed.compare([[1, 2, 3]], other) == expected
+    assert timing.compare([[1, 2, 3]], other) == expected
 
 
 def test_repeated_share() -> None:
-    assert speed.repeated_share([[1, 2, 3, 4, 5]]) == 0.0
-    assert speed.repeated_share([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    assert timing.repeated_share([[1, 2, 3, 4, 5]]) == 0.0
+    assert timing.repeated_share([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
     # Texts are counted for themselves: what two of them share is no repetition.
-    assert speed.repeated_share([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0.0
-    assert speed.repeated_share([[1, 2, 3]]) is None
+    assert timing.repeated_share([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0.0
+    assert timing.repeated_share([[1, 2, 3]]) is None
 
 
 def test_no_speed_has_every_key(self_drafted: speed.SpeedResult) -> None:
-    nothing: Any = speed.not_measured()
-    assert nothing.speed.keys() == self_drafted.speed.keys()
-    assert nothing.lossless.keys() == self_drafted.lossless.keys()
-    assert set(nothing.speed.values()) == {None}
+    nothing = speed.not_measured()
+    assert nothing.speed.model_fields_set == self_drafted.speed.model_fields_set
+    assert nothing.lossless.model_fields_set == self_drafted.lossless.model_fields_set
+    assert set(dict(nothing.speed).values()) == {None}

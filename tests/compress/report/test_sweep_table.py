@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from compress.errors import UserError
 from compress.report import speed, sweep_page
+from compress.report.schema import Report
 from compress.report.sweep_plot import pareto, png, svg
-from compress.report.sweep_table import Point, dominated, standings
+from compress.report.sweep_table import Point, SweepTable, dominated, sweep_table
 
 
 def make_report(name: str, size: int, change: float, pace: float | None, **parts: Any) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def make_report(name: str, size: int, change: float, pace: float | None, **parts
     if pace is None:
         nothing = speed.not_measured()
         report |= {"speed": nothing.speed, "lossless": nothing.lossless}
+        report["not_measured"] |= nothing.not_measured
     else:
         report["speed"]["original"]["tokens_per_second"] = 100.0
         report["speed"]["compressed"]["tokens_per_second"] = 100 * pace
@@ -49,8 +51,12 @@ def several() -> dict[str, dict[str, Any] | str]:
     }
 
 
+def table_of(command: str, found: dict[str, dict[str, Any] | str]) -> SweepTable:
+    return sweep_table(command, {n: r if isinstance(r, str) else Report.model_validate(r) for n, r in found.items()})
+
+
 def test_rows_are_the_reports_figures() -> None:
-    found = standings("command", several())
+    found = table_of("command", several())
     assert [row.recipe for row in found.rows] == ["int8-dynamic", "nf4", "int4-rtn", "broken"]
     first, second, third, broken = found.rows
     assert first.compressed_bytes == 16_000_000 and first.speed == pytest.approx(1.9)
@@ -67,15 +73,15 @@ def test_rows_are_the_reports_figures() -> None:
 def test_speculation_counts_where_it_is_faster() -> None:
     report = make_report("nf4", 10, 0.0, 2.0)
     report["speed"]["speculative"]["tokens_per_second"] = 300.0
-    assert standings("", {"nf4": report}).rows[0].speed == pytest.approx(3.0)
+    assert table_of("", {"nf4": report}).rows[0].speed == pytest.approx(3.0)
 
 
 def test_a_quantised_cache_is_judged_with_its_perplexity() -> None:
     plain = make_report("plain", 10, 0.0, 1.0)
     original = plain["quality"]["perplexity"]["original"]
     cached = make_report("kv-int4", 10, 0.0, 1.0, quality__kv_perplexity=1.02 * original)
-    cached["size"]["kv_bytes_per_token"]["compressed"] = 0.2 * plain["size"]["kv_bytes_per_token"]["compressed"]
-    rows = standings("", {"plain": plain, "kv-int4": cached}).rows
+    cached["size"]["kv_bytes_per_token"]["compressed"] = plain["size"]["kv_bytes_per_token"]["compressed"] // 5
+    rows = table_of("", {"plain": plain, "kv-int4": cached}).rows
     assert rows[1].perplexity_change == pytest.approx(0.02) and rows[1].ci95 is None
     assert rows[0].dominated_by == rows[1].dominated_by == ()  # better quality, or a smaller cache
 
@@ -133,11 +139,11 @@ def test_only_the_same_model_and_text_are_compared(section: str, key: str, value
     other["quality"][section][key] = value
     found["nf4"] = other
     with pytest.raises(UserError, match=f"nf4: expected a report on the same {what} as int8-dynamic's"):
-        standings("", found)
+        table_of("", found)
 
 
 def test_page_and_markdown() -> None:
-    found = standings("python -m compress.sweep --recipes <b>", several())
+    found = table_of("python -m compress.sweep --recipes <b>", several())
     html, markdown = sweep_page.html(found, b"<svg/>"), sweep_page.markdown(found)
     for text in (html, markdown):
         assert "16.0 MB" in text and "1.90×" in text and "about nf4" in text
@@ -167,7 +173,7 @@ def test_page_and_markdown() -> None:
 
 
 def test_a_table_without_any_report() -> None:
-    found = standings("command", {"a": "no", "b": "no"})
+    found = table_of("command", {"a": "no", "b": "no"})
     assert pareto(found) is None and found.original is None
     assert "a failed: no" in sweep_page.markdown(found) and "a failed: no" in sweep_page.html(found, None)
 
@@ -180,7 +186,7 @@ def test_the_plot_names_every_recipe_and_greys_the_dominated(timed: bool, larges
         for i, change in enumerate((0.001, -0.002, 0.03, largest))
     }
     reports["worse"] = make_report("worse", 25_000_000, 0.9 * largest, 0.5 if timed else None)
-    found = standings("", reports)
+    found = table_of("", reports)
     figure = pareto(found)
     assert figure is not None and len(figure.axes) == (2 if timed else 1)
     for axes in figure.axes:
@@ -197,6 +203,6 @@ def test_the_plot_names_every_recipe_and_greys_the_dominated(timed: bool, larges
 
 
 def test_the_plot_is_the_same_bytes_for_the_same_figures() -> None:
-    found = standings("", several())
+    found = table_of("", several())
     first, second = pareto(found), pareto(found)
     assert first is not None and second is not None and svg(first) == svg(second)

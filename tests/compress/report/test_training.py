@@ -11,7 +11,7 @@ perplexity = st.floats(1.01, 1e4)
 
 
 def said(**training: Any) -> list[str]:
-    return training_findings({"calibration": {"training": training}})
+    return training_findings(training)
 
 
 @given(perplexity, perplexity, st.floats(0, 1))

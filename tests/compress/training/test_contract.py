@@ -88,7 +88,7 @@ def test_healing_changes_weights_and_says_what_it_did(tiny: Tiny, go: Go, prune:
     assert found["best"] < found["before"]
     assert found["perplexity"]["healed"] < found["perplexity"]["pruned"]
     assert found["curve"][0]["held_out"] == found["before"]
-    [said] = training_findings({"calibration": facts.calibration})
+    [said] = training_findings(facts.calibration["training"])
     assert f"to {found['perplexity']['healed']:.2f}, which wins back" in said
     assert found["text"]["held_out_tokens"] > 0
     before, after = (load_file(one.model / "model.safetensors") for one in (pruned, artifact))

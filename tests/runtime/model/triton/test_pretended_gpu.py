@@ -75,12 +75,12 @@ def test_beams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compressor_measures_on_it(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole job but the baselines, whose child process would find no such device; timed for as short as can be."""
     from compress import Recipe, compress
-    from compress.report import baselines, speed
+    from compress.report import baselines, speed, timing
 
-    row = baselines._row("transformers, eager", why="no such device in another process")
+    row = baselines._row("transformers, eager", "no such device in another process")
     monkeypatch.setattr(baselines, "run", lambda *_: [row])
-    for name, value in (("REPEATS", 1), ("COST_SECONDS", 0.0)):
-        monkeypatch.setattr(speed, name, value)
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(speed, "COST_SECONDS", 0.0)
     plain = [dispatch.Kernel("reference", True, "plain torch", exact=True)]
     monkeypatch.setattr(dispatch, "available", lambda device="cpu", threads=None: plain)
     with pretended_gpu(monkeypatch):

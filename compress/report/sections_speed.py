@@ -1,0 +1,101 @@
+"""The page's sections on speed, and on what speculation gains and costs."""
+
+from compress.report.schema import Report
+from compress.report.schema_speed import Baseline, Decoding, Speed
+from compress.report.table import Row, Section, Table
+from compress.report.wording import NOT_MEASURED, number, percent, times
+
+
+def speed(speed: Speed) -> Section:
+    """Tokens per second of the three ways, times between tokens, the baselines."""
+    plot = "Bars: tokens per second of original, compressed, speculative, baselines"
+    if speed.original is None:
+        return Section("Speed", "speed", plot, ["Not measured: see the reasons below."], [])
+    text = [
+        f"{speed.prompts} held-out prompts, {speed.new_tokens} new tokens each, greedy, {speed.threads} "
+        f"{'thread' if speed.threads == 1 else 'threads'}, all three in the same runtime and interleaved; medians "
+        f"of {speed.repeats} {'repeat' if speed.repeats == 1 else 'repeats'}."
+    ]
+    ways = {"original": speed.original, "compressed": speed.compressed, "speculative": speed.speculative}
+    headers: Row = ("", "tokens/s", "first token", "between tokens p50 / p90 / p99", "whole text", "mean width")
+    note = "Tokens that one round gains arrive together: the time between them is 0." if speed.speculative else ""
+    tables = [Table(headers, [_decoding(name, way) for name, way in ways.items()], note)]
+    if speed.baselines:
+        rows: list[Row] = [
+            (row.name, number(row.tokens_per_second, 1), row.why or _over(row, speed)) for row in speed.baselines
+        ]
+        note = speed.baselines[0].note
+        headers = ("baseline", "tokens/s", "the best of ours is")
+        tables.append(Table(headers, rows, f"{note[0].upper()}{note[1:]}.", wide=True))
+    return Section("Speed", "speed", plot, text, tables)
+
+
+def _decoding(name: str, way: Decoding | None) -> Row:
+    if way is None:
+        return (name, *[NOT_MEASURED] * 5)
+    gaps = " / ".join(number(gap, 1) for gap in (way.itl_ms.p50, way.itl_ms.p90, way.itl_ms.p99))
+    return (
+        name,
+        number(way.tokens_per_second, 1),
+        number(way.ttft_ms, 1, " ms"),
+        f"{gaps} ms",
+        number(way.latency_ms, 0, " ms"),
+        number(way.mean_width, 2),
+    )
+
+
+def _over(row: Baseline, speed: Speed) -> str:
+    return f"{times(speed.best / row.tokens_per_second)} as fast" if row.tokens_per_second else ""
+
+
+def acceptance(report: Report) -> Section:
+    """What was accepted, what it cost, what was predicted, and the advice on the draft length."""
+    speed, gain = report.speed, report.speed.speedup
+    assert gain is not None  # it is measured wherever speculative decoding is
+    verifying = f"cost of verifying {(speed.draft_length or 0) + 1} tokens v, in target steps"
+    rows: list[Row] = [
+        ("acceptance rate α, greedy", number(speed.acceptance_rate, 3)),
+        (f"α at temperature 1 ({speed.acceptance_rate_t1_verify})", number(speed.acceptance_rate_t1, 3)),
+        ("same most probable token as the draft, teacher-forced", number(speed.teacher_forced_agreement, 3)),
+        ("chance of acceptance at temperature 1, teacher-forced", number(speed.teacher_forced_agreement_t1, 3)),
+        ("tokens gained a round τ", number(speed.tokens_per_round, 2)),
+        ("drafted a round γ", str(speed.draft_length)),
+        ("cost of a draft step c, in target steps", number(speed.draft_cost_ratio, 3)),
+        (verifying, number(speed.width_cost_ratio, 3)),
+        ("repeated 4-grams in the output", percent(speed.repeated_4gram_share)),
+    ]
+    predictions: list[Row] = [
+        ("τ / (γc + v), all measured", number(speed.predicted_speedup, 2)),
+        ("textbook form, one fitted acceptance", number(speed.iid_speedup, 2)),
+        ("measured, decoding only", number(gain.decode_over_compressed, 2)),
+        ("measured, prompt included", number(gain.over_compressed, 2)),
+        ("measured over the original, prompt included", number(gain.over_original, 2)),
+    ]
+    tables = [Table(("", ""), rows), Table(("speed over plain decoding of the compressed model", ""), predictions)]
+    if speed.groups:
+        groups: list[Row] = [
+            (
+                group.name,
+                str(group.prompts),
+                percent(group.repeated_4gram_share),
+                number(group.acceptance_rate, 3),
+                number(group.tokens_per_round, 2),
+                number(group.speedup_over_compressed, 2),
+            )
+            for group in speed.groups
+        ]
+        tables.append(Table(("", "prompts", "repeated 4-grams", "α", "τ", "speed-up"), groups))
+    if speed.width_costs:
+        costs: list[Row] = [
+            (str(entry.width), number(entry.ms, 2, " ms"), number(entry.ratio, 2)) for entry in speed.width_costs
+        ]
+        tables.append(Table(("tokens in one forward", "median", "over one token"), costs))
+    advice = speed.advice
+    if advice is None:
+        text = [f"No advice on the draft length: {report.reason('speed.advice')}."]
+    elif advice.draft_length:
+        text = [f"Advice: draft {advice.draft_length} tokens a round. {advice.why}"]
+    else:
+        text = [f"Advice: do not speculate with this draft. {advice.why}"]
+    plot = "Bars: share of drafts accepted up to each position"
+    return Section("Speculation and draft length", "acceptance", plot, text, tables)
