@@ -277,7 +277,7 @@ def test_offsets_that_are_no_zero_points() -> None:
     assert good.offset is not None
     odd = replace(good, offset=good.offset + 0.37 * good.scale)
     whole = layers.with_whole_zeros(odd)
-    assert formats.zero_points.whole_zeros(whole) is not None
+    assert formats.codes.whole_zeros(whole) is not None
     step = good.scale.repeat_interleave(32, dim=1)
     error = (formats.dequantize(whole) - formats.dequantize(odd)).abs()
     clipped = (whole.codes == -8) | (whole.codes == 7)
