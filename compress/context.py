@@ -87,7 +87,7 @@ class RunContext:
         return replace(context, recipe=recipe.with_budget(Budget(context.tokens, context.minutes)))
 
     def __post_init__(self) -> None:
-        from compress.export import check_names
+        from compress.recipe.exports import check_exports
         from compress.recipe.training import MOST_MINUTES
         from runtime.devices import resolve
         from runtime.errors import UserError as RuntimeFloorError
@@ -100,8 +100,7 @@ class RunContext:
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 option = "--" + one.name.replace("_", "-")
                 raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
-        if self.export:
-            check_names(self.export)
+        check_exports(self.export)
         if self.minutes is not None:
             if self.tokens is not None:
                 raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")

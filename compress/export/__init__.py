@@ -18,6 +18,7 @@ from typing import Any
 from compress.artifact import files
 from compress.errors import UserError
 from compress.progress import Progress, silent
+from compress.recipe.exports import check_exports
 
 FORMATS: dict[str, str] = {
     "gptq": "compress.export.gptq:write",
@@ -94,19 +95,9 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises UserError for one that is unknown, and for none."""
-    for name in names:
-        if name not in FORMATS:
-            raise UserError(f"export {name!r} is unknown: expected one of {', '.join(FORMATS)}: correct the name")
-    if not names:
-        raise UserError(f"exports: expected at least one of {', '.join(FORMATS)}, found none: name one")
-    return tuple(dict.fromkeys(names))
-
-
 def check_kinds(names: Sequence[str], kinds: Collection[str]) -> None:
     """Raises UserError where one of the forms cannot hold layers of these kinds: known before any work is done."""
-    for name in check_names(names):
+    for name in check_exports(names):
         if "fp8" in kinds and name != "compressed-tensors":
             raise UserError(f"export {name}: expected weights other than fp8, which compressed-tensors alone holds")
         refusal = getattr(importlib.import_module(FORMATS[name].split(":")[0]), "refusal", None)
@@ -120,7 +111,7 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     force  replace an export that is there. Raises UserError for an unknown name, a folder that is not empty, and what
     the form cannot hold.
     """
-    check_names([name])
+    check_exports([name])
     if out.exists() and not out.is_dir():
         raise UserError(f"{out.name}: expected a folder for the export, found a file: choose another with --out")
     there = out.is_dir() and any(out.iterdir())
@@ -168,7 +159,6 @@ __all__ = [
     "Loss",
     "Progress",
     "check_kinds",
-    "check_names",
     "names_in",
     "run",
     "silent",

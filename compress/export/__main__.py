@@ -42,13 +42,15 @@ def main(
 
 def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
     from compress import export
-
-    names = export.check_names(export.names_in(to))
     from compress.artifact import manifest
     from compress.export import serve
     from compress.pipeline import exports
     from compress.progress import show
+    from compress.recipe.exports import check_exports
 
+    names = check_exports(export.names_in(to))
+    if not names:
+        raise UserError(f"--to: expected at least one of {', '.join(FORMATS)}, found none: name one")
     place = exports.place(artifact, out)
     made = []
     with show() as progress:

@@ -26,12 +26,11 @@ from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validat
 
 from compress.errors import UserError
 from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
+from compress.recipe.exports import check_exports
 from compress.recipe.renamed import with_new_names
 from compress.recipe.stages import ORDER, Stage, check_order
 from compress.recipe.training import Budget
 
-# What `compress.export` can write.
-EXPORTS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "bitnet", "gguf", "onnx", "onnx-fp16")
 # Keys and values that the format reserves and this version cannot do yet.
 NOT_BUILT = {
     "draft": "drafts are made by a stage: write the key under stages, or name a draft with --draft",
@@ -140,12 +139,10 @@ class Recipe(Strict):
     @field_validator("export")
     @classmethod
     def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if names is None:
-            return None
-        unknown = next((name for name in names if name not in EXPORTS), None)
-        if unknown is not None:
-            raise ValueError(f"export {unknown!r} is unknown: expected one of {', '.join(EXPORTS)}: correct the name")
-        return tuple(dict.fromkeys(names))
+        try:
+            return None if names is None else check_exports(names)
+        except UserError as error:
+            raise ValueError(error) from error
 
     @model_validator(mode="after")
     def _does_something(self) -> "Recipe":

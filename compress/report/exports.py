@@ -127,7 +127,7 @@ def _path(folder: Path) -> Path:
 def _drafting(task: Task, entries: Sequence[Entry]) -> Iterator[_Drafting | None]:
     """Who drafts for those in ONNX; None where nothing is to be drafted."""
     onnx = any(holds_onnx(task.folder / entry["name"]) for entry in entries)
-    if not onnx or not task.prompts or task.run.draft_length == 0:
+    if not onnx or not task.prompts:
         yield None
     elif task.draft is None:
         yield _Drafting(LookupDrafter(), "lookup")
@@ -162,12 +162,12 @@ def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Export
         missing |= dict.fromkeys((".perplexity", ".artifact_perplexity"), NO_QUALITY)
     if not holds_onnx(path):
         missing[".speed"] = _OUR_KERNELS
-    elif not task.prompts:
+    elif drafting is None:
         missing[".speed"] = NO_SPEED
     else:
-        speed, reasons = _speed(model, task, drafting)
-        missing |= {f".speed.{key}": why for key, why in reasons.items()}
-        if drafting is not None and drafting.note is not None:
+        speed = _speed(model, task, drafting)
+        missing |= {f".speed.{key}": TOO_FEW for key in null_paths(speed.model_dump(by_alias=True))}
+        if drafting.note is not None:
             notes.append(drafting.note)
     figures = ExportFigures(
         engine=model.decoder.kernels,
@@ -180,27 +180,25 @@ def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Export
     return figures, missing
 
 
-def _speed(model: "Model", task: Task, drafting: _Drafting | None) -> tuple[ExportSpeed, Reasons]:
+def _speed(model: "Model", task: Task, drafting: _Drafting) -> ExportSpeed:
     """Greedy decoding alone and with the draft, interleaved, on the same sessions."""
     prompts = task.prompts[:PROMPTS]
-    ways = {"plain": Speculator(model)}
-    if drafting is not None:
-        ways["speculative"] = Speculator(model, drafting.drafter, task.run.draft_length)
+    ways = {
+        "plain": Speculator(model),
+        "speculative": Speculator(model, drafting.drafter, task.run.draft_length),
+    }
     timed = time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
     rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
-    spoken = timed.get("speculative")
-    compared, mismatches = compare(timed["plain"].tokens[0], spoken.tokens[0]) if spoken else (None, None)
-    figures = ExportSpeed(
+    compared, mismatches = compare(timed["plain"].tokens[0], timed["speculative"].tokens[0])
+    return ExportSpeed(
         prompts=len(prompts),
         new_tokens=task.new_tokens,
         draft_length=task.run.draft_length,
         tokens_per_second=rates["plain"],
-        drafter=None if drafting is None else drafting.name,
-        speculative_tokens_per_second=rates.get("speculative"),
-        acceptance_rate=total(spoken.metrics[0]).acceptance_rate if spoken else None,
-        class_=lossless_class(model, ways["speculative"].verify, Sampling()) if spoken else None,
+        drafter=drafting.name,
+        speculative_tokens_per_second=rates["speculative"],
+        acceptance_rate=total(timed["speculative"].metrics[0]).acceptance_rate,
+        class_=lossless_class(model, ways["speculative"].verify, Sampling()),
         tokens_compared=compared,
         mismatches=mismatches,
     )
-    reason = "the draft length is 0" if drafting is None else TOO_FEW
-    return figures, dict.fromkeys(null_paths(figures.model_dump(by_alias=True)), reason)

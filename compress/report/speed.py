@@ -106,7 +106,7 @@ def measure(
 
     prompts  token lists, short enough for `new_tokens` more. windows (E, L) held-out tokens for teacher forcing.
     Without `draft` the drafter is prompt lookup. Medusa heads draft a tree, of which γ counts the nodes, and have no
-    figures that only a chain has. Where the target cannot be rolled back, or γ = 0, the speculative figures are null
+    figures that only a chain has. Where the target cannot be rolled back the speculative figures are null
     with that reason. Raises UserError for a draft with another vocabulary.
     """
     model = None if draft is None or isinstance(draft, MedusaDrafter) else draft
@@ -114,7 +114,7 @@ def measure(
         # The runtime would encode such a draft's text again; the report's agreement figures need one vocabulary.
         require_same_vocabulary(compressed.tokenizer, model.tokenizer)
     ways = {"original": Speculator(original), "compressed": Speculator(compressed)}
-    reason = "the draft length is 0" if draft_length == 0 else _cannot_roll_back(compressed, prompts[0])
+    reason = _cannot_roll_back(compressed, prompts[0])
     if reason is None:
         ways["speculative"] = Speculator(compressed, LookupDrafter() if draft is None else draft, draft_length)
     timed = time_interleaved(ways, prompts, new_tokens, progress)

@@ -21,6 +21,7 @@ from compress.export import Exported, Loss, layers
 from compress.export.__main__ import app
 from compress.pipeline import compress
 from compress.quantize.rtn import relative_error
+from compress.recipe.exports import EXPORTS
 from runtime import formats, load
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
@@ -371,6 +372,10 @@ def test_the_command_adds_to_a_run(artifact: Path, tmp_path: Path) -> None:
     # A model directory, elsewhere.
     result = command(folder / "model", "--to", "gptq", "--out", tmp_path / "out")
     assert result.exit_code == 0 and (tmp_path / "out" / "gptq" / "config.json").is_file()
+
+
+def test_recipes_know_every_form() -> None:
+    assert tuple(export.FORMATS) == EXPORTS
 
 
 @pytest.mark.parametrize(
