@@ -134,6 +134,7 @@ def test_in_a_terminal(target: Path, terminal: Callable[..., Terminal]) -> None:
     statistics = chat.until(STATISTICS)
     assert int(statistics[1:].split()[0]) < 900
     chat.until(PROMPT)
+    time.sleep(0.5)  # Python misses a signal between readline's prompt and its wait for keys
     chat.type("\x03")
     chat.until("/reset starts again")
     chat.until(PROMPT)
