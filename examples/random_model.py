@@ -1,7 +1,7 @@
 """A model of a published shape with seeded random weights in bfloat16 and the embedded pair's tokenizer.
 
     python examples/random_model.py llama-2-7b /data/llama-2-7b-random
-    python -m compress.run --recipe int4-rtn --model /data/llama-2-7b-random --eval-tokens 0 --no-speed
+    specpress compress --recipe int4-rtn --model /data/llama-2-7b-random --eval-tokens 0 --no-speed
 
 For trying how much memory, disk and time a compression of a large model takes, without downloading one: one shard per
 block, 13.5 GB in all for 7 billion weights. What it writes means nothing.
