@@ -65,8 +65,8 @@ app = typer.Typer(
 )
 
 
-def _versions(wanted: bool) -> None:
-    if not wanted:
+def _versions(context: typer.Context, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
         return
     found = {"specpress": "not installed", "python": platform.python_version()}
     for package in ("specpress", *_PACKAGES):

@@ -1,7 +1,7 @@
 """The schemes, in two tables: what a recipe may name, and the kinds of codes that files hold and kernels multiply.
 
-A new scheme is a format file, a row here, a kernel where it wants one of its own (kernels/reference.py runs every kind by
-what its row says) and a recipe. Nothing here imports torch: recipes are checked against these tables.
+A new scheme is a format file, a row here, a kernel where it wants one of its own (kernels/reference.py runs every kind
+by what its row says) and a recipe. Nothing here imports torch: recipes are checked against these tables.
 """
 
 from collections.abc import Mapping
