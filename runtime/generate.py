@@ -37,7 +37,7 @@ class DrafterName(StrEnum):
 
 
 class RuleName(StrEnum):
-    """How sampled proposals are judged."""
+    """How sampled proposals are verified."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -130,13 +130,13 @@ def main(
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
-        chosen = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options)
-        speculator = Speculator(model, chosen.drafter, draft_length, verify.value, lossy, cache)
+        named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options)
+        speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)
         lines = [
-            ("drafter", f"{speculator.drafter.name}{chosen.note}"),
+            ("drafter", f"{speculator.drafter.name}{named.note}"),
             *stream.metrics.summary(),
             ("ended by", str(stream.finish)),
         ]

@@ -186,7 +186,7 @@ def steps(
 ) -> tuple[dict[int, Callable[[], float]], Callable[[], float] | None]:
     """By width, the task of one step after `context` tokens; and that of a greedy chain, over its tokens.
 
-    The chain is one call for many tokens (rows.GreedyChains), where the decoder has it; else None.
+    The chain is one call for many tokens (contract.GreedyChains), where the decoder has it; else None.
     """
     decoder = model.decoder
     cache = decoder.new_cache()

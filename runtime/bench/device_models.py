@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.bench.random_models import HEADS, SCHEMES, SHAPES, Shape, block_layers
+from runtime.bench.random_models import (
+    CODES,
+    SCHEMES,
+    SHAPES,
+    Shape,
+    block_layers,
+    described,
+    require_offered,
+    unit_scale,
+)
 from runtime.checkpoints.directory import Checkpoint
 from runtime.errors import UserError
-from runtime.formats import fp8, int4, int8, nf4, ternary
-from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats import fp8
+from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.layers import linears
 from runtime.model.load import Model
 
-_CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
-_GROUP = 128
 # fp8 is for GPUs: the CPU benchmarks' shapes do without.
 DEVICE_SCHEMES = (*SCHEMES, "fp8")
 
@@ -77,7 +84,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> PackedWeight | Tensor:
-    """As `shapes.random_weight`, drawn on the generator's device: codes uniform, scales within a quarter."""
+    """As `random_models.random_weight`, drawn on the generator's device: codes uniform, scales within a quarter."""
     device = generator.device
     if scheme in ("f32", "bf16"):
         dtype = torch.float32 if scheme == "f32" else torch.bfloat16
@@ -87,25 +94,17 @@ def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Gener
         drawn = random_weight("bf16", outputs, inputs, generator)
         assert isinstance(drawn, Tensor)
         return fp8.pack(drawn)
-    described = _described(scheme, inputs)
-    first, last = _CODES[scheme]
+    group = next((size for size in (128, 64, 32) if inputs % size == 0), 0) if scheme == "int4" else None
+    if group == 0:
+        raise UserError(f"int4 groups of 32 do not divide rows of {inputs} inputs; choose another shape")
+    about = described(scheme, group)
+    first, last = CODES[scheme]
     codes = torch.randint(first, last + 1, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
-    values = nf4.LEVELS if scheme == "nf4" else torch.arange(first, last + 1, dtype=torch.float32)
-    scale = 1.0 / float(values.square().mean().sqrt() * inputs**0.5)
-    groups = inputs // described.group_size if described.group_size else 1
-    scales = torch.full((outputs, groups), scale, device=device)
+    groups = inputs // about.group_size if about.group_size else 1
+    scales = torch.full((outputs, groups), unit_scale(scheme, inputs), device=device)
     if scheme != "ternary":
         scales *= torch.empty_like(scales).uniform_(0.75, 1.25, generator=generator)
-    return PackedWeight(described, codes, scales)
-
-
-def _described(scheme: str, inputs: int) -> Scheme:
-    if scheme == "int4":
-        group = next((size for size in (_GROUP, 64, 32) if inputs % size == 0), 0)
-        if not group:
-            raise UserError(f"int4 groups of 32 do not divide rows of {inputs} inputs; choose another shape")
-        return int4.scheme(group)
-    return {"int8": int8.scheme(), "nf4": nf4.scheme(), "ternary": ternary.scheme()}[scheme]
+    return PackedWeight(about, codes, scales)
 
 
 def random_model(
@@ -124,13 +123,7 @@ def random_model(
 
     Raises UserError for a name that is not offered, and where the device lacks the memory.
     """
-    for what, found, offered in (
-        ("shape", shape, tuple(SHAPES)),
-        ("scheme", scheme, DEVICE_SCHEMES),
-        ("head", head, HEADS),
-    ):
-        if found not in offered:
-            raise UserError(f"{what} {found!r} is unknown; use one of {', '.join(offered)}")
+    require_offered(shape, scheme, head, DEVICE_SCHEMES)
     from transformers import AutoConfig
 
     about = SHAPES[shape]

@@ -81,7 +81,7 @@ def time_layers(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequen
     A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
     in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
     relative_error is ‖y − ŷ‖ / ‖ŷ‖ against the float64 product of the dequantised weight: a wrong layout would show.
-    same_bits: whether a row's bits were the same at all widths that are tried (mixed.keeps_bits).
+    same_bits: whether a row's bits were the same at all widths that are tried (with_libraries.keeps_bits).
     """
     found: list[dict[str, Any]] = []
     entrants = contenders(bench.place, bench.kernels, list(dict.fromkeys(schemes)))

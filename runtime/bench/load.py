@@ -98,25 +98,22 @@ def highest_rate(run: Callable[[float], Served], rate: float, bound: Bound) -> t
 
     Doubles while the bound holds, or halves until it does, and then bisects.
     """
-    tried = [run(rate)]
-    held = rate if bound.holds(tried[0]) else None
-    broke = None if held else rate
-    for _ in range(_MOST_DOUBLINGS):
-        if held is not None and broke is not None:
-            break
-        rate = rate * 2 if broke is None else rate / 2
-        tried.append(run(rate))
+    tried: list[Served] = []
+    held: float | None = None
+    broke: float | None = None
+
+    def attempt(at: float) -> None:
+        nonlocal held, broke
+        tried.append(run(at))
         if bound.holds(tried[-1]):
-            held = rate
+            held = at
         else:
-            broke = rate
-    if held is None or broke is None:
-        return held, tried
-    for _ in range(_BISECTIONS):
-        middle = (held + broke) / 2
-        tried.append(run(middle))
-        if bound.holds(tried[-1]):
-            held = middle
-        else:
-            broke = middle
+            broke = at
+
+    attempt(rate)
+    while (held is None or broke is None) and len(tried) <= _MOST_DOUBLINGS:
+        attempt(2 * held if held is not None else tried[-1].rate / 2)
+    if held is not None and broke is not None:
+        for _ in range(_BISECTIONS):
+            attempt((held + broke) / 2)
     return held, tried

@@ -46,14 +46,14 @@ class OracleDrafter(ModelDrafter):
         self._texts_of.pop(request.id, None)
         super().close(request)
 
-    def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
+    def _add_token(self, drafting: Drafting, logits: Logits, best: int) -> None:
         request = drafting.request
         place = len(request.new_tokens) + len(drafting.tokens)
         if request.id not in self._texts_of:
             self._texts_of[request.id] = self._known.get(tuple(request.tokens[: request.prompt_length]), ())
         text = self._texts_of[request.id]
         if place >= len(text):
-            drafting.tokens.append(choice)
+            drafting.tokens.append(best)
             return
         key = request.id << 32 | self._seed
         right = uniforms(key, request.prompt_length + place, Stream.DRAFT, 1)[0] < self._acceptance

@@ -4,7 +4,7 @@ Codes and scales are drawn directly in each format, so that a billion weights ta
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,9 @@ from runtime.formats.tensors import round_scale
 SCHEMES = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
 HEADS = ("int8", "keep")
 INT4_GROUPS = (32, 64, 128)
+# The first and last code of each packed scheme: symmetric, as a mean other than 0 would add the same vector to every
+# row, layer after layer.
+CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 MARK = "specpress_random_weights"
 """Key of config.json that says a model is one of these."""
 
@@ -79,64 +82,37 @@ _LLAMA3_ROPE: dict[str, Any] = {
 }
 
 
-def _sizes(
-    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, positions: int, tied: bool
+def _config(
+    base: dict[str, Any],
+    sizes: tuple[int, int, int, int, int, int, int],
+    ends: tuple[int, int],
+    tied: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
-    }
+    """sizes: vocabulary, hidden, MLP, layers, heads, heads of keys and values, positions. ends: ids of bos and eos."""
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    )
+    told = {"tie_word_embeddings": tied, "bos_token_id": ends[0], "eos_token_id": ends[1]}
+    return base | dict(zip(names, sizes, strict=True)) | told | more
 
 
+_LLAMA31: dict[str, Any] = _LLAMA | {"head_dim": 128, "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0}}
+_LLAMA3_ENDS = (128_000, 128_001)
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "tinyllama-1.1b": _LLAMA
-    | _sizes(32_000, 2048, 5632, 22, 32, 4, 2048, tied=False)
-    | {"bos_token_id": 1, "eos_token_id": 2},
+    "tinyllama-1.1b": _config(_LLAMA, (32_000, 2048, 5632, 22, 32, 4, 2048), (1, 2)),
     # 7 to 8 % of the bytes, which with what a forward costs whatever its size makes a tenth of the time.
-    "tinyllama-tenth": _LLAMA
-    | _sizes(32_000, 768, 2048, 6, 12, 4, 2048, tied=False)
-    | {"bos_token_id": 1, "eos_token_id": 2},
-    "llama-3.2-1b": _LLAMA
-    | _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, tied=True)
-    | {"rope_parameters": _LLAMA3_ROPE, "bos_token_id": 128_000, "eos_token_id": 128_001},
-    "llama-2-7b": _LLAMA
-    | _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, tied=False)
-    | {"head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
-    "llama-3.1-8b": _LLAMA
-    | _sizes(128_256, 4096, 14_336, 32, 32, 8, 131_072, tied=False)
-    | {
-        "head_dim": 128,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-    },
-    "llama-3.1-8b-tenth": _LLAMA
-    | _sizes(128_256, 2048, 8192, 4, 32, 8, 131_072, tied=False)
-    | {
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-    },
-    "llama-3.1-70b": _LLAMA
-    | _sizes(128_256, 8192, 28_672, 80, 64, 8, 131_072, tied=False)
-    | {
-        "head_dim": 128,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-    },
-    "qwen2.5-0.5b": _QWEN2
-    | _sizes(151_936, 896, 4864, 24, 14, 2, 32_768, tied=True)
-    | {"bos_token_id": 151_643, "eos_token_id": 151_643},
-    "pair": _LLAMA
-    | _sizes(4096, 512, 1536, 4, 8, 2, 1024, tied=True)
-    | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    "tinyllama-tenth": _config(_LLAMA, (32_000, 768, 2048, 6, 12, 4, 2048), (1, 2)),
+    "llama-3.2-1b": _config(
+        _LLAMA, (128_256, 2048, 8192, 16, 32, 8, 131_072), _LLAMA3_ENDS, tied=True, rope_parameters=_LLAMA3_ROPE
+    ),
+    "llama-2-7b": _config(_LLAMA, (32_000, 4096, 11_008, 32, 32, 32, 4096), (1, 2), head_dim=128),
+    "llama-3.1-8b": _config(_LLAMA31, (128_256, 4096, 14_336, 32, 32, 8, 131_072), _LLAMA3_ENDS),
+    "llama-3.1-8b-tenth": _config(_LLAMA31, (128_256, 2048, 8192, 4, 32, 8, 131_072), _LLAMA3_ENDS, head_dim=64),
+    "llama-3.1-70b": _config(_LLAMA31, (128_256, 8192, 28_672, 80, 64, 8, 131_072), _LLAMA3_ENDS),
+    "qwen2.5-0.5b": _config(_QWEN2, (151_936, 896, 4864, 24, 14, 2, 32_768), (151_643, 151_643), tied=True),
+    "pair": _config(_LLAMA, (4096, 512, 1536, 4, 8, 2, 1024), (0, 0), tied=True, pad_token_id=0),
 }
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
@@ -183,7 +159,7 @@ def model_config(shape: str, scheme: str, head: str = "int8", group_size: int | 
     _check(shape, scheme, head, group_size)
     chosen = SHAPES[shape]
     layers = [f"model.layers.{i}.{name}" for i in range(chosen.architecture.layers) for name in block_layers(chosen)]
-    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, _described(scheme, group_size))
+    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, described(scheme, group_size))
     plain = [name for name in layers if name not in packed]
     config = dict(chosen.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
     if head == "int8":
@@ -225,24 +201,29 @@ def random_weight(
         return _uniform(outputs, inputs, generator, torch.float32 if scheme == "f32" else torch.bfloat16)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, found {scheme!r}")
-    described = _described(scheme, group_size)
-    size = described.group_size or inputs
+    about = described(scheme, group_size)
+    size = about.group_size or inputs
     if inputs % size:
         raise ValueError(f"groups of {size} do not divide rows of {inputs} inputs")
-    # Symmetric: a mean other than 0 would add the same vector to every row, layer after layer.
-    first, last = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}[scheme]
+    first, last = CODES[scheme]
     codes = torch.from_numpy(generator.integers(first, last + 1, (outputs, inputs), dtype=np.int8))
-    values = nf4.LEVELS if scheme == "nf4" else torch.arange(first, last + 1, dtype=torch.float32)
-    scale = 1.0 / float(values.square().mean().sqrt() * inputs**0.5)
+    scale = unit_scale(scheme, inputs)
     if scheme == "ternary":
         one = ternary.storable(torch.tensor(scale), torch.bfloat16)
-        return PackedWeight(described, codes, one.expand(outputs, 1).contiguous())
+        return PackedWeight(about, codes, one.expand(outputs, 1).contiguous())
     varied = generator.uniform(0.75 * scale, 1.25 * scale, (outputs, inputs // size)).astype(np.float32)
     scales = torch.from_numpy(varied)
     if scheme != "nf4":
-        return PackedWeight(described, codes, round_scale(scales, torch.bfloat16))
+        return PackedWeight(about, codes, round_scale(scales, torch.bfloat16))
     nested = double_quantize(scales.flatten())
-    return Nf4Weight(described, codes, nested.undo().view(outputs, -1), nested=nested)
+    return Nf4Weight(about, codes, nested.undo().view(outputs, -1), nested=nested)
+
+
+def unit_scale(scheme: str, inputs: int) -> float:
+    """The scale at which uniform codes stand for weights of variance 1 / inputs."""
+    first, last = CODES[scheme]
+    values = nf4.LEVELS if scheme == "nf4" else torch.arange(first, last + 1, dtype=torch.float32)
+    return 1.0 / float(values.square().mean().sqrt() * inputs**0.5)
 
 
 def _uniform(outputs: int, inputs: int, generator: np.random.Generator, dtype: torch.dtype) -> Tensor:
@@ -251,20 +232,21 @@ def _uniform(outputs: int, inputs: int, generator: np.random.Generator, dtype: t
     return unit.sub_(0.5).mul_((12.0 / inputs) ** 0.5).to(dtype)
 
 
-def _check(shape: str, scheme: str, head: str, group_size: int | None) -> None:
-    for name, found, offered in (
-        ("shape", shape, tuple(SHAPES)),
-        ("scheme", scheme, SCHEMES),
-        ("head", head, HEADS),
-    ):
+def require_offered(shape: str, scheme: str, head: str, schemes: Sequence[str] = SCHEMES) -> None:
+    """Raises UserError for a name that is not offered."""
+    for name, found, offered in (("shape", shape, tuple(SHAPES)), ("scheme", scheme, schemes), ("head", head, HEADS)):
         if found not in offered:
             raise UserError(f"{name} {found!r} is unknown; use one of {', '.join(offered)}")
+
+
+def _check(shape: str, scheme: str, head: str, group_size: int | None) -> None:
+    require_offered(shape, scheme, head)
     if group_size is not None and (scheme != "int4" or group_size not in INT4_GROUPS):
         sizes = ", ".join(map(str, INT4_GROUPS))
         raise UserError(f"group_size is for int4 ({sizes}), found {group_size} with {scheme}; leave it out")
 
 
-def _described(scheme: str, group_size: int | None) -> Scheme:
+def described(scheme: str, group_size: int | None) -> Scheme:
     """The scheme of a packed name."""
     if scheme == "int4":
         return int4.scheme(group_size or 128)

@@ -34,7 +34,7 @@ class DeferredRound:
         lengths = [0] * len(self._drafting)
         for i, count in zip(deferred.chains, deferred.counts, strict=True):
             lengths[i] = count
-        self.placeholders = self._aligned([Draft([0] * count, list(range(-1, count - 1))) for count in lengths])
+        self.placeholders = self._aligned([Draft.chain([0] * count) for count in lengths])
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, at: Tensor | None) -> Out:
         """The target's forward of `round.forward_rows(batch, placeholders)`, with the drafts' tokens."""

@@ -205,8 +205,6 @@ class Engine:
 
     def _preempt(self, state: RequestState) -> None:
         """The pages go, tokens and noise stay; the text goes on from its last token when there is room."""
-        handle = handle_of(state)
-        self._cache.cache_prefix(handle, state.request.tokens[: self._cache.length(handle)])
         self._release(state)
         state.metrics.preemptions += 1
         self._waiting.appendleft(state)
@@ -294,9 +292,12 @@ class Engine:
         return [part.state.request for part in batch if part.samples]
 
     def _release(self, state: RequestState) -> None:
-        """Frees what a running request holds. Out of the list first: an interrupt must not free a handle twice."""
+        """Frees what a running request holds; its prefix stays for others to match."""
+        handle = handle_of(state)
+        self._cache.cache_prefix(handle, state.request.tokens[: self._cache.length(handle)])
+        # Out of the list first: an interrupt must not free a handle twice.
         self._running.remove(state)
-        handle, state.handle = handle_of(state), None
+        state.handle = None
         self._cache.close(handle)
         self._drafter.close(state.request)
 
@@ -304,6 +305,5 @@ class Engine:
         if state.handle is None:
             self._waiting.remove(state)
         else:
-            self._cache.cache_prefix(state.handle, state.request.tokens[: self._cache.length(state.handle)])
             self._release(state)
         state.request.noise.forget()

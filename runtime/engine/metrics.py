@@ -2,13 +2,11 @@
 
 import itertools
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-_PERCENTILES = (50.0, 90.0, 99.0)
 _HISTOGRAMS = ("drafted_at", "accepted_at", "draft_lengths")
 
 
@@ -22,7 +20,7 @@ class Metrics:
     target_forwards, target_rows  per request: forwards of the target after the prompt that it took part in, and its
                      rows in them.
     draft_seconds, target_seconds, seconds  a request's share of its rounds' wall time: a round of N requests gives
-                     each an N-th, so that sums over requests are wall times. Target time includes the verdict.
+                     each an N-th, so that sums over requests are wall times. Target time includes verifying.
                      `seconds` covers the prompt too, which alone took `prompt_seconds`.
     first_seconds, first_drafted  the part of `draft_seconds` that went until a request's first drafted tokens were
                      there, and those tokens: a draft model reads the prompt in it.
@@ -119,17 +117,10 @@ class Metrics:
         """Mean time to the last token over the requests."""
         return float(np.mean([times[-1] for times in self.arrivals if times])) if any(self.arrivals) else None
 
-    def first_token_percentiles(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
-        """Percentiles p50, p90, … over the requests of the time to the first token."""
-        return _at((times[0] for times in self.arrivals if times), percentiles)
-
-    def latency_percentiles(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
-        """Percentiles p50, p90, … over the requests of the time to the last token."""
-        return _at((times[-1] for times in self.arrivals if times), percentiles)
-
-    def inter_token_seconds(self, percentiles: tuple[float, ...] = _PERCENTILES) -> dict[str, float | None]:
-        """Percentiles p50, p90, … of the time between a token and the one before it; 0 within a round."""
-        return _at((b - a for times in self.arrivals for a, b in itertools.pairwise(times)), percentiles)
+    def inter_token_seconds(self) -> dict[str, float | None]:
+        """Percentiles p50, p90 and p99 of the time between a token and the one before it; 0 within a round."""
+        gaps = [b - a for times in self.arrivals for a, b in itertools.pairwise(times)]
+        return {f"p{p}": float(np.percentile(gaps, p)) if gaps else None for p in (50, 90, 99)}
 
     def draft_cost_ratio(self, step_seconds: float) -> float | None:
         """c: all draft time per drafted token over a target step of width 1; None where nothing was drafted."""
@@ -226,11 +217,6 @@ def total(parts: list[Metrics]) -> Metrics:
             else:
                 setattr(out, item.name, ours + theirs)
     return out
-
-
-def _at(values: Iterable[float], percentiles: tuple[float, ...]) -> dict[str, float | None]:
-    found = list(values)
-    return {f"p{p:g}": float(np.percentile(found, p)) if found else None for p in percentiles}
 
 
 def _show(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:

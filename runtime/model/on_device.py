@@ -48,7 +48,7 @@ class DeviceRounds(Protocol):
         limit: int,
         samplings: Sequence[Sampling] | None = None,
     ) -> Tensor:
-        """rows.GreedyChains' `continue_greedy`, without waiting and by any `plain` sampling with `coupled`'s noise.
+        """contract.GreedyChains' `continue_greedy`, without waiting and by any `plain` sampling with `coupled`'s noise.
 
         samplings  one for each request in order; None: all greedy.
         Returns (requests, max(steps)) int64 on the device: NON_FINITE where logits were no numbers, and then

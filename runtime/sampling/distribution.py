@@ -112,21 +112,6 @@ class Distributions:
         return scores
 
 
-def probabilities(
-    logits: Tensor,
-    sampling: Sampling,
-    tokens: Sequence[int] = (),
-    paths: Sequence[Sequence[int]] | None = None,
-    prompt_length: int = 0,
-    stop_tokens: Collection[int] = (),
-) -> Tensor:
-    """The rows' distributions: (n, V) logits to (n, V) float64, (V,) to (V,). Arguments as in `Distributions`."""
-    rows = Distributions(logits, sampling, tokens, paths, prompt_length, stop_tokens)
-    if logits.dim() == 1:
-        return rows[0]
-    return torch.stack([rows[i] for i in range(len(rows))]) if len(rows) else logits.to("cpu", torch.float64)
-
-
 def argmax_tokens(logits: Logits, model: str) -> list[int]:
     """The most probable token of each of (n, V) rows before any penalty; the lowest id of equals.
 

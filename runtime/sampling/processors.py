@@ -1,4 +1,4 @@
-"""What `sampling.Sampling` is made of: each processor as one function over a row, float64 (V,) numpy.
+"""What `params.Sampling` is made of: each processor as one function over a row, float64 (V,) numpy.
 
 The first four change logits in place, in the order of this file; the rest make probabilities of them. Ids beyond V (an
 embedding longer than the head, or a draft with fewer logits) cannot be chosen anyway and are passed over.

@@ -66,6 +66,11 @@ class Draft:
     parents: list[int] = field(default_factory=list)
     probs: Tensor | None = None
 
+    @staticmethod
+    def chain(tokens: list[int], probs: Tensor | None = None) -> "Draft":
+        """Tokens of which each follows the one before it."""
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), probs)
+
     @cached_property
     def depths(self) -> list[int]:
         """For each of the n tokens how many others stand between it and the text."""

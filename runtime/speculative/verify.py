@@ -28,7 +28,7 @@ class Acceptance:
 
 
 class TargetRows(Protocol):
-    """(n + 1, V) float64 probability rows: a tensor, or `sampling.Distributions`, which computes them on demand."""
+    """(n + 1, V) float64 probability rows: a tensor, or `distribution.Distributions`, which computes them on demand."""
 
     def __getitem__(self, row: int, /) -> Tensor:
         """(V,) float64."""

@@ -47,7 +47,7 @@ def drafter_by_name(
     draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
              one.
     corpus   a text file for suffix.
-    verify   the rule that will judge.
+    verify   the rule that will verify.
     options  of `load`, for the draft model.
 
     Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,

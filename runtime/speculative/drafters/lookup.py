@@ -51,8 +51,7 @@ class LookupDrafter:
             start = index.ends.get(tuple(tokens[-n:]))
             if start is not None:
                 period = len(tokens) - start
-                drafted = [tokens[start + i % period] for i in range(budget)]
-                return Draft(drafted, list(range(-1, budget - 1)))
+                return Draft.chain([tokens[start + i % period] for i in range(budget)])
         return Draft()
 
     def _extend(self, index: _Index, tokens: list[int]) -> None:

@@ -116,7 +116,7 @@ class MedusaDrafter:
     """Drafts a tree in a given shape from the target's hidden state of the last token that it has read.
 
     heads   what `load_heads` returned.
-    verify  the rule that will judge. `coupled`: a node's children are those of highest probability with the target's
+    verify  the rule that will verify. `coupled`: a node's children are those of highest probability with the target's
             noise at that position, so that the first is what the head itself would sample. Otherwise they are its most
             probable tokens: no draws, and so without a distribution of their own (Draft.probs is None).
 

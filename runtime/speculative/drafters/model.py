@@ -57,7 +57,7 @@ class ModelDrafter:
     """Drafts token by token with a model that shares the target's tokenizer.
 
     model       the draft.
-    verify      the rule that will judge: greedy requests draft the argmax; `coupled` samples with the noise that the
+    verify      the rule that will verify: greedy requests draft the argmax; `coupled` samples with the noise that the
                 target will use at the same position; `rejection` samples with noise of its own and hands over the
                 distributions.
     vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft
@@ -86,13 +86,13 @@ class ModelDrafter:
                 self._continue(self._chains, growing, missing)
                 growing = []
             while growing:
-                logits, choices = self._feed([d.request for d in growing], missing)
+                logits, best = self._feed([d.request for d in growing], missing)
                 for i, d in enumerate(growing):
-                    self._choose(d, logits[i : i + 1], choices[i])
+                    self._add_token(d, logits[i : i + 1], best[i])
                 # The last token of a draft is not fed: only if it is accepted will its keys be needed.
                 growing = [d for d in growing if len(d.tokens) < d.budget]
                 missing = [d.tokens[-1:] for d in growing]
-        return [Draft(d.tokens, list(range(-1, len(d.tokens) - 1)), self._stacked(d.probs)) for d in drafting]
+        return [Draft.chain(d.tokens, stacked(d.probs, self._vocab_size)) for d in drafting]
 
     def propose_deferred(
         self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device
@@ -125,7 +125,7 @@ class ModelDrafter:
             if NON_FINITE in drafted:
                 raise not_finite("draft")
             self._texts[requests[i].id].fed += drafted[:-1]
-            drafts[i] = Draft(drafted, list(range(-1, count - 1)))
+            drafts[i] = Draft.chain(drafted)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -194,20 +194,20 @@ class ModelDrafter:
         last = None if len(tokens) == len(pieces) else integers([end - 1 for end in ends])
         out = self._decoder.forward(tokens, rows, self._cache, last)
         logits = host(out.logits)
-        choices = argmax_tokens(logits, "draft")
+        best = argmax_tokens(logits, "draft")
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
         if logits.shape[1] <= self._vocab_size:
-            return logits, choices
+            return logits, best
         known = logits[:, : self._vocab_size]
         return known, argmax_tokens(known, "draft")
 
-    def _choose(self, drafting: Drafting, logits: Logits, choice: int) -> None:
-        """Adds one token after logits (1, V), whose argmax is `choice`."""
+    def _add_token(self, drafting: Drafting, logits: Logits, best: int) -> None:
+        """Drafts one token after logits (1, V), whose argmax is `best`."""
         request, drafted = drafting.request, drafting.tokens
         sampling, position = request.sampling, len(request.tokens) + len(drafted)
         if _argmax_alone(sampling):
-            drafted.append(choice)
+            drafted.append(best)
             return
         rows = Distributions(logits, sampling, request.tokens, [drafted], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
@@ -220,14 +220,15 @@ class ModelDrafter:
         drafted.append(pick(row, uniforms(sampling.seed, position, Stream.DRAFT, 1)[0]))
         drafting.probs.append(row)
 
-    def _stacked(self, rows: list[NDArray[np.float64]]) -> Tensor | None:
-        """The distributions as (n, vocab_size), with zeros where the draft has fewer logits."""
-        if not rows:
-            return None
-        out = np.zeros((len(rows), self._vocab_size))
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = row
-        return torch.from_numpy(out)
+
+def stacked(rows: Sequence[NDArray[np.float64]], vocab_size: int) -> Tensor | None:
+    """Distributions as (n, vocab_size), with zeros where the draft has fewer logits; None without any."""
+    if not rows:
+        return None
+    out = np.zeros((len(rows), vocab_size))
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return torch.from_numpy(out)
 
 
 def _argmax_alone(sampling: Sampling) -> bool:

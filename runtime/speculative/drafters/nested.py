@@ -24,7 +24,7 @@ class NestedDrafter(ModelDrafter):
     """Drafts token by token on the upper planes of the target's int8 weights.
 
     target  what `runtime.load(path, planes=True)` returned.
-    verify  the rule that will judge, as ModelDrafter takes it.
+    verify  the rule that will verify, as ModelDrafter takes it.
 
     Raises UserError for a target that was loaded otherwise, or that transformers runs.
     """

@@ -68,7 +68,7 @@ class ReencodedDrafter:
             held = requests[i].tokens[len(settled) :]
             if tokens[: len(held)] == held:
                 tokens = tokens[len(held) :][: budgets[i]]
-                drafts[i] = Draft(tokens, list(range(-1, len(tokens) - 1)))
+                drafts[i] = Draft.chain(tokens)
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

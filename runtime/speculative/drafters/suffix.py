@@ -1,4 +1,4 @@
-"""A suffix automaton that grows token by token and counts what followed every stretch of its text."""
+"""Drafting by the longest suffix that has occurred before, in the text itself or in a corpus, by suffix automata."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,4 +199,4 @@ class SuffixDrafter:
         while len(tokens) < budget and length >= self.min_match:
             tokens.append(source.best(state))
             state, length = source.continued(*source.step(state, length, tokens[-1]))
-        return Draft(tokens, list(range(-1, len(tokens) - 1)))
+        return Draft.chain(tokens)

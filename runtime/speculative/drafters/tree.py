@@ -1,11 +1,13 @@
-"""Token trees from a draft model: several continuations, verified in one forward of the target."""
+"""Token trees from a draft model: several continuations, verified in one forward of the target.
+
+`TreeCache` feeds texts and trees to the draft, `TreeDrafter` grows the trees (tree_growth.py) from its logits.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from runtime.contract import Decoder, Rows, integers
@@ -15,7 +17,7 @@ from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, 
 from runtime.sampling.noise import Stream, uniforms
 from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
-from runtime.speculative.drafters.model import PREFILL_ROWS, HasDecoder
+from runtime.speculative.drafters.model import PREFILL_ROWS, HasDecoder, stacked
 from runtime.speculative.drafters.tree_growth import (
     ROOT,
     DrawnTree,
@@ -150,7 +152,7 @@ class TreeDrafter:
 
     model       the draft.
     plan        a `TreeShape`, the tree's shape as data; or a `Growth`, trees that grow where they are most probable.
-    verify      the rule that will judge. Requests that do not sample, and `typical`: a node's children are its most
+    verify      the rule that will verify. Requests that do not sample, and `typical`: a node's children are its most
                 probable tokens. `coupled`: those of highest probability with the target's noise at that position; the
                 first is what the draft itself would sample. `rejection`: draws without replacement, with noise of
                 their own; each comes with the distribution that it was really drawn from.
@@ -260,17 +262,9 @@ class TreeDrafter:
     def _draft(self, growth: Growing) -> Draft:
         tree, nodes = growth.tree, growth.chosen()
         number = {node: i for i, node in enumerate(nodes)} | {ROOT: -1}
+        drawn_from = [] if tree.candidates[ROOT].row is None else [tree.proposal(node) for node in nodes]
         return Draft(
-            [tree.tokens[node] for node in nodes], [number[tree.parents[node]] for node in nodes], self._probs(growth)
+            [tree.tokens[node] for node in nodes],
+            [number[tree.parents[node]] for node in nodes],
+            stacked(drawn_from, self._vocab_size),
         )
-
-    def _probs(self, growth: Growing) -> Tensor | None:
-        """The distributions as (n, vocab_size), with zeros where the draft has fewer logits."""
-        tree, nodes = growth.tree, growth.chosen()
-        if not nodes or tree.candidates[ROOT].row is None:
-            return None
-        out = np.zeros((len(nodes), self._vocab_size))
-        for i, node in enumerate(nodes):
-            row = tree.proposal(node)
-            out[i, : len(row)] = row
-        return torch.from_numpy(out)

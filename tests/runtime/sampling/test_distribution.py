@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from runtime.errors import UserError
 from runtime.native.binding import library
-from runtime.sampling.distribution import Distributions, argmax_tokens, probabilities
+from runtime.sampling.distribution import Distributions, argmax_tokens
 from runtime.sampling.noise import Memo, Stream, by_numpy, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
+from tests.probabilities import probabilities
 
 CASES = [
     Sampling(temperature=1.0),

@@ -15,7 +15,6 @@ import torch
 
 from runtime.checkpoints.medusa import Description
 from runtime.sampling.candidates import Candidates, drawn, ranked
-from runtime.sampling.distribution import probabilities
 from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
@@ -37,6 +36,7 @@ from runtime.speculative.drafters.tree_growth import (
     TreeShape,
 )
 from runtime.speculative.verify import Acceptance, Rule, coupled, rejection
+from tests.probabilities import probabilities
 
 Row = np.ndarray
 Choose = Callable[[Sequence[float]], int]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.sampling.distribution import probabilities
 from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculative import verify
 from runtime.speculative.draft import Draft
 from runtime.speculative.verify import Acceptance, coupled, greedy, rejection
+from tests.probabilities import probabilities
 
 ChiSquared = Callable[[np.ndarray, np.ndarray], float]
 V = 16

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.sampling.distribution import probabilities
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import PREFILL_ROWS, ModelDrafter
+from tests.probabilities import probabilities
 
 Fake = Callable[..., Any]
 

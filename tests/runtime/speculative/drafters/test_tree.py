@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from runtime.engine.metrics import total
 from runtime.errors import UserError
 from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
-from runtime.sampling.distribution import probabilities
 from runtime.sampling.noise import exponential, race
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
@@ -22,6 +21,7 @@ from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import ROOT, DrawnTree, Growing, Growth, RankedTree, ShapedTree, TreeShape
+from tests.probabilities import probabilities
 
 Fake = Callable[..., Any]
 PLANS = {"static": TreeShape((2, 2, 1, 1)), "dynamic": Growth(depth=3, width=2, branch=3)}
