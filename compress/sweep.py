@@ -242,7 +242,8 @@ def _write(
     """Writes the table of what there is by now."""
     from compress.artifact.files import write_atomic, write_json
     from compress.report import sweep_page
-    from compress.report.sweep_plot import pareto, png, svg
+    from compress.report.figure import png, svg
+    from compress.report.sweep_plot import pareto
     from compress.report.sweep_table import sweep_table
 
     found = sweep_table(command, {name: results[name] for name in names if name in results})

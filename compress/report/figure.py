@@ -1,4 +1,4 @@
-"""What all plots share: colours, type, size, and how a figure becomes a data URI."""
+"""What all plots share: colours, type, size, and how a figure becomes a file or a data URI."""
 
 import base64
 import io
@@ -41,9 +41,25 @@ def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
     return figure, axes
 
 
-def data_uri(figure: "Figure") -> str:
-    """The figure as SVG, base64. Without metadata, so that equal figures give equal bytes."""
+def png(figure: "Figure") -> bytes:
+    """The figure as a PNG of twice the page's resolution."""
+    return _saved(figure, {"format": "png", "dpi": 200})
+
+
+def svg(figure: "Figure") -> bytes:
+    """The figure as SVG, without metadata, so that equal figures give equal bytes."""
+    return _saved(figure, {"format": "svg", "metadata": dict.fromkeys(("Creator", "Date", "Format", "Type"))})
+
+
+def _saved(figure: "Figure", options: dict[str, Any]) -> bytes:
+    import matplotlib
+
     buffer = io.BytesIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=no_metadata)
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, **options)
+    return buffer.getvalue()
+
+
+def svg_uri(content: bytes) -> str:
+    """An SVG as a data URI."""
+    return "data:image/svg+xml;base64," + base64.b64encode(content).decode("ascii")

@@ -5,7 +5,18 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compress.report.figure import BASELINE, COMPRESSED, DRAFT, INK, ORIGINAL, SPECULATIVE, STYLE, data_uri, new_figure
+from compress.report.figure import (
+    BASELINE,
+    COMPRESSED,
+    DRAFT,
+    INK,
+    ORIGINAL,
+    SPECULATIVE,
+    STYLE,
+    new_figure,
+    svg,
+    svg_uri,
+)
 from compress.report.schema import Report
 
 if TYPE_CHECKING:
@@ -36,7 +47,7 @@ def all_plots(report: Report) -> dict[str, str]:
             figure = make(report)
             if figure is not None:
                 FigureCanvasSVG(figure)  # a canvas of its own: no display, no global backend
-                out[name] = data_uri(figure)
+                out[name] = svg_uri(svg(figure))
     return out
 
 

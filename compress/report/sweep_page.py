@@ -1,8 +1,8 @@
 """sweep.md and sweep.html: the table of many recipes, with its plot."""
 
-import base64
 from typing import Any
 
+from compress.report.figure import svg_uri
 from compress.report.page import cell, fenced, render
 from compress.report.sweep_table import Row, SweepTable
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
@@ -32,7 +32,7 @@ _NOTES = (
 
 def html(found: SweepTable, plot: bytes | None) -> str:
     """One self-contained page with the plot (SVG); recipes link to their reports beside it."""
-    uri = None if plot is None else "data:image/svg+xml;base64," + base64.b64encode(plot).decode("ascii")
+    uri = None if plot is None else svg_uri(plot)
     return render("sweep.html.j2", {**_view(found), "plot": uri}, autoescape=True)
 
 

@@ -1,6 +1,5 @@
 """The plot of a sweep: what each recipe costs in quality for what it saves in bytes and gains in speed."""
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,25 +53,6 @@ def pareto(found: SweepTable) -> "Figure | None":
         for one, shown in zip(panels, [rows, timed], strict=False):
             _names(one, shown)
     return figure
-
-
-def png(figure: "Figure") -> bytes:
-    """The figure as a PNG of twice the page's resolution."""
-    return _saved(figure, {"format": "png", "dpi": 200})
-
-
-def svg(figure: "Figure") -> bytes:
-    """The figure as SVG, without metadata, so that equal figures give equal bytes."""
-    return _saved(figure, {"format": "svg", "metadata": dict.fromkeys(("Creator", "Date", "Format", "Type"))})
-
-
-def _saved(figure: "Figure", options: dict[str, Any]) -> bytes:
-    import matplotlib
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, **options)
-    return buffer.getvalue()
 
 
 def _panel(axes: "Axes", rows: Sequence[Row], xs: Sequence[float], original: float, better: int) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from compress.errors import UserError
 from compress.report import speed, sweep_page
+from compress.report.figure import png, svg
 from compress.report.schema import Report
-from compress.report.sweep_plot import pareto, png, svg
+from compress.report.sweep_plot import pareto
 from compress.report.sweep_table import Point, SweepTable, dominated, sweep_table
 
 
