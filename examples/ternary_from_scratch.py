@@ -23,7 +23,7 @@ from calib.windows import make_windows
 from compress.distill.objective import Objective
 from compress.model.plan import make_plan
 from compress.model.source import default_pair
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.qat.convert import RoundedModel
 from compress.qat.layers import BitLinear
 from compress.qat.stage import Manner, RoundedTask
@@ -76,7 +76,7 @@ def plot(curves: dict[str, Trained], path: Path) -> None:
 
 def pack(model: nn.Module, plain: Path, out: Path) -> None:
     """Writes the ternary model's packed directory; `plain`: a directory of the same model with plain weights."""
-    checkpoint, structure = open_checkpoint(plain), survey(plain)
+    checkpoint, structure = open_checkpoint(plain), read_structure(plain)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     RoundedModel(model, checkpoint, structure, make_plan(shapes, structure, Ternary().quantize())).write(
         out / "model", out / "parts"

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.calibration.activations import Call, check_window
 from compress.errors import UserError
-from compress.model.structure import Skeleton, make_buffers
+from compress.model.block_loader import BlockLoader
+from compress.model.structure import make_buffers
 from runtime.formats.tensors import check_finite
 
 
@@ -25,24 +26,24 @@ class _LastLayerError(Exception):
 class Capture:
     """The model's front: embeddings in, the first block's inputs and every block's other arguments out."""
 
-    def __init__(self, skeleton: Skeleton, outside: Sequence[str]):
+    def __init__(self, loader: BlockLoader, outside: Sequence[str]):
         """outside: the checkpoint's tensors that belong to no block. The head is not needed and not loaded."""
-        self._body: Any = skeleton.model.base_model
-        self._layers = skeleton.layers
+        self._body: Any = loader.structure.model.base_model
+        self._layers = loader.structure.layers
         self.calls: list[Call] = []
-        for name, module in skeleton.model.named_modules():
-            if not f"{name}.".startswith(f"{skeleton.survey.blocks_at}."):
-                make_buffers(skeleton.model, module)
+        for name, module in loader.structure.model.named_modules():
+            if not f"{name}.".startswith(f"{loader.structure.blocks_at}."):
+                make_buffers(loader.structure.model, module)
         self._filled: list[tuple[nn.Module, str]] = []
         self._hooks: list[RemovableHandle] = []
         for name in outside:
-            parameter = skeleton.survey.find(name)
+            parameter = loader.structure.find(name)
             if parameter is None or parameter.kind == "head":
                 continue
-            tensor = skeleton.checkpoint.tensor(name)
+            tensor = loader.checkpoint.tensor(name)
             check_finite(name, tensor)
             place, _, leaf = parameter.name.rpartition(".")
-            module = skeleton.model.get_submodule(place)
+            module = loader.structure.model.get_submodule(place)
             # An embedding is large and only looked up: it stays in the file's memory and type.
             is_embedding = parameter.kind == "embedding"
             value = tensor if is_embedding else tensor.to(torch.float32, copy=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.artifact import safetensors
 from compress.model import directory
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.prune import depth
 from runtime.checkpoints.open import open_checkpoint
 
@@ -45,7 +45,7 @@ def write_draft(source: Path, kept: tuple[int, ...], out: Path, shard_bytes: int
 
     Raises UserError for an architecture whose blocks cannot be renumbered.
     """
-    checkpoint, structure = open_checkpoint(source), survey(source)
+    checkpoint, structure = open_checkpoint(source), read_structure(source)
     layers = 1 + max(number for name in structure.parameters if (number := structure.block(name)) is not None)
     dropped = frozenset(range(layers)) - set(kept)
     short = depth.shorten_config(dict(checkpoint.config), dropped)

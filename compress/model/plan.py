@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from compress.errors import UserError
-from compress.model.structure import Parameter, Survey
+from compress.model.structure import ModelStructure, Parameter
 from compress.recipe.block_stages import Quantize
 from compress.records import LeftAlone
 from runtime.formats.schemes import SCHEMES, CodeKind
@@ -76,7 +76,7 @@ class Plan:
 
 
 def make_plan(
-    shapes: Mapping[str, tuple[int, ...]], model: Survey, stage: Quantize | None, changed: bool = False
+    shapes: Mapping[str, tuple[int, ...]], model: ModelStructure, stage: Quantize | None, changed: bool = False
 ) -> Plan:
     """Decides for every tensor of the checkpoint (`shapes`, by name).
 
@@ -111,7 +111,7 @@ def make_plan(
 class _Planner:
     """Goes through the tensors and sorts them; `expert_group` is the experts' group size, or why they stay."""
 
-    model: Survey
+    model: ModelStructure
     stage: Quantize | None
     expert_group: int | str
     changed: bool = False
@@ -235,11 +235,11 @@ class _Planner:
         return None if targeting else "not among the recipe's targets"
 
 
-def _head_is_tied(model: Survey) -> bool:
+def _head_is_tied(model: ModelStructure) -> bool:
     return any(name in model.parameters and model.parameters[name].kind == "head" for name in model.tied)
 
 
-def check_shared(model: Survey) -> None:
+def check_shared(model: ModelStructure) -> None:
     """Raises UserError where blocks share tensors: working on one block after the other would change it for others."""
     for name, other in model.tied.items():
         if model.block(name) is not None or model.block(other) is not None:
@@ -315,7 +315,7 @@ def _grouped(left: Iterable[tuple[str, str]]) -> tuple[LeftAlone, ...]:
     )
 
 
-def _parts(kept: Iterable[str], model: Survey) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _parts(kept: Iterable[str], model: ModelStructure) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Tensors outside the blocks one by one (an embedding is large), then block by block."""
     blocks: dict[int, list[str]] = {}
     outside: list[str] = []

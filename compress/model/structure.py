@@ -1,31 +1,17 @@
-"""A model without weights, whose decoder layers are filled from the shards one at a time.
+"""What a model consists of, told without its weights: transformers builds it on the meta device, in no memory.
 
-transformers builds it on the meta device, in no memory; its own decoder layers then work on real weights, so that every
-architecture that it knows can be calibrated. Code that comes with a checkpoint is never run.
+Every architecture that transformers knows is described so. Code that comes with a checkpoint is never run.
 """
 
-import copy
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from compress.artifact import safetensors
 from compress.errors import UserError
-from compress.model import experts
-from compress.model.block import Block, cast
-from compress.model.experts import UnfusedExperts
-from compress.records import LayerRecord
-from runtime.checkpoints.directory import Checkpoint
-from runtime.formats import to_tensors
-from runtime.formats.tensors import check_finite, tensor_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
 
@@ -59,19 +45,28 @@ class Parameter:
         return self.kind in ("linear", "conv1d", "head") or self.linear_router
 
 
-@dataclass(frozen=True)
-class Survey:
-    """A model's parameters by name, where its blocks are, and which names share their tensor with which.
+@dataclass(frozen=True, eq=False)
+class ModelStructure:
+    """A model of transformers on the meta device, and what is known of it without its weights: made once a run.
 
+    config       transformers' object; model: its causal language model, in eval mode and float32.
+    parameters   by name.
     blocks_at    module that holds the blocks ("model.layers").
     base_prefix  the prefix of the body's parameters ("model"), which some checkpoints leave out.
     tied         name -> the name whose tensor it shares.
     """
 
+    config: Any
+    model: Any
     parameters: dict[str, Parameter]
     blocks_at: str
     base_prefix: str
     tied: dict[str, str]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.model.get_submodule(self.blocks_at))
 
     def find(self, tensor: str) -> Parameter | None:
         """The parameter that a checkpoint's tensor is, or None (a buffer, or part of a parameter fused on loading)."""
@@ -115,18 +110,17 @@ class Survey:
         return None
 
 
-def survey(folder: Path) -> Survey:
-    """Surveys the model that `folder`/config.json describes.
+def read_structure(folder: Path) -> ModelStructure:
+    """The structure of the model that `folder`/config.json describes.
 
     Raises UserError where transformers cannot build a causal language model from it without foreign code.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32).eval()
     except Exception as error:  # somebody else's file in a library that raises whatever its layers do
         reason = " ".join(str(error).split())[:160]
         if "Unrecognized configuration class" in reason:
@@ -135,12 +129,6 @@ def survey(folder: Path) -> Survey:
             f"{folder.name}/config.json: expected an architecture that transformers knows as a causal language model, "
             f"found one it cannot build ({reason}): use another model"
         ) from error
-    return _survey(model, config, folder)
-
-
-def _survey(model: Any, config: Any, folder: Path) -> Survey:
-    from torch import nn
-
     parameters = dict(model.named_parameters(remove_duplicate=False))
     count = getattr(config, "num_hidden_layers", None)
     blocks_at = _blocks(model, count)
@@ -158,7 +146,7 @@ def _survey(model: Any, config: Any, folder: Path) -> Survey:
         kind: Kind = "head" if module is head and name.endswith(".weight") else _kind(name, parameter, module)
         linear_router = kind == "router" and isinstance(module, nn.Linear) and name.endswith(".weight")
         described[name] = Parameter(name, kind, tuple(parameter.shape), linear_router)
-    return Survey(described, blocks_at, str(model.base_model_prefix), tied)
+    return ModelStructure(config, model, described, blocks_at, str(model.base_model_prefix), tied)
 
 
 def _shared(parameters: dict[str, Any]) -> dict[str, str]:
@@ -167,10 +155,8 @@ def _shared(parameters: dict[str, Any]) -> dict[str, str]:
     return {name: first[id(p)] for name, p in parameters.items() if first.setdefault(id(p), name) != name}
 
 
-def _blocks(model: "nn.Module", count: Any) -> str | None:
+def _blocks(model: nn.Module, count: Any) -> str | None:
     """The largest list of `count` modules that lies in no other list."""
-    from torch import nn
-
     lists = {
         name: sum(p.numel() for p in module.parameters())
         for name, module in model.named_modules()
@@ -181,7 +167,6 @@ def _blocks(model: "nn.Module", count: Any) -> str | None:
 
 
 def _kind(name: str, parameter: Any, module: Any) -> Kind:
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     class_name, owner, leaf = type(module).__name__, name.split(".")[-2], name.rpartition(".")[2]
@@ -202,123 +187,6 @@ def _kind(name: str, parameter: Any, module: Any) -> Kind:
     return "other"
 
 
-_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a checkpoint's tensor lies in a block: a module's path and the name of the parameter in it."""
-
-    path: str
-    leaf: str
-
-
-class Skeleton:
-    """The model of a checkpoint without its weights."""
-
-    def __init__(self, checkpoint: Checkpoint, model: Survey):
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        self.checkpoint, self.survey = checkpoint, model
-        self.config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(
-                self.config, trust_remote_code=False, dtype=torch.float32
-            ).eval()
-        self.layers: Sequence[nn.Module] = list(self.model.get_submodule(model.blocks_at))  # type: ignore[arg-type]
-
-    def bare(self, number: int, names: Sequence[str]) -> Block:
-        """Block `number` without weights, on the meta device: what there is, and how large.
-
-        names  the checkpoint's tensors that belong to it. Raises UserError for experts that cannot be taken apart.
-        """
-        layer = copy.deepcopy(self.layers[number], {id(self.config): self.config})
-        _without_conv1d(layer)
-        experts.unfuse(layer)
-        block = Block(number, f"{self.survey.blocks_at}.{number}", layer, {}, {}, {})
-        for name in names:
-            slot = self.slot(name)
-            if slot is not None:
-                self._register(block, name, slot)
-        return block
-
-    def block(self, number: int, names: Sequence[str]) -> Block:
-        """Block `number` with its weights in float32. Raises UserError for weights that are missing or not finite."""
-        block = self.bare(number, names)
-        for module in block.module.modules():
-            make_buffers(self.model, module)
-        for name in names:
-            slot = self.slot(name)
-            if slot is not None:
-                tensor = self.checkpoint.tensor(name)
-                check_finite(name, tensor)
-                _fill(block.module.get_submodule(slot.path), slot.leaf, tensor)
-        empty = next((name for name, p in block.module.named_parameters() if p.is_meta), None)
-        if empty is not None:
-            raise UserError(f"tensor {block.prefix}.{empty} is missing: expected the weights of the whole model")
-        return block
-
-    def slot(self, name: str) -> Slot | None:
-        """Where a tensor of a block lies in it; None for what the model has no parameter for (old masks, mostly)."""
-        parameter = self.survey.find(name)
-        path = parameter.name if parameter is not None else f"{experts.module_path(name) or ''}.weight"
-        number, blocks = self.survey.block(name), self.survey.blocks_at.rpartition(".")[2]
-        _, found, inside = f".{path}".partition(f".{blocks}.{number}.")
-        place, _, leaf = inside.rpartition(".")
-        return Slot(place, leaf) if found else None
-
-    def stored(self, block: Block, names: Sequence[str]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
-        """The block's tensors as the artifact is to have them, and the records of its packed layers.
-
-        The block goes on with what it will be read back with: weights that the checkpoint's type rounds are rounded
-        in it too. Raises UserError where a stage has made a weight that this type cannot hold.
-        """
-        tensors: dict[str, Tensor] = {}
-        records = {record.name: record for record in block.records}
-        for name in names:
-            slot = self.slot(name)
-            if slot is None:
-                tensors[name] = self.checkpoint.tensor(name)
-                continue
-            dtype = self._dtype(name)
-            packed = block.packed.get(slot.path) if slot.leaf == "weight" else None
-            if packed is None:
-                module = block.module.get_submodule(slot.path)
-                tensors[name] = cast(_value(module, slot.leaf, name), dtype, name)
-                if dtype.itemsize < 4:
-                    _fill(module, slot.leaf, tensors[name])
-                continue
-            prefix = name.removesuffix(".weight")
-            made = to_tensors(packed, prefix, dtype)
-            records[prefix] = replace(records[prefix], stored_bytes=tensor_bytes(made))
-            tensors |= made
-        return tensors, list(records.values())
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self.checkpoint.shards.entry(name).dtype]
-
-    def _register(self, block: Block, name: str, slot: Slot) -> None:
-        """Notes the linear layers that a tensor is the weight of: one, or those of the experts that it fuses."""
-        module = block.module.get_submodule(slot.path)
-        if isinstance(module, UnfusedExperts):
-            parts = ("gate_proj", "up_proj") if slot.leaf == "gate_up_proj" else ("down_proj",)
-            found = [(f"{slot.path}.{number}.{part}", part, number) for number in range(len(module)) for part in parts]
-            names = [f"{name.rpartition('.')[0]}.{number}.{part}" for _, part, number in found]
-            paths = [path for path, _, _ in found]
-        else:
-            paths, names = [slot.path], [name.removesuffix(".weight")]
-        for path, shown in zip(paths, names, strict=True):
-            layer = block.module.get_submodule(path)
-            parameter = self.survey.find(name)
-            if (
-                isinstance(layer, nn.Linear)
-                and slot.leaf != "bias"
-                and (parameter is None or parameter.kind in ("linear", "conv1d", "experts"))
-            ):
-                block.linears[path] = layer
-                block.names[path], block.dtypes[path] = shown, self._dtype(name)
-
-
 def make_buffers(model: Any, module: nn.Module) -> None:
     """Gives a module of the meta device its own buffers: transformers computes them where it makes weights.
 
@@ -333,53 +201,3 @@ def make_buffers(model: Any, module: nn.Module) -> None:
         module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     with torch.no_grad():
         model._init_weights(module)
-
-
-def _without_conv1d(layer: nn.Module) -> None:
-    """Replaces GPT-2's Conv1D, weights (inputs, outputs), by linear layers without weights yet."""
-    from transformers.pytorch_utils import Conv1D
-
-    for path, module in list(layer.named_modules()):
-        if isinstance(module, Conv1D):
-            inputs, outputs = module.weight.shape
-            linear = nn.Linear(inputs, outputs, device="meta")
-            linear.from_conv1d = True  # type: ignore[assignment]
-            parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, linear)
-
-
-def _is_transposed(module: nn.Module, leaf: str) -> bool:
-    return leaf == "weight" and bool(getattr(module, "from_conv1d", False))
-
-
-def _fill(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    """Puts a tensor of the checkpoint into its place, as a float32 copy (the file's memory is not for writing to)."""
-    if _is_transposed(module, leaf):
-        tensor = tensor.T
-    if isinstance(module, UnfusedExperts):
-        for expert, weight in zip(module, tensor, strict=True):
-            parts: Any = expert
-            if leaf == "down_proj":
-                _fill(parts.down_proj, "weight", weight)
-            else:
-                for linear, half in zip((parts.gate_proj, parts.up_proj), weight.chunk(2), strict=True):
-                    _fill(linear, "weight", half)
-        return
-    value = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if leaf in module._buffers:
-        module._buffers[leaf] = value
-    else:
-        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-
-
-def _value(module: nn.Module, leaf: str, name: str) -> Tensor:
-    """A parameter or buffer as the checkpoint has it."""
-    if isinstance(module, UnfusedExperts):
-        parts: Any = list(module)
-        if leaf == "down_proj":
-            return torch.stack([expert.down_proj.weight for expert in parts])
-        return torch.stack([torch.cat([expert.gate_proj.weight, expert.up_proj.weight]) for expert in parts])
-    value = getattr(module, leaf)
-    if not isinstance(value, Tensor):
-        raise ValueError(f"tensor {name}: expected a parameter or buffer, found {type(value).__name__}")
-    return value.T.contiguous() if _is_transposed(module, leaf) else value

@@ -101,7 +101,7 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     if place is None:
         passes.follow(inputs, world)
         return Artifact(context.folder)
-    planned = None if first is None else passes.plan_pass(inputs.target, first, inputs.structure, inputs)
+    planned = None if first is None else passes.plan_pass(inputs.target, first, inputs)
     progress("check", 1, 1)
     mapped = _preflight(inputs, plan, planned, place.folder)
     samples = _samples(inputs, planned)

@@ -91,7 +91,7 @@ def forecast(
         blocks = [
             size
             for size, (_, names) in zip(sizes, plan.parts, strict=True)
-            if work.skeleton.survey.block(names[0]) is not None
+            if work.loader.structure.block(names[0]) is not None
         ]
         widest = max(blocks, default=0)
         moments = max((_moments_bytes(work, number) for number in work.wants), default=0)
@@ -221,7 +221,7 @@ def _algorithm_flops(work: Work) -> float:
 
 def _window_bytes(work: Work, length: int) -> int:
     """What one window's forward through a block holds: a few rows of the widest layer, and attention's scores."""
-    config = work.skeleton.config
+    config = work.loader.structure.config
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
     linears = [work.bare[number].linears[path] for number in list(work.wants)[:1] for path in work.wants[number]]
     widest = max((max(linear.in_features, linear.out_features) for linear in linears), default=0)
@@ -229,7 +229,7 @@ def _window_bytes(work: Work, length: int) -> int:
 
 
 def _hidden_size(work: Work) -> int:
-    return int(work.skeleton.config.hidden_size)
+    return int(work.loader.structure.config.hidden_size)
 
 
 def compute_seconds(flops: float) -> float:

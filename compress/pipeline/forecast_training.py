@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from compress.distill.draft_init import count_of
 from compress.model.plan import Plan
-from compress.model.structure import Survey
+from compress.model.structure import ModelStructure
 from compress.pipeline.forecast import Forecast, compute_seconds, count, resident, stored_bytes
 from compress.recipe import Recipe
 from compress.recipe.training import Trained
@@ -77,7 +77,7 @@ class Sizes:
         shapes: Mapping[str, tuple[int, ...]],
         itemsize: Mapping[str, int],
         plan: Plan,
-        structure: Survey,
+        structure: ModelStructure,
         draft: Mapping[str, tuple[int, ...]] | None,
     ) -> "Sizes":
         """Of the checkpoints' tensors by name, and what the plan makes of the target's."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from compress.context import RunContext
 from compress.model.source import Source, open_sources
-from compress.model.structure import Survey, survey
+from compress.model.structure import ModelStructure, read_structure
 
 if TYPE_CHECKING:
     from calib.training_text import Measured
@@ -25,7 +25,7 @@ class RunInputs:
     context: RunContext
     target: Source
     draft: Source | None
-    structure: Survey
+    structure: ModelStructure
     text: "Measured"
     training_texts: Mapping[int, "StageText"]
 
@@ -45,7 +45,7 @@ def open_inputs(context: RunContext) -> RunInputs:
     from calib.training_text import Measured
 
     target, draft = open_sources(context.model, context.draft)
-    structure = survey(target.path)
+    structure = read_structure(target.path)
     if context.recipe.kv is not None:
         from compress.stages import kv_cache
 

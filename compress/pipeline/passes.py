@@ -21,9 +21,10 @@ from compress.artifact.files import copy_synced, sync_folder
 from compress.artifact.journal import Journal
 from compress.errors import UserError
 from compress.model import directory
+from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
-from compress.model.structure import Skeleton, Survey, survey
+from compress.model.structure import ModelStructure, read_structure
 from compress.pipeline.inputs import RunInputs
 from compress.pipeline.sequential import Walked, Work, make_work, release, walk
 from compress.recipe import Recipe
@@ -73,8 +74,11 @@ def weights_trained(recipe: Recipe) -> list[int]:
     return [i for i, stage in enumerate(recipe.stages) if stage.trained is not None and not _after(stage.kind)]
 
 
-def plan_pass(source: Source, recipe: Recipe, structure: Survey, inputs: RunInputs) -> Pass:
-    """Plans a walk. Raises UserError for what no stage can do with this model."""
+def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
+    """Plans a pass over the target or what became of it. Raises UserError for what no stage can do with this model."""
+    # Stages that change no sizes leave the structure as it is.
+    unchanged = source.checkpoint.config == inputs.target.checkpoint.config
+    structure = inputs.structure if unchanged else read_structure(source.path)
     windows = inputs.windows.calibration
     plan = make_plan(source.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
     if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
@@ -122,7 +126,7 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
         copy_folder(out, model)
         return made
     source = Source(inputs.target.name, open_checkpoint(out))
-    planned = plan_pass(source, second, survey(out), inputs)
+    planned = plan_pass(source, second, inputs)
     inner = _second_journal(journal)
     walked = _walk(planned, inputs, inner, mapped)
     _assemble(planned, walked, inner, model, inputs)
@@ -222,7 +226,7 @@ def _pack(inputs: RunInputs, journal: Journal, plain: Path, out: Path) -> None:
         copy_folder(plain, out)
     else:
         source = Source(inputs.target.name, open_checkpoint(plain))
-        planned = plan_pass(source, recipe, survey(plain), inputs)
+        planned = plan_pass(source, recipe, inputs)
         folder = out.with_name(out.name + "-walk")
         _clear(folder)
         folder.mkdir()
@@ -298,14 +302,14 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _work(source: Source, recipe: Recipe, plan: Plan, model: Survey, windows: Tensor) -> Work | None:
+def _work(source: Source, recipe: Recipe, plan: Plan, model: ModelStructure, windows: Tensor) -> Work | None:
     """What the recipe does to blocks; None where it only rounds to nearest, tensor by tensor."""
     if is_plain(recipe):
         return None
     check_shared(model)
-    skeleton = Skeleton(source.checkpoint, model)
-    stages = make_stages(recipe, plan, skeleton)
+    loader = BlockLoader(source.checkpoint, model)
+    stages = make_stages(recipe, plan, loader)
     wished = recipe.quantize.experts if recipe.quantize is not None else None
     few = wished or Experts()
     depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
-    return make_work(skeleton, plan, stages, windows, few, depth)
+    return make_work(loader, plan, stages, windows, few, depth)

@@ -22,8 +22,8 @@ from compress.calibration.activations import Activations, Call, Inputs
 from compress.calibration.capture import Capture
 from compress.calibration.statistics import collect, union
 from compress.model.block import Block, Statistics
+from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
-from compress.model.structure import Skeleton
 from compress.progress import Note, Progress
 from compress.prune.depth import choose, influence
 from compress.recipe.block_stages import Experts
@@ -49,7 +49,7 @@ class Work:
     depth   share of the blocks' weights that goes with whole blocks, before any stage; None: all blocks stay.
     """
 
-    skeleton: Skeleton
+    loader: BlockLoader
     stages: Sequence[BlockStage]
     tokens: Tensor
     few: Experts = field(default_factory=Experts)
@@ -80,7 +80,7 @@ class Walked:
 
 
 def make_work(
-    skeleton: Skeleton,
+    loader: BlockLoader,
     plan: Plan,
     stages: Sequence[BlockStage],
     tokens: Tensor,
@@ -94,14 +94,14 @@ def make_work(
     wants: dict[int, Mapping[str, Wants]] = {}
     bare: dict[int, Block] = {}
     for _, names in plan.parts:
-        number = skeleton.survey.block(names[0])
+        number = loader.structure.block(names[0])
         if number is not None:
-            block = skeleton.bare(number, names)
+            block = loader.meta_block(number, names)
             asked = [found for stage in stages if (found := stage.wants(block))]
             bare[number] = block
             if asked:
                 wants[number] = union(asked)
-    return Work(skeleton, stages, tokens, few or Experts(), wants=wants, bare=bare, depth=depth)
+    return Work(loader, stages, tokens, few or Experts(), wants=wants, bare=bare, depth=depth)
 
 
 def walk(
@@ -117,7 +117,7 @@ def walk(
     count = len(plan.parts)
     for index, (part, names) in enumerate(plan.parts):
         progress("quantize", index, count)
-        number = None if walker is None else walker.work.skeleton.survey.block(names[0])
+        number = None if walker is None else walker.work.loader.structure.block(names[0])
         if part in journal.parts or number in short.dropped:
             continue
         file = f"part-{index:05d}.safetensors"
@@ -138,7 +138,7 @@ class _Walker:
 
     def __init__(self, plan: Plan, work: Work, journal: Journal, note: Note):
         self.plan, self.work, self.journal, self.note = plan, work, journal, note
-        self.count = len(work.skeleton.layers)
+        self.count = len(work.loader.structure.layers)
         self.kept = sorted(work.bare)
         # After the last block that wants statistics nothing needs its outputs.
         self.last = max(work.wants, default=-1)
@@ -147,7 +147,7 @@ class _Walker:
 
     def scan(self, progress: Progress) -> Shortening:
         """Chooses the blocks that go, where the recipe takes some: each block's influence, block after block."""
-        blocks_at = self.work.skeleton.survey.blocks_at
+        blocks_at = self.work.loader.structure.blocks_at
         if self.work.depth is None:
             return Shortening(frozenset(), blocks_at)
         names = {number: names for _, names in self.plan.parts if (number := self._number(names)) is not None}
@@ -171,7 +171,7 @@ class _Walker:
 
     def _look(self, number: int, names: Sequence[str]) -> None:
         """Measures what one block changes, and saves what the next one is given."""
-        inputs, block = self._inputs(number), self.work.skeleton.block(number, names)
+        inputs, block = self._inputs(number), self.work.loader.load(number, names)
         found: list[float] = []
 
         def watched() -> Iterator[Tensor]:
@@ -194,9 +194,9 @@ class _Walker:
         """Works on one block, writes it and what goes into the next, and commits both together."""
         begun = time.monotonic()
         inputs = self._inputs(number) if number <= self.last else None
-        block = self.work.skeleton.block(number, names)
+        block = self.work.loader.load(number, names)
         self._stages(block, inputs)
-        tensors, records = short.renamed(*self.work.skeleton.stored(block, names))
+        tensors, records = short.renamed(*self.work.loader.stored(block, names))
         written = safetensors.write_part(self.journal.folder / file, tensors)
         del tensors
         record = _record(file, written, records) | {
@@ -234,7 +234,7 @@ class _Walker:
 
     def _capture(self) -> None:
         outside = [name for _, names in self.plan.parts if self._number(names) is None for name in names]
-        capture = Capture(self.work.skeleton, outside)
+        capture = Capture(self.work.loader, outside)
         tokens = self.work.tokens
         if self.journal.inputs is None:
             shape = (*tokens.shape, _width(capture, tokens))
@@ -247,10 +247,10 @@ class _Walker:
         capture.release()
 
     def _number(self, names: Sequence[str]) -> int | None:
-        return self.work.skeleton.survey.block(names[0])
+        return self.work.loader.structure.block(names[0])
 
     def _weights(self, names: Sequence[str]) -> int:
-        return sum(math.prod(self.work.skeleton.checkpoint.shape(name)) for name in names)
+        return sum(math.prod(self.work.loader.checkpoint.shape(name)) for name in names)
 
     def _save(self, number: int, inputs: Inputs, outputs: Iterable[Tensor]) -> dict[str, Any]:
         shape = inputs.activations.data.shape

@@ -18,7 +18,7 @@ from compress.errors import UserError
 from compress.model import directory
 from compress.model.block import cast
 from compress.model.plan import Layer, Plan
-from compress.model.structure import Survey
+from compress.model.structure import ModelStructure
 from compress.qat.layers import BitLinear, Codes, QuantizedLinear
 from compress.quantize import rtn
 from compress.records import LayerRecord
@@ -78,7 +78,7 @@ def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) ->
         model.set_submodule(layer.module, made)
 
 
-def freeze_experts(model: nn.Module, structure: Survey) -> list[str]:
+def freeze_experts(model: nn.Module, structure: ModelStructure) -> list[str]:
     """Keeps fused experts, whose tensors `RoundedModel` takes from the checkpoint, from training; their names."""
     frozen = [name for name, found in structure.parameters.items() if found.kind == "experts"]
     for name in frozen:
@@ -110,12 +110,12 @@ class RoundedModel:
     """A converted model and where it comes from.
 
     model       with the plan's layers converted.
-    checkpoint  the plain directory that it was read from; survey and plan are of that.
+    checkpoint  the plain directory that it was read from; structure and plan are of that.
     """
 
     model: Any
     checkpoint: Checkpoint
-    survey: Survey
+    structure: ModelStructure
     plan: Plan
 
     def tensors(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
@@ -133,7 +133,7 @@ class RoundedModel:
                 stored |= made
                 records.append(record)
                 continue
-            parameter = self.survey.find(name)
+            parameter = self.structure.find(name)
             if parameter is None or parameter.kind == "experts":
                 stored[name] = self.checkpoint.tensor(name)
             else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compress.distill.cached_logits import teacher_and_batches
 from compress.distill.objective import DistilledTask, Objective
 from compress.model.plan import make_plan
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.qat.convert import (
     RoundedModel,
     bit_linear,
@@ -100,7 +100,7 @@ def run(stage: Ternary | Qat, context: "StageContext", out: Path) -> dict[str, A
     Raises UserError for layers that cannot be trained so, and for whatever stops the loop.
     """
     kind = "ternary" if isinstance(stage, Ternary) else "qat"
-    checkpoint, structure = open_checkpoint(context.model), survey(context.model)
+    checkpoint, structure = open_checkpoint(context.model), read_structure(context.model)
     plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
     original, model = (float_model.load(folder, context.device) for folder in (context.original, context.model))
     before = float_model.held_out_loss(original, context.held_out)

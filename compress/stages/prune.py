@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from compress.calibration.activations import Inputs
 from compress.calibration.statistics import hessian_of
 from compress.model.block import Block, Statistics
+from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
-from compress.model.structure import Skeleton
 from compress.recipe import Prune
 
 if TYPE_CHECKING:
@@ -101,23 +101,23 @@ class WidthPrune:
         return block
 
 
-def width_prune(skeleton: Skeleton, plan: Plan, stage: Prune) -> WidthPrune:
+def width_prune(loader: BlockLoader, plan: Plan, stage: Prune) -> WidthPrune:
     """The stage for a model. Raises UserError for one whose blocks cannot be narrowed, or not by so much."""
     from compress.prune import width
 
     assert stage.share is not None
-    config = skeleton.checkpoint.config
+    config = loader.checkpoint.config
     before, shapes, outside = width.sizes(config), dict[str, tuple[int, ...]](), 0
     for _, names in plan.parts:
         for name in names:
-            slot, number = skeleton.slot(name), skeleton.survey.block(name)
+            slot, number = loader.slot(name), loader.structure.block(name)
             if number == 0 and slot is not None:
-                shapes[f"{slot.path}.{slot.leaf}"] = skeleton.checkpoint.shape(name)
+                shapes[f"{slot.path}.{slot.leaf}"] = loader.checkpoint.shape(name)
             elif number is None:
-                outside += torch.Size(skeleton.checkpoint.shape(name)).numel()
+                outside += torch.Size(loader.checkpoint.shape(name)).numel()
     after = width.shrink(config, shapes, outside, stage.share)
     changed = {key: width.narrow_config(config, after)[key] for key in _WIDTH_KEYS}
-    narrow = copy.deepcopy(skeleton.config)
+    narrow = copy.deepcopy(loader.structure.config)
     for key, value in changed.items():
         setattr(narrow, key, value)
     return WidthPrune(before, after, changed, narrow)

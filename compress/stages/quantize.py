@@ -16,8 +16,8 @@ from compress.calibration.activations import Inputs, quick_products
 from compress.calibration.statistics import absmax_of, absmean_of, collect, hessian_of, rows_of
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
+from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
-from compress.model.structure import Skeleton
 from compress.quantize import rtn
 from compress.recipe import Quantize, Recipe, Smooth
 from compress.recipe.block_stages import DAMPING, Experts
@@ -86,12 +86,12 @@ def _quantized(weight: Tensor, layer: Layer) -> tuple[dict[str, Tensor], LayerRe
 SEARCH_ROWS = 512
 
 
-def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockStage]:
+def make_stages(recipe: Recipe, plan: Plan, loader: BlockLoader) -> list[BlockStage]:
     """The recipe's stages on blocks, in order; depth pruning, which takes whole blocks, is not among them.
 
     Raises UserError for what a stage cannot do with this model.
     """
-    model_type = str(skeleton.checkpoint.config.get("model_type"))
+    model_type = str(loader.checkpoint.config.get("model_type"))
     layers = {layer.prefix: layer for layer in plan.layers.values()}
     made: list[BlockStage] = []
     for stage in recipe.stages:
@@ -101,7 +101,7 @@ def make_stages(recipe: Recipe, plan: Plan, skeleton: Skeleton) -> list[BlockSta
                     f"recipe {recipe.name}: width pruning changes sizes that other stages count on: make two runs, the "
                     "second of the first one's model/"
                 )
-            made.append(width_prune(skeleton, plan, stage.prune))
+            made.append(width_prune(loader, plan, stage.prune))
         elif stage.prune is not None:
             # Depth pruning is the walk's: it takes blocks before any stage sees them.
             made += [MaskPrune(stage.prune)] if stage.prune.method != "depth" else []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.errors import UserError
 from compress.logits import kl_rows, log_probabilities
 from compress.model.plan import Plan
-from compress.model.structure import Survey
+from compress.model.structure import ModelStructure
 from compress.progress import Progress
 from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
@@ -138,8 +138,8 @@ def measure(
     model      a transformers causal LM in float32, in eval mode; it is the same afterwards.
     windows    (S, T) int64 calibration tokens: a few thousand tokens rank layers.
     units      name → the names of its nn.Linear modules (`fused_units`).
-    blocks_at  the module that holds the decoder layers ("model.layers", as Survey has it). A forward begins at the
-               unit's block: what comes before it is replayed.
+    blocks_at  the module that holds the decoder layers ("model.layers", as ModelStructure has it). A forward begins at
+               the unit's block: what comes before it is replayed.
     progress   told ("sensitivity", forwards done, forwards).
 
     Raises UserError where the output is not finite (unit and candidate named).
@@ -284,7 +284,7 @@ _SCHEMES = {3: "int3", 4: "int4"}
 def choose_schemes(
     folder: Path,
     plan: Plan,
-    model: Survey,
+    model: ModelStructure,
     stage: Quantize,
     windows: "Tensor",
     progress: Progress,

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.artifact import safetensors
 from compress.model import directory
 from compress.model.block import cast
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.training.contract import Group
 from compress.training.data import portions
 from runtime.checkpoints.directory import Checkpoint
@@ -33,7 +33,7 @@ def load(folder: Path, device: str = "cpu") -> Any:
 
 def freeze_fused(model: Any, folder: Path) -> list[str]:
     """Stops training of parameters that the checkpoint in `folder` has no tensor for (fused experts); their names."""
-    checkpoint, structure = open_checkpoint(folder), survey(folder)
+    checkpoint, structure = open_checkpoint(folder), read_structure(folder)
     found = {parameter.name for name in checkpoint.names() if (parameter := structure.find(name)) is not None}
     frozen = [name for name, _ in model.named_parameters() if name not in found]
     for name in frozen:
@@ -46,7 +46,7 @@ def write(model: Any, source: Path, out: Path, shard_bytes: int) -> None:
 
     Raises UserError for a weight that is not finite or that its type cannot hold.
     """
-    checkpoint, structure = open_checkpoint(source), survey(source)
+    checkpoint, structure = open_checkpoint(source), read_structure(source)
     parameters = dict(model.named_parameters())
     out.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -87,7 +87,7 @@ def perplexities(**losses: float) -> dict[str, float]:
 
 def block_matrices(model: Any, folder: Path) -> list[tuple[str, Any]]:
     """Names and parameters of the blocks' linear layers' weights."""
-    structure = survey(folder)
+    structure = read_structure(folder)
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()

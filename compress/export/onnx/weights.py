@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.errors import UserError
 from compress.model import experts
-from compress.model.structure import Survey, survey
+from compress.model.structure import ModelStructure, read_structure
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -27,21 +27,21 @@ class Weights:
     checkpoint: Checkpoint
 
     @cached_property
-    def survey(self) -> Survey:
+    def structure(self) -> ModelStructure:
         """The model's parameters. Raises UserError for an architecture that transformers does not know."""
-        return survey(self.checkpoint.path)
+        return read_structure(self.checkpoint.path)
 
     @cached_property
     def _tensors(self) -> dict[str, str]:
         """Parameter → tensor, where one is the other (packed layers have none)."""
-        return {p.name: name for name in self.checkpoint.names() if (p := self.survey.find(name)) is not None}
+        return {p.name: name for name in self.checkpoint.names() if (p := self.structure.find(name)) is not None}
 
     @cached_property
     def _prefixes(self) -> dict[str, str]:
         """Path of a linear layer in the model, experts apart → its name in the checkpoint."""
         out: dict[str, str] = {}
         for prefix in dict.fromkeys(name.rpartition(".")[0] for name in self.checkpoint.names()):
-            found = self.survey.find(f"{prefix}.weight")
+            found = self.structure.find(f"{prefix}.weight")
             path = found.module if found is not None else experts.module_path(f"{prefix}.weight")
             if path is not None:
                 out[path] = prefix
@@ -112,7 +112,7 @@ class Weights:
 
     def _shared(self, parameter: str) -> list[str]:
         """Other names of the same parameter."""
-        tied: Mapping[str, str] = self.survey.tied
+        tied: Mapping[str, str] = self.structure.tied
         root = tied.get(parameter, parameter)
         return [name for name in (root, *(n for n, to in tied.items() if to == root)) if name != parameter]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from compress.calibration.activations import Activations, Call, Inputs
 from compress.calibration.capture import Capture
 from compress.errors import UserError
 from compress.model.block import Block
-from compress.model.structure import Skeleton, Survey, survey
+from compress.model.block_loader import BlockLoader
+from compress.model.structure import read_structure
 from runtime.checkpoints.open import open_checkpoint
 
 Tiny = Callable[..., Path]
@@ -41,16 +43,16 @@ def tokens() -> Tensor:
     return torch.randint(1, 320, (3, 24), generator=torch.Generator().manual_seed(5))
 
 
-def opened(path: Path) -> Skeleton:
-    return Skeleton(open_checkpoint(path), survey(path))
+def opened(path: Path) -> BlockLoader:
+    return BlockLoader(open_checkpoint(path), read_structure(path))
 
 
-def names_of(skeleton: Skeleton, number: int | None) -> list[str]:
-    return [name for name in skeleton.checkpoint.names() if skeleton.survey.block(name) == number]
+def names_of(loader: BlockLoader, number: int | None) -> list[str]:
+    return [name for name in loader.checkpoint.names() if loader.structure.block(name) == number]
 
 
-def captured(skeleton: Skeleton) -> tuple[Activations, list[Call]]:
-    capture = Capture(skeleton, names_of(skeleton, None))
+def captured(loader: BlockLoader) -> tuple[Activations, list[Call]]:
+    capture = Capture(loader, names_of(loader, None))
     hidden = torch.cat(list(capture.inputs(tokens())))
     capture.release()
     return Activations(0, hidden.numpy()), capture.calls
@@ -75,15 +77,15 @@ def test_blocks_one_by_one_are_the_model(tiny: Tiny, gemma3: Path, kind: str) ->
     from transformers import AutoModelForCausalLM
 
     path = gemma3 if kind == "gemma3" else tiny(kind)
-    skeleton = opened(path)
+    loader = opened(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    layers = list(model.get_submodule(skeleton.survey.blocks_at))
+    layers = list(model.get_submodule(loader.structure.blocks_at))
     with torch.no_grad(), heard(model, layers) as expected:
         model(tokens(), use_cache=False)
-    activations, calls = captured(skeleton)
+    activations, calls = captured(loader)
     assert len(calls) == len(layers)
     for number in range(len(layers)):
-        block = skeleton.block(number, names_of(skeleton, number))
+        block = loader.load(number, names_of(loader, number))
         assert not any(p.is_meta for p in block.module.parameters())
         found = torch.cat(list(Inputs(activations, calls[number]).outputs(block)))
         torch.testing.assert_close(found, expected[number], rtol=1e-4, atol=1e-4)
@@ -92,25 +94,25 @@ def test_blocks_one_by_one_are_the_model(tiny: Tiny, gemma3: Path, kind: str) ->
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma3"])
 def test_what_is_read_is_written(tiny: Tiny, gemma3: Path, kind: str) -> None:
-    skeleton = opened(gemma3 if kind == "gemma3" else tiny(kind))
-    names = names_of(skeleton, 1)
-    block = skeleton.block(1, names)
-    stored, records = skeleton.stored(block, names)
+    loader = opened(gemma3 if kind == "gemma3" else tiny(kind))
+    names = names_of(loader, 1)
+    block = loader.load(1, names)
+    stored, records = loader.stored(block, names)
     assert set(stored) == set(names) and records == []
     for name in names:
-        assert torch.equal(stored[name], skeleton.checkpoint.tensor(name)), name
-        assert stored[name].dtype == skeleton.checkpoint.tensor(name).dtype
+        assert torch.equal(stored[name], loader.checkpoint.tensor(name)), name
+        assert stored[name].dtype == loader.checkpoint.tensor(name).dtype
     counts = {"phi3": 4, "gpt2": 4, "mixtral": 4 + 3 * 4}
     assert len(block.linears) == counts.get(kind, 7)
     assert set(block.linears) == set(block.names) == set(block.dtypes)
-    bare = skeleton.bare(1, names)
+    bare = loader.meta_block(1, names)
     assert bare.names == block.names
     assert all(linear.weight.is_meta for linear in bare.linears.values())
 
 
 def test_paths_and_names(tiny: Tiny) -> None:
-    skeleton = opened(tiny("mixtral"))
-    block = skeleton.bare(1, names_of(skeleton, 1))
+    loader = opened(tiny("mixtral"))
+    block = loader.meta_block(1, names_of(loader, 1))
     assert block.prefix == "model.layers.1"
     assert block.names["mlp.experts.2.gate_proj"] == "model.layers.1.block_sparse_moe.experts.2.w1"
     assert block.names["self_attn.q_proj"] == "model.layers.1.self_attn.q_proj"
@@ -126,26 +128,26 @@ def test_16_bit_blocks_go_on_with_what_they_will_be_read_back_with(tiny: Tiny, t
     (copy / "config.json").write_bytes((path / "config.json").read_bytes())
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    skeleton = opened(copy)
-    names = names_of(skeleton, 0)
-    block = skeleton.block(0, names)
+    loader = opened(copy)
+    names = names_of(loader, 0)
+    block = loader.load(0, names)
     linear = block.linears["mlp.up_proj"]
     with torch.no_grad():
         linear.weight.mul_(1.001)
     exact = linear.weight.clone()
-    stored, _ = skeleton.stored(block, names)
+    stored, _ = loader.stored(block, names)
     assert not torch.equal(exact, linear.weight)
     assert torch.equal(linear.weight, stored["model.layers.0.mlp.up_proj.weight"].float())
     with torch.no_grad():
         linear.weight.mul_(1e38).mul_(1e38)
     with pytest.raises(UserError, match=r"up_proj\.weight: expected finite numbers.*bfloat16"):
-        skeleton.stored(block, names)
+        loader.stored(block, names)
 
 
 def test_layers_that_see_the_text_are_refused(tiny: Tiny) -> None:
-    skeleton = opened(tiny("llama"))
-    capture = Capture(skeleton, names_of(skeleton, None))
-    body: Any = skeleton.model.base_model
+    loader = opened(tiny("llama"))
+    capture = Capture(loader, names_of(loader, None))
+    body: Any = loader.structure.model.base_model
     forward, calls = body.forward, []
 
     def telling(input_ids: Tensor, **rest: Any) -> Any:
@@ -162,11 +164,11 @@ def test_layers_that_see_the_text_are_refused(tiny: Tiny) -> None:
 def test_weights_are_dropped_after_the_capture_and_blocks_with_their_last_name(tiny: Tiny) -> None:
     import weakref
 
-    skeleton = opened(tiny("llama"))
-    _, calls = captured(skeleton)
-    assert all(p.is_meta for p in skeleton.model.parameters())
-    assert "forward" not in skeleton.layers[0].__dict__ and len(calls) == 2
-    block = skeleton.block(0, names_of(skeleton, 0))
+    loader = opened(tiny("llama"))
+    _, calls = captured(loader)
+    assert all(p.is_meta for p in loader.structure.model.parameters())
+    assert "forward" not in loader.structure.layers[0].__dict__ and len(calls) == 2
+    block = loader.load(0, names_of(loader, 0))
     gone = weakref.ref(block.linears["mlp.up_proj"].weight)
     assert gone() is not None
     del block
@@ -177,10 +179,10 @@ def test_shared_modules_are_seen(tiny: Tiny) -> None:
     from compress.model.plan import check_shared
     from compress.model.structure import _shared
 
-    found = survey(tiny("llama"))
+    found = read_structure(tiny("llama"))
     check_shared(found)  # the tied head is outside the blocks
     one, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
-    shared = Survey(found.parameters, found.blocks_at, found.base_prefix, {other: one})
+    shared = replace(found, tied={other: one})
     with pytest.raises(UserError, match=f"tensor {one} is shared with {other}"):
         check_shared(shared)
     linear = nn.Linear(2, 2)
@@ -194,8 +196,8 @@ def test_a_block_takes_only_what_it_stands_for(tiny: Tiny) -> None:
 
     from compress.quantize import rtn
 
-    skeleton = opened(tiny("llama"))
-    block: Block = skeleton.block(0, names_of(skeleton, 0))
+    loader = opened(tiny("llama"))
+    block: Block = loader.load(0, names_of(loader, 0))
     before = block.linears["mlp.down_proj"].weight.clone()
     packed = rtn.quantize(before, "int4", 64)
     wrong = replace(packed, scale=packed.scale * float("nan"))
@@ -206,7 +208,7 @@ def test_a_block_takes_only_what_it_stands_for(tiny: Tiny) -> None:
     record = block.records[0]
     assert record.error == pytest.approx(float((before - after).norm() / before.norm()), rel=1e-5)
     assert (record.output_error, record.damping, record.group_size) == (0.25, 0.01, 64)
-    stored, records = skeleton.stored(block, names_of(skeleton, 0))
+    stored, records = loader.stored(block, names_of(loader, 0))
     assert "model.layers.0.mlp.down_proj.weight" not in stored
     made = [t for name, t in stored.items() if name.startswith("model.layers.0.mlp.down_proj.")]
     assert records[0].stored_bytes == sum(t.nbytes for t in made) > 0
@@ -217,8 +219,8 @@ def test_activation_order_is_undone(tiny: Tiny) -> None:
 
     from compress.quantize import rtn
 
-    skeleton = opened(tiny("llama"))
-    block = skeleton.block(0, names_of(skeleton, 0))
+    loader = opened(tiny("llama"))
+    block = loader.load(0, names_of(loader, 0))
     weight = block.linears["mlp.down_proj"].weight.clone()
     perm = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
     packed = replace(rtn.quantize(weight[:, perm], "int4", 64), perm=perm)

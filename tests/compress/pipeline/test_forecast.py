@@ -96,12 +96,12 @@ def test_a_run_says_its_forecast_and_keeps_to_its_budget(tiny: Tiny, tmp_path: P
 def test_the_forecast_grows_with_what_it_counts(tiny: Tiny) -> None:
     from compress.model.plan import make_plan
     from compress.model.source import open_sources
-    from compress.model.structure import survey
+    from compress.model.structure import read_structure
 
     def disk(name: str) -> int:
         target, _ = open_sources(str(tiny("llama")), None)
         recipe = Recipe.load(name)
-        plan = make_plan(target.shapes(), survey(target.path), recipe.quantize)
+        plan = make_plan(target.shapes(), read_structure(target.path), recipe.quantize)
         found = forecast.forecast(target.shapes(), target.item_sizes(), plan, None)
         # Twice the artifact: parts, and the shards that they are joined into.
         assert found.held == 0 and found.seconds > 0 and found.memory > forecast.resident()

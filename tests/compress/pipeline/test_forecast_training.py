@@ -10,7 +10,7 @@ import torch
 
 from compress.model.plan import make_plan
 from compress.model.source import open_sources
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.pipeline import compress, forecast
 from compress.pipeline.forecast import Forecast
 from compress.pipeline.forecast_training import Size, Sizes, with_training
@@ -136,7 +136,7 @@ def test_sizes_are_read_from_the_files(tiny: Tiny) -> None:
     target, draft = open_sources(str(tiny("llama")), str(tiny("llama", seed=3)))
     assert draft is not None
     shapes, recipe = target.shapes(), Recipe.load("int8-dynamic")
-    structure = survey(target.path)
+    structure = read_structure(target.path)
     plan = make_plan(shapes, structure, recipe.quantize)
     sizes = Sizes.of(shapes, target.item_sizes(), plan, structure, draft.shapes())
     assert sizes.target == sizes.draft == Size.of(shapes)

@@ -15,7 +15,7 @@ from compress.context import RunContext
 from compress.distill.objective import Objective
 from compress.errors import UserError
 from compress.model.plan import make_plan
-from compress.model.structure import survey
+from compress.model.structure import read_structure
 from compress.pipeline import compress
 from compress.qat.convert import (
     RoundedModel,
@@ -85,7 +85,7 @@ def eager() -> Iterator[None]:
 
 
 def converted(folder: Path, stage: Ternary | Qat) -> RoundedModel:
-    checkpoint, structure = open_checkpoint(folder), survey(folder)
+    checkpoint, structure = open_checkpoint(folder), read_structure(folder)
     plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
     model = load_plain(folder)
     make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
@@ -154,7 +154,7 @@ def test_fused_experts_are_left_alone_and_named(tiny: Tiny, tmp_path: Path, eage
     trained = converted(tiny("mixtral"), Ternary())
     left = {entry.layer: entry.why for entry in trained.plan.left_alone}
     assert any("experts" in layer and "bitnet leaves fused experts alone" in why for layer, why in left.items())
-    frozen = freeze_experts(trained.model, trained.survey)
+    frozen = freeze_experts(trained.model, trained.structure)
     assert frozen and all("experts" in name for name in frozen)
     assert len(list(rounded_layers(trained.model))) == 8
     trained.write(tmp_path / "model", tmp_path / "parts")
@@ -304,7 +304,7 @@ def test_losses_are_weighed_and_need_their_teacher(tiny: Tiny) -> None:
 def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
     model = load_plain(tiny("qwen2"))
     before = dict(model.named_parameters())
-    checkpoint, structure = open_checkpoint(tiny("qwen2")), survey(tiny("qwen2"))
+    checkpoint, structure = open_checkpoint(tiny("qwen2")), read_structure(tiny("qwen2"))
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     convert(model, make_plan(shapes, structure, Ternary().quantize()), checkpoint, bit_linear("ternary"))
     after = dict(model.named_parameters())
