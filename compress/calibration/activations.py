@@ -24,7 +24,7 @@ from compress.model.block import Block
 
 
 @contextmanager
-def quick_products() -> Iterator[None]:
+def matmul_precision() -> Iterator[None]:
     """Lets oneDNN compute float32 matrix products within, where it keeps all of their factors' bits.
 
     torch leaves them to another library otherwise, which on some processors takes more than twice as long. The setting
@@ -128,7 +128,7 @@ class Inputs:
 
     def _output(self, block: Block, number: int, window: Tensor) -> Tensor:
         # What hooks compute belongs to the products: the Hessians.
-        with torch.no_grad(), quick_products():
+        with torch.no_grad(), matmul_precision():
             out = block.module(window, *self.call.args, **self.call.kwargs)
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         check_window(hidden, number, f"what {block.prefix} gives")

@@ -9,36 +9,18 @@ from torch import Tensor, nn
 
 from compress.calibration.activations import Enough, Inputs, check_window
 from compress.model import experts
-from compress.model.block import Block, Statistics
+from compress.model.block import Block
 from compress.recipe.block_stages import Experts
 
 if TYPE_CHECKING:
     from calib.moments import Moments, Wants
 
 
-def hessian_of(statistics: Statistics, path: str) -> Tensor:
-    found = statistics[path].hessian
-    if found is None:
-        raise ValueError(f"{path}: no Hessian was collected")
-    return found
-
-
-def rows_of(moments: "Moments") -> Tensor:
-    if moments.rows is None:
-        raise ValueError("no input rows were collected")
-    return moments.rows
-
-
-def absmean_of(moments: "Moments") -> Tensor:
-    if moments.absmean is None:
-        raise ValueError("no ranges were collected")
-    return moments.absmean
-
-
-def absmax_of(moments: "Moments") -> Tensor:
-    if moments.absmax is None:
-        raise ValueError("no ranges were collected")
-    return moments.absmax
+def present(statistic: Tensor | None) -> Tensor:
+    """A statistic that a stage has asked for. Raises ValueError where it was not collected."""
+    if statistic is None:
+        raise ValueError("a statistic was not collected that no stage has asked for")
+    return statistic
 
 
 def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:

@@ -23,7 +23,7 @@ from compress.artifact import Artifact, manifest, safetensors, workspace
 from compress.artifact.files import write_atomic
 from compress.context import RunContext
 from compress.export import serve
-from compress.model.plan import Plan, make_plan
+from compress.model.plan import Plan
 from compress.pipeline import exports, forecast, forecast_training, passes
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.progress import silent, unsaid
@@ -93,15 +93,16 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     progress("check", 0, 1)
     inputs = open_inputs(context)
     passes.check_processes(recipe, world)
-    # A pass over the original is planned, and so checked, before any work.
-    first = passes.first_stages(recipe)
-    packing = recipe if first is None else first
-    plan = make_plan(inputs.target.shapes(), inputs.structure, packing.quantize, changed=recipe.changes)
+    # What is packed in the end is planned, and so checked, before any work, even where training comes first.
+    plan = passes.packing_plan(inputs)
     wanted = exports.wanted(recipe, context.export, plan)
     if place is None:
         passes.follow(inputs, world)
         return Artifact(context.folder)
+    first = passes.first_stages(recipe)
     planned = None if first is None else passes.plan_pass(inputs.target, first, inputs)
+    if planned is not None and not passes.weights_trained(recipe):
+        plan = planned.plan
     progress("check", 1, 1)
     mapped = _preflight(inputs, plan, planned, place.folder)
     samples = _samples(inputs, planned)
@@ -130,11 +131,8 @@ def _preflight(inputs: RunInputs, plan: Plan, planned: passes.Pass | None, folde
     """
     target, draft, context = inputs.target, inputs.draft, inputs.context
     copied = 0 if draft is None else sum(file.stat().st_size for file in draft.weight_files)
-    need = forecast.forecast(
-        target.shapes(), target.item_sizes(), plan, None if planned is None else planned.work, copied
-    )
-    drafts = None if draft is None else draft.shapes()
-    sizes = forecast_training.Sizes.of(target.shapes(), target.item_sizes(), plan, inputs.structure, drafts)
+    need = forecast.forecast(target, plan, None if planned is None else planned.blocks, copied)
+    sizes = forecast_training.Sizes.of(target, plan, inputs.structure, draft)
     need = forecast_training.with_training(need, context.recipe, sizes)
     mapped = forecast.check(need, folder, context.memory_budget)
     context.note(need.line(mapped))
@@ -148,8 +146,8 @@ def _samples(inputs: RunInputs, planned: passes.Pass | None) -> dict[str, int]:
     """
     recipe = inputs.context.recipe
     measured = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
-    walks = planned is not None and planned.work is not None and planned.work.looks_at_text
-    used = inputs.windows.calibration_used if measured or recipe.kv is not None or walks else 0
+    reads = planned is not None and planned.blocks is not None and planned.blocks.reads_text
+    used = inputs.windows.calibration_used if measured or recipe.kv is not None or reads else 0
     return {"samples_requested": inputs.context.samples, "samples_used": used}
 
 

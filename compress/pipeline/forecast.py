@@ -7,17 +7,18 @@ already. It is rough on purpose and a little on the safe side; nothing in the re
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from compress.calibration.activations import quick_products
+from compress.calibration.activations import matmul_precision
 from compress.errors import UserError
 from compress.model.plan import Plan
-from compress.pipeline.sequential import Work
+from compress.model.source import Source
+from compress.pipeline.sequential import BlockPlan
 from compress.quantize import rtn
 from runtime.formats import schemes
 from runtime.formats.schemes import SCHEMES
@@ -43,7 +44,7 @@ class Forecast:
 
     memory   bytes at the most, with activations in their file; `held`: what they take besides when kept in memory.
     disk     bytes that the partial folder grows to.
-    seconds  of the walk; quality and speed are measured after it.
+    seconds  of the work on the weights; quality and speed are measured after it.
     training  seconds of all stages that train.
     """
 
@@ -72,13 +73,13 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def forecast(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: Mapping[str, int], plan: Plan, work: Work | None, copied: int = 0
-) -> Forecast:
+def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int = 0) -> Forecast:
     """What a run will take.
 
-    shapes, itemsize  of the checkpoint's tensors by name; copied: bytes of files that are copied beside (a draft).
+    plan    of what is packed in the end; blocks: of the first pass over blocks, None where there is none.
+    copied  bytes of files that are copied beside (a draft).
     """
+    shapes, itemsize = source.shapes(), source.item_sizes()
     numbers = {name: count(shape) for name, shape in shapes.items()}
     stored = {name: stored_bytes(name, shapes[name], itemsize[name], plan) for name in shapes}
     sizes = [sum(numbers[name] for name in names) for _, names in plan.parts]
@@ -87,26 +88,20 @@ def forecast(
     # Tensor by tensor: the weight, its float32 form and codes, and what the part has become so far.
     memory = max(kept, default=0) + largest * (2 * _FLOAT + 1)
     held, flops = 0, 0.0
-    if work is not None:
-        blocks = [
-            size
-            for size, (_, names) in zip(sizes, plan.parts, strict=True)
-            if work.loader.structure.block(names[0]) is not None
-        ]
-        widest = max(blocks, default=0)
-        moments = max((_moments_bytes(work, number) for number in work.wants), default=0)
+    if blocks is not None:
+        weights = [size for size, (_, names) in zip(sizes, plan.parts, strict=True) if blocks.number(names) is not None]
+        moments = max((_moments_bytes(blocks, number) for number in blocks.wants), default=0)
         layers = [numbers[name] for name in plan.layers] or [largest]
-        factor = max((_hessian_bytes(work, number) for number in work.wants), default=0)
-        memory = widest * (_FLOAT + 1) + max(kept, default=0) + moments
+        factor = max((_hessian_bytes(blocks, number) for number in blocks.wants), default=0)
+        memory = max(weights, default=0) * (_FLOAT + 1) + max(kept, default=0) + moments
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
-        if work.looks_at_text:
-            windows, length = work.tokens.shape
-            width = _hidden_size(work)
-            held = windows * length * width * _FLOAT
-            memory += _window_bytes(work, length)
+        if blocks.reads_text:
+            windows, length = blocks.tokens.shape
+            held = windows * length * int(blocks.loader.structure.config.hidden_size) * _FLOAT
+            memory += _window_bytes(blocks, length)
             # Once for the statistics and once for the next block's inputs.
-            passes = (2 if work.wants else 0) + (1 if work.depth is not None else 0)
-            flops = passes * 2.0 * sum(blocks) * windows * length + _algorithm_flops(work)
+            passes = (2 if blocks.wants else 0) + (1 if blocks.depth is not None else 0)
+            flops = passes * 2.0 * sum(weights) * windows * length + _algorithm_flops(blocks)
     total = sum(stored.values())
     disk = 2 * total + copied + 2 * held
     moved = sum(numbers[name] * itemsize[name] for name in shapes) + 3 * total + 2 * held * max(len(plan.parts), 1)
@@ -175,22 +170,22 @@ def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> 
     return schemes.stored_bytes(SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric), outputs, inputs)
 
 
-def _moments_bytes(work: Work, number: int) -> int:
+def _moments_bytes(blocks: BlockPlan, number: int) -> int:
     """Statistics of a block; layers that share an input share them, so this is rather too much."""
-    return _sum_wants(work, number, _bytes_of)
+    return _sum_wants(blocks, number, _bytes_of)
 
 
-def _hessian_bytes(work: Work, number: int) -> int:
-    wants = work.wants[number].items()
-    inputs = [_inputs(work, number, path) for path, want in wants if want.hessian]
+def _hessian_bytes(blocks: BlockPlan, number: int) -> int:
+    wants = blocks.wants[number].items()
+    inputs = [_inputs(blocks, number, path) for path, want in wants if want.hessian]
     return max(inputs, default=0) ** 2 * _FLOAT
 
 
-def _sum_wants(work: Work, number: int, measure: "Callable[[Wants, int], int]") -> int:
+def _sum_wants(blocks: BlockPlan, number: int, measure: "Callable[[Wants, int], int]") -> int:
     # q, k and v (gate and up) read one input: of those with equally many inputs in one module, one is counted.
     seen: dict[tuple[str, int], int] = {}
-    for path, want in work.wants[number].items():
-        inputs = _inputs(work, number, path)
+    for path, want in blocks.wants[number].items():
+        inputs = _inputs(blocks, number, path)
         seen[path.rpartition(".")[0], inputs] = measure(want, inputs)
     return sum(seen.values())
 
@@ -202,34 +197,31 @@ def _bytes_of(want: "Wants", inputs: int) -> int:
         return Moments(inputs, want).nbytes
 
 
-def _inputs(work: Work, number: int, path: str) -> int:
-    return work.bare[number].linears[path].in_features
+def _inputs(blocks: BlockPlan, number: int, path: str) -> int:
+    return blocks.meta_blocks[number].linears[path].in_features
 
 
-def _algorithm_flops(work: Work) -> float:
+def _algorithm_flops(blocks: BlockPlan) -> float:
     """Hessians, and what GPTQ and SparseGPT do with them."""
     total = 0.0
-    tokens = work.tokens.numel()
-    for number, wants in work.wants.items():
+    tokens = blocks.tokens.numel()
+    for number, wants in blocks.wants.items():
         for path, want in wants.items():
             if want.hessian:
-                linear = work.bare[number].linears[path]
+                linear = blocks.meta_blocks[number].linears[path]
                 k, n = linear.in_features, linear.out_features
                 total += 2.0 * tokens * k * k + 2.0 * k**3 + 2.0 * n * k * k
     return total
 
 
-def _window_bytes(work: Work, length: int) -> int:
+def _window_bytes(blocks: BlockPlan, length: int) -> int:
     """What one window's forward through a block holds: a few rows of the widest layer, and attention's scores."""
-    config = work.loader.structure.config
+    config = blocks.loader.structure.config
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    linears = [work.bare[number].linears[path] for number in list(work.wants)[:1] for path in work.wants[number]]
+    first = next(iter(blocks.wants), 0)
+    linears = [blocks.meta_blocks[first].linears[path] for path in blocks.wants.get(first, {})]
     widest = max((max(linear.in_features, linear.out_features) for linear in linears), default=0)
     return _FLOAT * length * (6 * widest + heads * length)
-
-
-def _hidden_size(work: Work) -> int:
-    return int(work.loader.structure.config.hidden_size)
 
 
 def compute_seconds(flops: float) -> float:
@@ -240,7 +232,7 @@ def compute_seconds(flops: float) -> float:
 def _flops_rate() -> float:
     """Floating-point operations a second of a large product on this machine, now."""
     a, b = torch.ones(512, 512), torch.ones(512, 512)
-    with quick_products():
+    with matmul_precision():
         return 2 * 512**3 / _shortest(lambda: a @ b)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from compress.distill.draft_init import count_of
 from compress.model.plan import Plan
+from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.pipeline.forecast import Forecast, compute_seconds, count, resident, stored_bytes
 from compress.recipe import Recipe
@@ -74,13 +75,13 @@ class Sizes:
     @classmethod
     def of(
         cls,
-        shapes: Mapping[str, tuple[int, ...]],
-        itemsize: Mapping[str, int],
+        target: Source,
         plan: Plan,
         structure: ModelStructure,
-        draft: Mapping[str, tuple[int, ...]] | None,
+        draft: Source | None,
     ) -> "Sizes":
-        """Of the checkpoints' tensors by name, and what the plan makes of the target's."""
+        """Of the checkpoints' tensors, and what the plan makes of the target's."""
+        shapes, itemsize = target.shapes(), target.item_sizes()
         within: dict[int | None, dict[str, tuple[int, ...]]] = {None: {}}
         for name, shape in shapes.items():
             within.setdefault(structure.block(name), {})[name] = shape
@@ -88,7 +89,7 @@ class Sizes:
         rows, width = max((shape for shape in shapes.values() if len(shape) == 2), default=(0, 0))
         return cls(
             target=Size.of(shapes),
-            draft=None if draft is None else Size.of(draft),
+            draft=None if draft is None else Size.of(draft.shapes()),
             around=around,
             block=max(blocks, key=lambda block: block.weights, default=Size(0, 0)),
             blocks=len(blocks),

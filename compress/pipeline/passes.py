@@ -1,8 +1,8 @@
-"""How model/ comes to be: a walk over the original's blocks, then training, perhaps a second walk over the result.
+"""How model/ comes to be: a pass over the original's blocks, then training, perhaps a second pass over the result.
 
-no training              one walk, whose parts become model/
-prune, heal              a walk that prunes, then training, whose result is model/
-prune, heal, quantize    the same, then a second walk over what was healed
+no training              one pass, whose parts become model/
+prune, heal              a pass that prunes, then training, whose result is model/
+prune, heal, quantize    the same, then a second pass over what was healed
 ternary, qat             training first, unless there is something to prune
 """
 
@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from compress.artifact import STAGES, safetensors
 from compress.artifact import journal as journals
 from compress.artifact.files import copy_synced, sync_folder
@@ -24,30 +22,31 @@ from compress.model import directory
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan, check_shared, make_plan
 from compress.model.source import Source
-from compress.model.structure import ModelStructure, read_structure
+from compress.model.structure import read_structure
+from compress.pipeline import sequential
 from compress.pipeline.inputs import RunInputs
-from compress.pipeline.sequential import Walked, Work, make_work, release, walk
+from compress.pipeline.sequential import BlockPlan, BlockResults, plan_blocks, release
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone
-from compress.stages.quantize import is_plain, make_stages
+from compress.stages.quantize import make_stages, only_rounds
 from compress.stages.sensitivity import choose_schemes
 from compress.training import contract
 from compress.training.contract import KINDS, StageContext
 from compress.training.parallel import World, current
 from runtime.checkpoints.open import open_checkpoint
 
-_SECOND = "second-walk"
+_SECOND = "second-pass"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A walk that is planned: over which model, by which stages."""
+    """A pass over blocks that is planned: over which model, by which stages."""
 
     source: Source
     recipe: Recipe
     plan: Plan
-    work: Work | None
+    blocks: BlockPlan | None
 
 
 @dataclass
@@ -62,11 +61,20 @@ class ModelResult:
 
 
 def first_stages(recipe: Recipe) -> Recipe | None:
-    """The stages of the first walk; None where training comes before anything else."""
+    """The stages of the first pass; None where training comes before anything else."""
     if not weights_trained(recipe):
         return recipe.only("prune", "smooth", "quantize")
     first = recipe.only("prune")
     return first if first.stages else None
+
+
+def packing_plan(inputs: RunInputs) -> Plan:
+    """What the pass that packs will do to each tensor, as far as it is known before any work.
+
+    Pruned and healed weights have the original's names. Mixed precision's bits are open still: every layer is int4.
+    """
+    recipe = inputs.context.recipe
+    return make_plan(inputs.target.shapes(), inputs.structure, recipe.quantize, changed=recipe.changes)
 
 
 def weights_trained(recipe: Recipe) -> list[int]:
@@ -83,7 +91,14 @@ def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
     plan = make_plan(source.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
     if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
         plan = choose_schemes(source.path, plan, structure, recipe.quantize, windows, inputs.context.progress)
-    return Pass(source, recipe, plan, _work(source, recipe, plan, structure, windows))
+    if only_rounds(recipe):
+        return Pass(source, recipe, plan, None)
+    check_shared(structure)
+    loader = BlockLoader(source.checkpoint, structure)
+    wished = recipe.quantize.experts if recipe.quantize is not None else None
+    depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
+    stages = make_stages(recipe, plan, loader)
+    return Pass(source, recipe, plan, plan_blocks(loader, plan, stages, windows, wished or Experts(), depth))
 
 
 def read_texts(inputs: RunInputs, folder: Path) -> None:
@@ -95,25 +110,25 @@ def read_texts(inputs: RunInputs, folder: Path) -> None:
 def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped: bool) -> ModelResult:
     """Makes `journal.folder`/model.
 
-    planned  the first walk; None where training comes before anything else. mapped: activations stay in their file.
+    planned  the first pass; None where training comes before anything else. mapped: activations stay in their file.
     """
     model = journal.folder / "model"
     # What a run that was killed in here has left is made again, as a whole.
     _clear(model)
-    source, made, walked = inputs.target, ModelResult(), None
+    source, made, results = inputs.target, ModelResult(), None
     if planned is not None:
-        walked = _walk(planned, inputs, journal, mapped)
-        made = _known(planned.recipe, walked)
+        results = _run_pass(planned, inputs, journal, mapped)
+        made = _known(planned.recipe, results)
     trained = weights_trained(inputs.context.recipe)
     if not trained:
-        assert planned is not None and walked is not None
-        _assemble(planned, walked, journal, model, inputs)
+        assert planned is not None and results is not None
+        _assemble(planned, results, journal, model, inputs)
         return made
-    if planned is not None and walked is not None:
-        plain = journal.folder / STAGES / "walked"
+    if planned is not None and results is not None:
+        plain = journal.folder / STAGES / "pruned"
         if not _is_done(inputs.context.recipe, trained[-1], journal):
             _clear(plain)
-            _assemble(planned, walked, journal, plain, inputs)
+            _assemble(planned, results, journal, plain, inputs)
             release()
         source = Source(inputs.target.name, open_checkpoint(plain)) if plain.exists() else source
     out = source.path
@@ -128,12 +143,12 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     source = Source(inputs.target.name, open_checkpoint(out))
     planned = plan_pass(source, second, inputs)
     inner = _second_journal(journal)
-    walked = _walk(planned, inputs, inner, mapped)
-    _assemble(planned, walked, inner, model, inputs)
-    known = _known(second, walked)
+    results = _run_pass(planned, inputs, inner, mapped)
+    _assemble(planned, results, inner, model, inputs)
+    known = _known(second, results)
     made.layers, made.left_alone = known.layers, known.left_alone
     made.experts += known.experts
-    made.pruned = walked.linears if made.pruned else ()
+    made.pruned = results.linears if made.pruned else ()
     return made
 
 
@@ -227,11 +242,11 @@ def _pack(inputs: RunInputs, journal: Journal, plain: Path, out: Path) -> None:
     else:
         source = Source(inputs.target.name, open_checkpoint(plain))
         planned = plan_pass(source, recipe, inputs)
-        folder = out.with_name(out.name + "-walk")
+        folder = out.with_name(out.name + "-pass")
         _clear(folder)
         folder.mkdir()
         inner = journals.begin(folder, journal.fingerprint)
-        _assemble(planned, _walk(planned, inputs, inner, mapped=False), inner, out, inputs)
+        _assemble(planned, _run_pass(planned, inputs, inner, mapped=False), inner, out, inputs)
         _clear(folder)
     calibrate_cache(out, inputs)
 
@@ -259,30 +274,30 @@ def _remember(made: ModelResult, kind: str, report: dict[str, Any]) -> None:
     made.reports[kind] = about
 
 
-def _known(recipe: Recipe, walked: Walked) -> ModelResult:
+def _known(recipe: Recipe, results: BlockResults) -> ModelResult:
     masked = any(prune.share is None for prune in recipe.prunes)
-    return ModelResult(walked.layers, walked.plan.left_alone, walked.experts, walked.linears if masked else ())
+    return ModelResult(results.layers, results.plan.left_alone, results.experts, results.linears if masked else ())
 
 
-def _walk(planned: Pass, inputs: RunInputs, journal: Journal, mapped: bool) -> Walked:
-    work = None if planned.work is None else replace(planned.work, mapped=mapped)
-    return walk(planned.source.checkpoint, planned.plan, work, journal, inputs.context.progress, inputs.context.note)
+def _run_pass(planned: Pass, inputs: RunInputs, journal: Journal, mapped: bool) -> BlockResults:
+    blocks, context = None if planned.blocks is None else replace(planned.blocks, mapped=mapped), inputs.context
+    return sequential.run(planned.source.checkpoint, planned.plan, blocks, journal, context.progress, context.note)
 
 
-def _assemble(planned: Pass, walked: Walked, journal: Journal, out: Path, inputs: RunInputs) -> None:
-    """Puts a walk's parts together as a model directory."""
-    source, plan = planned.source, walked.plan
+def _assemble(planned: Pass, results: BlockResults, journal: Journal, out: Path, inputs: RunInputs) -> None:
+    """Puts a pass's parts together as a model directory."""
+    source, plan = planned.source, results.plan
     out.mkdir(parents=True)
     safetensors.join(
         [journal.folder / journal.parts[part]["file"] for part, _ in plan.parts], out, inputs.context.shard_bytes
     )
     quantization = directory.quantization_config(plan, source.checkpoint.config)
-    directory.write_config(source.path, out, quantization, walked.config)
+    directory.write_config(source.path, out, quantization, results.config)
     directory.copy_companions(source.path, out)
 
 
 def _second_journal(journal: Journal) -> Journal:
-    """The second walk's own journal: its parts go by the same names as the first one's."""
+    """The second pass's own journal: its parts go by the same names as the first one's."""
     folder = journal.folder / STAGES / _SECOND
     folder.mkdir(parents=True, exist_ok=True)
     begun = (folder / journals.NAME).exists()
@@ -300,16 +315,3 @@ def _after(kind: str) -> bool:
 def _clear(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _work(source: Source, recipe: Recipe, plan: Plan, model: ModelStructure, windows: Tensor) -> Work | None:
-    """What the recipe does to blocks; None where it only rounds to nearest, tensor by tensor."""
-    if is_plain(recipe):
-        return None
-    check_shared(model)
-    loader = BlockLoader(source.checkpoint, model)
-    stages = make_stages(recipe, plan, loader)
-    wished = recipe.quantize.experts if recipe.quantize is not None else None
-    few = wished or Experts()
-    depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
-    return make_work(loader, plan, stages, windows, few, depth)

@@ -1,7 +1,12 @@
-"""The walk: from the shards to the partial folder, part by part, each of them written, committed and released.
+"""The sequential pipeline: block after block, each calibrated on what the changed blocks before it give.
 
-A part is a tensor outside the blocks or a block. Calibrated recipes take a block's inputs through it twice: once as it
-was, for the statistics of all stages, and once as the stages have left it, for the next block's inputs.
+1. A plan's parts are taken in order: tensors outside the blocks, each rounded or copied by itself, and blocks.
+2. Once, the calibration text goes through the embeddings; what goes into the first block is kept in a file (`Capture`).
+3. Where the recipe drops whole blocks, each block's influence is measured first (`measure_influence`).
+4. A block is read, and its inputs go through it as it was, for the statistics that all its stages want (`collect`).
+5. The stages change the block, one after the other; what it holds now is written.
+6. Its inputs go through it once more as it is now: that goes into the next block, and is written too.
+7. Both are committed to the journal together, so that a killed run goes on here, and the memory is given back.
 """
 
 import ctypes
@@ -28,7 +33,7 @@ from compress.progress import Note, Progress
 from compress.prune.depth import choose, influence
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord
-from compress.stages import quantize
+from compress.stages import rounding
 from compress.stages.contract import BlockStage
 from compress.stages.depth import Shortening
 from runtime.checkpoints.directory import Checkpoint
@@ -38,14 +43,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockPlan:
     """What is done to blocks.
 
     stages  in order; of which each block's `wants` ask for statistics of `tokens` (S, T) int64.
     few     what becomes of experts that too few tokens reach.
     mapped  whether activations stay in their file instead of in memory.
     wants   by block, what the stages want together; a block that wants nothing is missing.
-    bare    all blocks without weights.
+    meta_blocks  all blocks without weights.
     depth   share of the blocks' weights that goes with whole blocks, before any stage; None: all blocks stay.
     """
 
@@ -55,17 +60,21 @@ class Work:
     few: Experts = field(default_factory=Experts)
     mapped: bool = False
     wants: Mapping[int, Mapping[str, "Wants"]] = field(default_factory=dict)
-    bare: Mapping[int, Block] = field(default_factory=dict)
+    meta_blocks: Mapping[int, Block] = field(default_factory=dict)
     depth: float | None = None
 
+    def number(self, names: Sequence[str]) -> int | None:
+        """The number of the block that a part's tensors belong to; None for a tensor outside of the blocks."""
+        return self.loader.structure.block(names[0])
+
     @property
-    def looks_at_text(self) -> bool:
+    def reads_text(self) -> bool:
         """Whether anything is sent through the blocks."""
         return bool(self.wants) or self.depth is not None
 
 
 @dataclass(frozen=True)
-class Walked:
+class BlockResults:
     """What came of it: a record of every packed layer and every expert, and what config.json has to say otherwise.
 
     plan     what was done in the end: of the blocks that are still there, by their new numbers.
@@ -79,86 +88,87 @@ class Walked:
     linears: tuple[str, ...] = ()
 
 
-def make_work(
+def plan_blocks(
     loader: BlockLoader,
     plan: Plan,
     stages: Sequence[BlockStage],
     tokens: Tensor,
     few: Experts | None = None,
     depth: float | None = None,
-) -> Work:
-    """The work of some stages on the blocks of a model: asks each stage what it wants to know of each block.
+) -> BlockPlan:
+    """The plan of some stages for the blocks of a model: asks each stage what it wants to know of each block.
 
     Raises UserError for experts that cannot be taken apart.
     """
     wants: dict[int, Mapping[str, Wants]] = {}
-    bare: dict[int, Block] = {}
+    meta_blocks: dict[int, Block] = {}
     for _, names in plan.parts:
         number = loader.structure.block(names[0])
         if number is not None:
             block = loader.meta_block(number, names)
             asked = [found for stage in stages if (found := stage.wants(block))]
-            bare[number] = block
+            meta_blocks[number] = block
             if asked:
                 wants[number] = union(asked)
-    return Work(loader, stages, tokens, few or Experts(), wants=wants, bare=bare, depth=depth)
+    return BlockPlan(loader, stages, tokens, few or Experts(), wants=wants, meta_blocks=meta_blocks, depth=depth)
 
 
-def walk(
-    checkpoint: Checkpoint, plan: Plan, work: Work | None, journal: Journal, progress: Progress, note: Note
-) -> Walked:
-    """Writes every part that the journal does not have yet. `work` None: rounding to nearest, tensor by tensor.
+def run(
+    checkpoint: Checkpoint, plan: Plan, blocks: BlockPlan | None, journal: Journal, progress: Progress, note: Note
+) -> BlockResults:
+    """Writes every part that the journal does not have yet. `blocks` None: rounding to nearest, tensor by tensor.
 
     note  is given a line after every block.
     Raises UserError for weights or activations that are not finite, naming them.
     """
-    walker = None if work is None else _Walker(plan, work, journal, note)
-    short = Shortening(frozenset(), "") if walker is None else walker.scan(progress)
+    pipeline = None if blocks is None else _BlockPipeline(plan, blocks, journal, note)
+    short = Shortening(frozenset(), "") if pipeline is None else pipeline.drop_blocks(progress)
     count = len(plan.parts)
     for index, (part, names) in enumerate(plan.parts):
         progress("quantize", index, count)
-        number = None if walker is None else walker.work.loader.structure.block(names[0])
+        number = None if blocks is None else blocks.number(names)
         if part in journal.parts or number in short.dropped:
             continue
         file = f"part-{index:05d}.safetensors"
-        if walker is not None and number is not None:
-            walker.block(part, number, names, file, short)
+        if pipeline is not None and number is not None:
+            pipeline.run_block(part, number, names, file, short)
             continue
-        tensors, records = quantize.part(checkpoint, plan, names)
+        tensors, records = rounding.part(checkpoint, plan, names)
         written = safetensors.write_part(journal.folder / file, tensors)
         del tensors
         journal.commit(part, _record(file, written, records))
         release()
     progress("quantize", count, count)
-    return _walked(short.plan(plan), journal, short.config(checkpoint.config))
+    return _results(short.plan(plan), journal, short.config(checkpoint.config))
 
 
-class _Walker:
+class _BlockPipeline:
     """Takes blocks in order; holds what goes into the next one."""
 
-    def __init__(self, plan: Plan, work: Work, journal: Journal, note: Note):
-        self.plan, self.work, self.journal, self.note = plan, work, journal, note
-        self.count = len(work.loader.structure.layers)
-        self.kept = sorted(work.bare)
+    def __init__(self, plan: Plan, blocks: BlockPlan, journal: Journal, note: Note):
+        self.plan, self.blocks, self.journal, self.note = plan, blocks, journal, note
+        self.loader = blocks.loader
+        self.count = len(blocks.meta_blocks)
+        self.kept = sorted(blocks.meta_blocks)
         # After the last block that wants statistics nothing needs its outputs.
-        self.last = max(work.wants, default=-1)
+        self.last = max(blocks.wants, default=-1)
         self.calls: list[Call] = []
         self.activations: Activations | None = None
 
-    def scan(self, progress: Progress) -> Shortening:
+    def drop_blocks(self, progress: Progress) -> Shortening:
         """Chooses the blocks that go, where the recipe takes some: each block's influence, block after block."""
-        blocks_at = self.work.loader.structure.blocks_at
-        if self.work.depth is None:
+        blocks_at = self.loader.structure.blocks_at
+        if self.blocks.depth is None:
             return Shortening(frozenset(), blocks_at)
-        names = {number: names for _, names in self.plan.parts if (number := self._number(names)) is not None}
+        names = {number: names for _, names in self.plan.parts if (number := self.blocks.number(names)) is not None}
         if "dropped" not in self.journal.scan:
             for number in range(len(self.journal.scan.get("influences", [])), self.count):
                 progress("scan", number, self.count)
-                self._look(number, names[number])
+                self.measure_influence(number, names[number])
             weights = [self._weights(names[number]) for number in range(self.count)]
-            outside = sum(self._weights(ns) for _, ns in self.plan.parts if self._number(ns) is None)
+            outside = sum(self._weights(ns) for _, ns in self.plan.parts if self.blocks.number(ns) is None)
             found = self.journal.scan["influences"]
-            dropped = choose(found, weights, outside, self.work.depth)
+            dropped = choose(found, weights, outside, self.blocks.depth)
             self.journal.keep_scan({"influences": found, "dropped": list(dropped)}, None)
             files.remove(self.journal.folder / activations.file_name(self.count - 1))
             self.activations = None
@@ -166,12 +176,12 @@ class _Walker:
             self.note(f"blocks {', '.join(str(number + 1) for number in dropped)} of {self.count} go: least influence")
         gone = frozenset(self.journal.scan["dropped"])
         self.kept = [number for number in self.kept if number not in gone]
-        self.last = max((number for number in self.work.wants if number not in gone), default=-1)
+        self.last = max((number for number in self.blocks.wants if number not in gone), default=-1)
         return Shortening(gone, blocks_at)
 
-    def _look(self, number: int, names: Sequence[str]) -> None:
+    def measure_influence(self, number: int, names: Sequence[str]) -> None:
         """Measures what one block changes, and saves what the next one is given."""
-        inputs, block = self._inputs(number), self.work.loader.load(number, names)
+        inputs, block = self._inputs(number), self.loader.load(number, names)
         found: list[float] = []
 
         def watched() -> Iterator[Tensor]:
@@ -190,13 +200,13 @@ class _Walker:
             self._forget(number, following)
         release()
 
-    def block(self, part: str, number: int, names: Sequence[str], file: str, short: Shortening) -> None:
+    def run_block(self, part: str, number: int, names: Sequence[str], file: str, short: Shortening) -> None:
         """Works on one block, writes it and what goes into the next, and commits both together."""
         begun = time.monotonic()
         inputs = self._inputs(number) if number <= self.last else None
-        block = self.work.loader.load(number, names)
+        block = self.loader.load(number, names)
         self._stages(block, inputs)
-        tensors, records = short.renamed(*self.work.loader.stored(block, names))
+        tensors, records = short.renamed(*self.loader.stored(block, names))
         written = safetensors.write_part(self.journal.folder / file, tensors)
         del tensors
         record = _record(file, written, records) | {
@@ -216,9 +226,9 @@ class _Walker:
         release()
 
     def _stages(self, block: Block, inputs: Inputs | None) -> None:
-        wants = self.work.wants.get(block.number, {})
-        found: Statistics = collect(block, inputs, wants, self.work.few) if wants and inputs is not None else {}
-        for stage in self.work.stages:
+        wants = self.blocks.wants.get(block.number, {})
+        found: Statistics = collect(block, inputs, wants, self.blocks.few) if wants and inputs is not None else {}
+        for stage in self.blocks.stages:
             stage.apply(block, found, inputs)
 
     def _inputs(self, number: int) -> Inputs:
@@ -227,15 +237,15 @@ class _Walker:
             self._capture()
         if self.activations is None:
             assert self.journal.inputs is not None
-            self.activations = activations.load(self.journal.folder, self.journal.inputs, self.work.mapped)
+            self.activations = activations.load(self.journal.folder, self.journal.inputs, self.blocks.mapped)
         if self.activations.block != number:
             raise ValueError(f"block {number}: expected its inputs, found those of block {self.activations.block}")
         return Inputs(self.activations, self.calls[number])
 
     def _capture(self) -> None:
-        outside = [name for _, names in self.plan.parts if self._number(names) is None for name in names]
-        capture = Capture(self.work.loader, outside)
-        tokens = self.work.tokens
+        outside = [name for _, names in self.plan.parts if self.blocks.number(names) is None for name in names]
+        capture = Capture(self.loader, outside)
+        tokens = self.blocks.tokens
         if self.journal.inputs is None:
             shape = (*tokens.shape, _width(capture, tokens))
             first = self.kept[0]
@@ -246,11 +256,8 @@ class _Walker:
         self.calls = capture.calls
         capture.release()
 
-    def _number(self, names: Sequence[str]) -> int | None:
-        return self.work.loader.structure.block(names[0])
-
     def _weights(self, names: Sequence[str]) -> int:
-        return sum(math.prod(self.work.loader.checkpoint.shape(name)) for name in names)
+        return sum(math.prod(self.loader.checkpoint.shape(name)) for name in names)
 
     def _save(self, number: int, inputs: Inputs, outputs: Iterable[Tensor]) -> dict[str, Any]:
         shape = inputs.activations.data.shape
@@ -286,13 +293,13 @@ def _record(file: str, written: safetensors.Written, records: Sequence[LayerReco
     }
 
 
-def _walked(plan: Plan, journal: Journal, config: dict[str, Any]) -> Walked:
+def _results(plan: Plan, journal: Journal, config: dict[str, Any]) -> BlockResults:
     parts = [journal.parts[part] for part, _ in plan.parts]
     for part in parts:
         for key, value in part.get("config", {}).items():
             if config.setdefault(key, value) != value:
                 raise ValueError(f"config.json: blocks disagree about {key}: {config[key]} and {value}")
-    return Walked(
+    return BlockResults(
         plan,
         tuple(LayerRecord(**record) for part in parts for record in part["layers"]),
         tuple(ExpertRecord(**record) for part in parts for record in part.get("experts", [])),

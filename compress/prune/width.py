@@ -1,8 +1,8 @@
 """Width pruning: every block loses key/value heads (with their query heads) and MLP channels; the rest is refitted.
 
-The sizes are one decision for the whole model, made from its configuration before the walk, because a config.json has
-one number for all blocks. Which heads and channels stay is each block's own choice, from its own inputs. The result is
-an ordinary smaller model.
+The sizes are one decision for the whole model, made from its configuration before the first block, because a
+config.json has one number for all blocks. Which heads and channels stay is each block's own choice, from its own
+inputs. The result is an ordinary smaller model.
 """
 
 from collections.abc import Mapping

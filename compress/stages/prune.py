@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.calibration.activations import Inputs
-from compress.calibration.statistics import hessian_of
+from compress.calibration.statistics import present
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
@@ -53,13 +53,10 @@ class MaskPrune:
         if self.stage.method == "wanda":
             from compress.prune import masks
 
-            norms = statistics[path].norms
-            if norms is None:
-                raise ValueError(f"{path}: no norms were collected")
-            return weight * masks.wanda_mask(weight, norms, sparsity)
+            return weight * masks.wanda_mask(weight, present(statistics[path].norms), sparsity)
         from compress.prune import sparsegpt
 
-        return sparsegpt.prune(weight, hessian_of(statistics, path), sparsity).weight
+        return sparsegpt.prune(weight, present(statistics[path].hessian), sparsity).weight
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class WidthPrune:
         from compress.prune import width
 
         tensors = {path: parameter.detach() for path, parameter in block.module.named_parameters()}
-        hessians = {path: hessian_of(statistics, path) for path in (width.O_PROJ, width.DOWN_PROJ)}
+        hessians = {path: present(statistics[path].hessian) for path in (width.O_PROJ, width.DOWN_PROJ)}
         found = width.narrow(tensors, hessians, self.before, self.after)
         with torch.device("meta"):
             # transformers' own layer at the new sizes: its forward knows them from the configuration.

@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.calibration.activations import quick_products
+from compress.calibration.activations import matmul_precision
 
 
 def test_products_keep_the_bits_of_their_factors() -> None:
@@ -10,7 +10,7 @@ def test_products_keep_the_bits_of_their_factors() -> None:
     left, right = torch.randn(96, 320, generator=generator), torch.randn(320, 200, generator=generator)
     exact = left.double() @ right.double()
     setting = torch.backends.mkldnn.matmul.fp32_precision
-    with quick_products():
+    with matmul_precision():
         found = left @ right
         linear = torch.nn.functional.linear(left, right.T)
     assert torch.backends.mkldnn.matmul.fp32_precision == setting

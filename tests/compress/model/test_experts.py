@@ -187,7 +187,7 @@ def test_an_expert_that_the_router_never_chooses() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_without_memory_takes_the_checkpoint_s_tensors(kind: str, tmp_path: Path) -> None:
-    """What the walk does: build on the meta device, unfuse, load single experts by the checkpoint's names."""
+    """What the pipeline does: build on the meta device, unfuse, load single experts by the checkpoint's names."""
     model = make(kind)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -102,7 +102,7 @@ def test_the_forecast_grows_with_what_it_counts(tiny: Tiny) -> None:
         target, _ = open_sources(str(tiny("llama")), None)
         recipe = Recipe.load(name)
         plan = make_plan(target.shapes(), read_structure(target.path), recipe.quantize)
-        found = forecast.forecast(target.shapes(), target.item_sizes(), plan, None)
+        found = forecast.forecast(target, plan, None)
         # Twice the artifact: parts, and the shards that they are joined into.
         assert found.held == 0 and found.seconds > 0 and found.memory > forecast.resident()
         return found.disk

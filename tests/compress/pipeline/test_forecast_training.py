@@ -138,7 +138,7 @@ def test_sizes_are_read_from_the_files(tiny: Tiny) -> None:
     shapes, recipe = target.shapes(), Recipe.load("int8-dynamic")
     structure = read_structure(target.path)
     plan = make_plan(shapes, structure, recipe.quantize)
-    sizes = Sizes.of(shapes, target.item_sizes(), plan, structure, draft.shapes())
+    sizes = Sizes.of(target, plan, structure, draft)
     assert sizes.target == sizes.draft == Size.of(shapes)
     assert sizes.packed < sizes.stored == target.checkpoint.bytes_on_disk() - _headers(target.checkpoint.path)
     assert (sizes.rows, sizes.width) == (320, 64)

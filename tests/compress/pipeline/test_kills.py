@@ -71,7 +71,7 @@ def test_killed_at_some_write_boundaries(killed: Callable[..., dict[str, Any]], 
     check(found)
     assert found["steps"] > 60
     assert all(kill["killed"] for kill in found["kills"])
-    # The points lie before, in and after the walk.
+    # The points lie before, in and after the pass over the blocks.
     left = [kill["left"] for kill in found["kills"]]
     assert any("part-00001.safetensors" in names for names in left if names)
     assert any("manifest.json" in names for names in left if names)

@@ -1,4 +1,4 @@
-"""The calibrated walk: what goes into each block, what stages see, what is written, and what is refused."""
+"""The calibrated pass: what goes into each block, what stages see, what is written, and what is refused."""
 
 import errno
 import json
@@ -80,13 +80,13 @@ def go(text: Path, tmp_path: Path) -> Callable[..., tuple[Path, RunFacts]]:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Stands before the recipe's own stages."""
-    found, make, work = Spy(), quantize.make_stages, passes.make_work
+    found, make, work = Spy(), quantize.make_stages, passes.plan_blocks
 
     def kept(*given: Any) -> Any:
         found.tokens = given[3]
         return work(*given)
 
-    monkeypatch.setattr(passes, "make_work", kept)
+    monkeypatch.setattr(passes, "plan_blocks", kept)
     monkeypatch.setattr(passes, "make_stages", lambda *given: [found, *make(*given)])
     return found
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from compress.errors import UserError
-from compress.pipeline import compress
+from compress.model.plan import Plan
+from compress.pipeline import compress, forecast
 from compress.records import RunFacts
 from runtime import load
 
@@ -43,6 +44,21 @@ def mixed(bits: float) -> dict[str, Any]:
 
 def bits_of(facts: RunFacts) -> float:
     return 8 * sum(layer.stored_bytes for layer in facts.layers) / sum(layer.weights for layer in facts.layers)
+
+
+def test_the_forecast_counts_the_bits_that_were_chosen(tiny: Tiny, go: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Plan] = []
+    original = forecast.forecast
+
+    def keep(source: Any, plan: Plan, *rest: Any) -> Any:
+        planned.append(plan)
+        return original(source, plan, *rest)
+
+    monkeypatch.setattr(forecast, "forecast", keep)
+    _, facts = go(tiny("llama", num_hidden_layers=4), mixed(4.6))
+    [plan] = planned
+    schemes = {layer.prefix: layer.scheme for layer in plan.layers.values()}
+    assert schemes == {layer.name: layer.scheme for layer in facts.layers} and len(set(schemes.values())) > 1
 
 
 @pytest.mark.parametrize("budget", [4.6, 6.0])

@@ -1,4 +1,4 @@
-"""Stages that train, through the pipeline: healing, a second walk, resuming inside training, what is told of it."""
+"""Stages that train, through the pipeline: healing, a second pass, resuming inside training, what is told of it."""
 
 import json
 import subprocess
@@ -119,7 +119,7 @@ def test_pruned_weights_stay_zeros(tiny: Tiny, go: Go) -> None:
 
 
 def test_what_was_healed_is_quantised(tiny: Tiny, go: Go) -> None:
-    """The second walk rounds the healed weights, not the pruned ones."""
+    """The second pass rounds the healed weights, not the pruned ones."""
     from compress.quantize import rtn
     from runtime.checkpoints.open import open_checkpoint
 
@@ -130,6 +130,20 @@ def test_what_was_healed_is_quantised(tiny: Tiny, go: Go) -> None:
     packed = open_checkpoint(artifact.model).weight("model.layers.0.mlp.up_proj")
     assert torch.equal(packed.codes, rtn.quantize(weight, "int4", 32).codes)  # type: ignore[union-attr]
     assert told(facts)["steps"] == 4
+
+
+def test_what_was_healed_and_packed_is_exported(tiny: Tiny, go: Go) -> None:
+    """The export is checked against what the second pass packs: the first one packs nothing."""
+    from runtime.checkpoints.open import open_checkpoint
+
+    artifact, facts = go(tiny("llama"), [WANDA, HEAL, INT4], export=("gptq",))
+    [entry] = facts.exports
+    assert entry["name"] == "gptq" and entry["repacked"] == 14 and not entry["losses"]
+    path = "model.layers.0.mlp.up_proj"
+    exported, packed = (open_checkpoint(artifact.path / at).weight(path) for at in ("exports/gptq", "model"))
+    assert torch.equal(exported.codes, packed.codes)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="export bitsandbytes"):
+        go(tiny("llama"), [WANDA, HEAL, {"quantize": {"scheme": "fp8"}}], out="refused", export=("bitsandbytes",))
 
 
 def test_calibrated_stages_follow_healing(tiny: Tiny, go: Go) -> None:

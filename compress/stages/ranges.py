@@ -1,0 +1,206 @@
+"""Stages that move ranges between activations and weights, or fix them: AWQ, SmoothQuant, static ranges of inputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from compress.calibration.activations import Inputs
+from compress.calibration.statistics import collect, present
+from compress.errors import UserError
+from compress.model.block import Block, Statistics
+from compress.model.plan import Layer
+from compress.quantize import rtn
+from compress.recipe import Quantize, Smooth
+from compress.recipe.block_stages import Experts
+from compress.stages.rounding import chosen, grid_of, round_to_nearest, scale_dtype, sharing
+from runtime.formats.schemes import SCHEMES
+
+if TYPE_CHECKING:
+    from calib.moments import Moments, Wants
+    from compress.quantize.folding import Fold
+
+# Input rows that a search looks at, drawn evenly from the text.
+SEARCH_ROWS = 512
+
+
+@dataclass(frozen=True)
+class AwqScale:
+    """Moves the range of important input channels into the weights, where that is exact (AWQ's scale search)."""
+
+    layers: Mapping[str, Layer]
+    model_type: str
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        return _hessians_and_sizes(block, self.layers)
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import awq, folding
+
+        known = dict(chosen(block, self.layers))
+        for fold in folding.folds(block.module, self.model_type):
+            paths = [path for path in fold.linears if path in known and path in statistics]
+            if not paths:
+                continue
+            shares = _shares(paths, statistics)
+            fed = [
+                awq.Fed(
+                    block.linears[path].weight.detach(),
+                    present(statistics[path].hessian),
+                    grid_of(known[path]),
+                    shares[path],
+                )
+                for path in paths
+            ]
+            means = [present(statistics[path].absmean) * shares[path] for path in paths]
+            mean = torch.stack(means).sum(dim=0) / sum(shares.values())
+            found = awq.search_scale(fed, mean, scale_dtype(block, paths[0]), tie=partial(folding.share, fold))
+            fold_in(block, fold, found.factor, statistics, block.dtypes[paths[0]])
+        return block
+
+
+@dataclass(frozen=True)
+class AwqRound:
+    """Rounds to nearest within the range that costs the least (AWQ's clip search)."""
+
+    layers: Mapping[str, Layer]
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        return _hessians_and_sizes(block, self.layers)
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import awq, grid
+
+        for path, layer in chosen(block, self.layers):
+            if path in block.starved:
+                round_to_nearest(block, path, layer)
+                continue
+            weight, wanted = block.linears[path].weight.detach(), grid_of(layer)
+            scale, zero = awq.search_clip(weight, present(statistics[path].hessian), wanted, scale_dtype(block, path))
+            codes = grid.encode(weight, scale, zero, wanted)
+            block.pack(path, grid.to_packed(codes, scale, zero, wanted), layer.scheme)
+            del statistics[path]
+        return block
+
+
+@dataclass(frozen=True)
+class SmoothRanges:
+    """Moves the range of activations into the weights (SmoothQuant)."""
+
+    stage: Smooth
+    layers: Mapping[str, Layer]
+    model_type: str
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        from calib.moments import Wants
+
+        rows = SEARCH_ROWS if self.stage.alpha == "search" else 0
+        return {path: Wants(absmax=True, rows=rows) for path, _ in chosen(block, self.layers)}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import folding
+
+        known = dict(chosen(block, self.layers))
+        for fold in folding.folds(block.module, self.model_type):
+            paths = [path for path in fold.linears if path in known and path in statistics]
+            if paths:
+                factor = self._factor(block, fold, paths, known, statistics)
+                fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
+        return block
+
+    def _factor(
+        self, block: Block, fold: "Fold", paths: list[str], known: Mapping[str, Layer], statistics: Statistics
+    ) -> Tensor:
+        from compress.quantize import folding, smoothquant
+
+        weights = [block.linears[path].weight.detach() for path in paths]
+        largest = torch.stack([present(statistics[path].absmax) for path in paths]).amax(dim=0)
+        if self.stage.alpha == "search":
+            rows = torch.cat([present(statistics[group[0]].rows) for group in sharing(paths, statistics)])
+            static = SCHEMES[known[paths[0]].scheme].is_static
+            tie = partial(folding.share, fold, by="max")
+            activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
+            dtype = scale_dtype(block, paths[0])
+            return smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie).factor
+        inputs_max = folding.share(fold, largest, "max")
+        weights_max = folding.share(fold, smoothquant.weight_absmax(weights), "max")
+        return smoothquant.factors(inputs_max, weights_max, self.stage.alpha)
+
+
+@dataclass(frozen=True)
+class StaticRanges:
+    """Eight bits for weights, and one range for each layer's inputs that the text has told."""
+
+    stage: Quantize
+    layers: Mapping[str, Layer]
+
+    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+        from calib.moments import Wants
+
+        looked = {"absmax": True, "rows": SEARCH_ROWS} if self._searches else {"observer": self.stage.observer}
+        return {path: Wants(**looked) for path, _ in chosen(block, self.layers)}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+        from compress.quantize import smoothquant
+
+        known = dict(chosen(block, self.layers))
+        if starved := known.keys() & block.starved:
+            raise UserError(
+                f"{block.prefix}.{min(starved)}: expected calibration tokens for a static range, found too few: set "
+                "experts.expert_fallback to all-tokens, or take scheme int8-dynamic"
+            )
+        if not self._searches:
+            self._observe_scaled(block, statistics, inputs)
+        for paths in sharing(list(known), statistics):
+            weights = [block.linears[path].weight.detach() for path in paths]
+            first = statistics[paths[0]]
+            if self._searches:
+                scale = smoothquant.search_input_scale(present(first.rows), present(first.absmax).amax(), weights)
+            else:
+                scale = smoothquant.input_scale(torch.tensor(first.observed))
+            for path in paths:
+                stored = block.linears[path].weight.detach().to(block.dtypes[path])
+                scheme = known[path].scheme
+                block.pack(path, rtn.quantize(stored, scheme, 0, input_scale=scale), scheme)
+        return block
+
+    @property
+    def _searches(self) -> bool:
+        return self.stage.observer == "search"
+
+    def _observe_scaled(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
+        """Sends the text through the block again where a stage before this one has scaled what layers read."""
+        wants = {path: want for path, want in self.wants(block).items() if statistics[path].observed is None}
+        if wants and inputs is not None:
+            statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
+
+
+def fold_in(block: Block, fold: "Fold", factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:
+    """Divides what feeds some linear layers by a factor per channel, multiplies them, and mends their statistics."""
+    from compress.quantize import folding
+
+    exact = folding.storable(block.module, fold, factor, dtype)
+    folding.apply(block.module, fold, exact)
+    made: dict[int, Moments] = {}
+    for path in fold.linears:
+        if path in statistics:
+            old = statistics[path]
+            # q, k and v share one: they go on sharing what it becomes.
+            if id(old) not in made:
+                made[id(old)] = old.scaled(exact)
+            statistics[path] = made[id(old)]
+
+
+def _shares(paths: Sequence[str], statistics: Statistics) -> dict[str, float]:
+    """Of the tokens that a layer saw, over the most that one of them saw: what an expert's error counts."""
+    most = max(statistics[path].tokens for path in paths)
+    return {path: statistics[path].tokens / most for path in paths}
+
+
+def _hessians_and_sizes(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, "Wants"]:
+    from calib.moments import Wants
+
+    return {path: Wants(hessian=True, absmax=True) for path, _ in chosen(block, layers)}
