@@ -92,9 +92,7 @@ class PagedCache(KeyValueCache):
         One token at least is left over: its forward gives the logits to go on with.
         """
         if self._length[request]:
-            raise ValueError(
-                f"request {request} holds {self._length[request]} tokens; only an empty one can take over pages"
-            )
+            raise ValueError(f"request {request} holds {self._length[request]} tokens; only an empty one can match")
         most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
         parent = ROOT
         for block, content in enumerate(_contents(tokens, max(most, 0))):
