@@ -118,6 +118,21 @@ class Cache(Protocol):
         """Bytes that one token takes over all layers."""
 
 
+class SharesNothing:
+    """What a `Cache` says whose requests share no memory."""
+
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
+        """0: nothing is known here."""
+        return 0
+
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def missing_pages(self, needs: Mapping[int, int]) -> int:
+        """0: there are no pages."""
+        return 0
+
+
 class Decoder(Protocol):
     """A causal language model over rows."""
 

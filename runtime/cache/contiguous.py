@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.quantizer import Quantizer
-from runtime.contract import CacheKind
+from runtime.contract import CacheKind, SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
@@ -188,7 +188,7 @@ class KeyValueCache(ABC):
         return handle
 
 
-class ContiguousCache(KeyValueCache):
+class ContiguousCache(SharesNothing, KeyValueCache):
     """Each request has memory of its own, for all the tokens that it may ever hold. Nothing is shared."""
 
     def open(self, capacity: int) -> int:
@@ -203,17 +203,6 @@ class ContiguousCache(KeyValueCache):
         except (RuntimeError, MemoryError) as error:
             raise UserError("a copy of a request's cache does not fit this machine's memory") from error
         return self._add(replace(store, **parts), self._length[request])
-
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
-        """See KeyValueCache: 0, nothing is known here."""
-        return 0
-
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
-        """See KeyValueCache: does nothing, requests share no memory."""
-
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """See KeyValueCache: 0, all memory is taken when a request is opened."""
-        return 0
 
     def _own(self, request: int, blocks: Iterable[int]) -> None:
         """Every block is the request's own."""

@@ -171,6 +171,19 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     return out
 
 
+def reserve_drafts(rows: Rows, cache: KeyValueCache, steps: Sequence[int], limit: int, vocab: int) -> list[Reserved]:
+    """Takes slots for chains that then go on by themselves for so many steps, 1 or more each (GreedyChains).
+
+    Raises ValueError as `reserve`, for other numbers of steps, and for a limit that is not in 1..vocabulary.
+    """
+    if not 1 <= limit <= vocab:
+        raise ValueError(f"the limit must lie in 1..{vocab}, found {limit}")
+    if min(steps, default=1) < 1:
+        raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
+    # A request's last token is not fed, so it takes no slot.
+    return reserve(rows, cache, [count - 1 for count in steps])
+
+
 def _parents(position: list[int], parent: list[int], first: int, end: int, length: int) -> list[int] | None:
     """Parents of the rows first..end among themselves; None where they are a chain after all."""
     chain = True

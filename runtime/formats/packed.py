@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from runtime.formats.schemes import Activation, Kind, Scheme
@@ -43,6 +44,28 @@ class PackedWeight:
     def shape(self) -> tuple[int, int]:
         """(outputs N, inputs K)."""
         return self.codes.shape[0], self.codes.shape[1] * (1 if self.nibbles is None else 2)
+
+    def order(self) -> Tensor | None:
+        """`perm` as kernels take it, (K,) int32. Raises ValueError where it is no permutation of the inputs."""
+        perm, k = self.perm, self.shape[1]
+        if perm is None:
+            return None
+        whole = perm.dtype in (torch.int32, torch.int64) and perm.shape == (k,)
+        if not whole or not torch.equal(perm.sort().values.long(), torch.arange(k, device=perm.device)):
+            raise ValueError(f"perm must be a permutation of the {k} inputs, found {perm.dtype} {list(perm.shape)}")
+        return perm.to(torch.int32).contiguous()
+
+    def static_step(self) -> Tensor | None:
+        """`input_scale` as kernels take it, (1,) float32. Raises ValueError where it is not one positive number."""
+        value = self.input_scale
+        if value is None:
+            return None
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(f"input_scale must be one float, found {value.dtype} {list(value.shape)}")
+        out = value.detach().float().reshape(1).contiguous()
+        if not (torch.isfinite(out).all() and float(out[0]) > 0):
+            raise ValueError(f"input_scale must be positive, found {float(out[0])}")
+        return out
 
 
 __all__ = ["Activation", "Kind", "PackedWeight", "Scheme"]

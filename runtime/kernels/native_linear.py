@@ -122,8 +122,10 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     scale = _narrowest(scale / 127.0 if schemes.KINDS[kind].levels else scale)
     offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
     bias = None if weight.bias is None else _vector("bias", weight.bias, n)
-    perm = None if weight.perm is None else _order(weight.perm, k)
-    static = None if weight.input_scale is None else _positive("input_scale", weight.input_scale)
+    perm, static = weight.order(), weight.static_step()
+    for name, tensor in (("perm", perm), ("input_scale", static)):
+        if tensor is not None and tensor.device.type != "cpu":
+            raise ValueError(f"{name} must be on the CPU, found it on {tensor.device}")
     # Everything fits. Only from here on pointers are taken.
     sums = (
         torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
@@ -215,26 +217,6 @@ def _check(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} must be float {shape} on the CPU, found {values.dtype} {list(values.shape)} on {values.device}"
         )
-
-
-def _order(perm: Tensor, k: int) -> Tensor:
-    """(K,) int32."""
-    whole = perm.device.type == "cpu" and perm.dtype in (torch.int32, torch.int64)
-    if not whole or perm.shape != (k,) or not torch.equal(perm.sort().values.long(), torch.arange(k)):
-        raise ValueError(
-            f"perm must be a permutation of the {k} inputs on the CPU, found {perm.dtype} {list(perm.shape)}"
-        )
-    return perm.to(torch.int32).contiguous()
-
-
-def _positive(name: str, value: Tensor) -> Tensor:
-    """(1,) float32."""
-    if value.numel() != 1 or not value.is_floating_point() or value.device.type != "cpu":
-        raise ValueError(f"{name} must be one float on the CPU, found {value.dtype} {list(value.shape)}")
-    out = value.detach().float().reshape(1).contiguous()
-    if not (torch.isfinite(out).all() and float(out[0]) > 0):
-        raise ValueError(f"{name} must be positive, found {float(out[0])}")
-    return out
 
 
 WeightPointer = ctypes.POINTER(WeightsStruct)

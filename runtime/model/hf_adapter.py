@@ -4,7 +4,7 @@ transformers' kernels pick their order of operations by shape, so the lossless c
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows, SharesNothing
 from runtime.errors import UserError
 
 
@@ -70,7 +70,7 @@ class Through:
 FLOAT32 = Through()
 
 
-class AdapterCache:
+class AdapterCache(SharesNothing):
     """One transformers cache per request."""
 
     def __init__(self, model: Any):
@@ -94,17 +94,6 @@ class AdapterCache:
         handle = next(i for i in range(len(self._caches) + 1) if i not in self._caches)
         self._caches[handle] = copy.deepcopy(self._caches[request])
         return handle
-
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
-        """0: transformers' caches share nothing."""
-        return 0
-
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
-        """Does nothing, as `match_prefix`."""
-
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """0: transformers' caches grow."""
-        return 0
 
     def of(self, request: int) -> Any:
         """The transformers cache of a request."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
-from runtime.cache.slots import Reserved, checked_cache, reserve
+from runtime.cache.slots import Reserved, checked_cache, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.errors import UserError
@@ -168,12 +168,7 @@ class NativeDecoder(BaseDecoder):
         1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
         """
         held = checked_cache(tokens, rows, cache, None, self.architecture)
-        if not 1 <= limit <= self.vocab_size:
-            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
-        if min(steps, default=1) < 1:
-            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
-        # A request's last token is not fed, so it takes no slot.
-        reserved = reserve(rows, held, [count - 1 for count in steps])
+        reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)

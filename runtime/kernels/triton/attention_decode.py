@@ -83,6 +83,23 @@ def stages(kind: CacheKind, dim: int) -> int:
     return 3
 
 
+def compiled_for(kind: CacheKind, heads: Heads, dim: int) -> dict[str, int | str | bool]:
+    """What kernels that walk over keys are compiled for, whatever the rows."""
+    return {
+        "DIM": dim,
+        "WIDE": -(-dim // VECTOR) * VECTOR,
+        "PADDED": padded(dim),
+        "BLOCK": key_block(kind, dim),
+        "SPLIT": SPLIT,
+        "WINDOW": heads.window or 0,
+        "KIND": kind,
+        "INTERPRETED": interpreted(),
+        "num_warps": 4,
+        "num_stages": stages(kind, dim),
+        "enable_fp_fusion": False,
+    }
+
+
 def workspace(rows: int, heads: Heads, splits: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Room for the splits' results, (rows, heads, splits, dim) and (rows, heads, splits, 2); None for one split."""
     if splits == 1:
@@ -149,19 +166,9 @@ def attend(
         IN_TILE=in_tile,
         TILE_ROWS=tile_rows,
         TILE=TILE,
-        DIM=dim,
-        WIDE=-(-dim // VECTOR) * VECTOR,
-        PADDED=padded(dim),
-        BLOCK=key_block(kind, dim),
-        SPLIT=SPLIT,
-        WINDOW=heads.window or 0,
-        KIND=kind,
         TREE=tail is not None,
         ALONE=splits == 1,
-        INTERPRETED=interpreted(),
-        num_warps=4,
-        num_stages=stages(kind, dim),
-        enable_fp_fusion=False,
+        **compiled_for(kind, heads, dim),
     )
     if splits > 1:
         combine_kernel[(rows, count)](

@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.contract import FLOATS, CacheKind
-from runtime.kernels.triton import interpreted
-from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, key_block, padded, stages
+from runtime.kernels.triton.attention_decode import Heads, Places, compiled_for, padded
 from runtime.kernels.triton.attention_softmax import columns
 from runtime.kernels.triton.attention_splits import finish, load_queries, one_split
 from runtime.kernels.triton.kv_store import layer_parts
-from runtime.kv_store import VECTOR, Store
+from runtime.kv_store import Store
 
 
 def tile_for(dim: int) -> int:
@@ -61,17 +60,7 @@ def attend_many(
         IN_TILE=in_tile,
         TILE_ROWS=tile_rows,
         TILE=tile,
-        DIM=dim,
-        WIDE=-(-dim // VECTOR) * VECTOR,
-        PADDED=padded(dim),
-        BLOCK=key_block(kind, dim),
-        SPLIT=SPLIT,
-        WINDOW=heads.window or 0,
-        KIND=kind,
-        INTERPRETED=interpreted(),
-        num_warps=4,
-        num_stages=stages(kind, dim),
-        enable_fp_fusion=False,
+        **compiled_for(kind, heads, dim),
     )
     return out
 

@@ -18,16 +18,15 @@ _PIECE = 1024
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """reference.rms_norm of x (T, K) float32, rows of any stride, by weight (K,) of any float dtype: (T, K) float32."""
+    rows, width = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _launch_norm(x, None, weight, eps, offset, None, out)
+    if rows:
+        block = triton.next_power_of_2(width)
+        warps = 4 if block <= 4096 else 8
+        _norm_kernel[(rows,)](
+            x, weight, out, x.stride(0), eps, offset, width, BLOCK=block, num_warps=warps, enable_fp_fusion=False
+        )
     return out
-
-
-def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x + more and its rms_norm, both (T, K) float32; x and `more` (T, K) float32, rows of any stride."""
-    total, out = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2))
-    _launch_norm(x, more, weight, eps, offset, total, out)
-    return total, out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -50,30 +49,6 @@ def embed(tokens: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     return out
 
 
-def _launch_norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, offset: float, total: Tensor | None, out: Tensor
-) -> None:
-    rows, width = x.shape
-    if rows == 0:
-        return
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(rows,)](
-        x,
-        more,
-        weight,
-        total,
-        out,
-        x.stride(0),
-        0 if more is None else more.stride(0),
-        eps,
-        offset,
-        width,
-        BLOCK=block,
-        num_warps=4 if block <= 4096 else 8,
-        enable_fp_fusion=False,
-    )
-
-
 def _launch_activation(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     rows, width = gate.shape
     out = torch.empty((rows, width), dtype=torch.float32, device=gate.device)
@@ -85,50 +60,25 @@ def _launch_activation(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 
 
 @triton.jit
-def _norm_kernel(
-    x,
-    more,
-    weight,
-    total,
-    out,
-    x_stride,
-    more_stride,
-    eps,
-    offset,
-    width,
-    BLOCK: tl.constexpr,
-):
+def _norm_kernel(x, weight, out, x_stride, eps, offset, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     v = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
-    if more is not None:
-        v += tl.load(more + row * more_stride + at, mask=inside, other=0.0)
-        tl.store(total + row * width + at, v, mask=inside)
     by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     by = tl.where(offset != 0.0, by + offset, by)
     tl.store(out + row * width + at, (v * inverse_root(v, eps, width, BLOCK)) * by, mask=inside)
 
 
 @triton.jit
-def _activation_kernel(
-    gate,
-    up,
-    out,
-    gate_stride,
-    up_stride,
-    width,
-    GELU: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+def _activation_kernel(gate, up, out, gate_stride, up_stride, width, GELU: tl.constexpr, PIECE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = at < width
     x = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0)
     x = gelu_tanh(x) if GELU else silu(x)
-    tl.store(
-        out + row * width + at, x * tl.load(up + row * up_stride + at, mask=inside, other=0.0), mask=inside
-    )  # fmt: skip
+    by = tl.load(up + row * up_stride + at, mask=inside, other=0.0)
+    tl.store(out + row * width + at, x * by, mask=inside)
 
 
 @triton.jit
@@ -141,4 +91,4 @@ def _embed_kernel(tokens, table, out, scale, width, stride, PIECE: tl.constexpr)
     tl.store(out + row * width + at, x * scale, mask=inside)
 
 
-__all__ = ["add_norm", "embed", "gelu_mul", "rms_norm", "rotate_and_store", "silu_mul"]
+__all__ = ["embed", "gelu_mul", "rms_norm", "rotate_and_store", "silu_mul"]

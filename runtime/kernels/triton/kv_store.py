@@ -38,34 +38,6 @@ def constants(kind: CacheKind, kv_heads: int, dim: int) -> dict[str, int | float
     }
 
 
-def store_rows(
-    keys: Tensor,
-    values: Tensor,
-    store: Store,
-    layer: int,
-    kind: CacheKind,
-    slots: Tensor,
-    factor: Tensor | None = None,
-) -> None:
-    """Stores keys and values (T, kv_heads, dim) float32 contiguous at slots (T,) int on the device.
-
-    factor  (kv_heads, dim) float32 that keys are divided by; None: 1. Slots that are given twice hold either row, or a
-    mixture of both where codes share bytes.
-    """
-    rows, heads, dim = keys.shape
-    if rows:
-        _store_kernel[(rows, 2 * heads)](
-            keys,
-            values,
-            *writable_parts(store, layer, kind),
-            factor,
-            slots,
-            **constants(kind, heads, dim),
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
-
-
 def move(store: Store, kind: CacheKind, source: Tensor, target: Tensor) -> None:
     """Copies slots (n,) int on the device to others, in all layers; what is read is read before anything is written.
 
@@ -185,37 +157,6 @@ def write_value(
             x, scale = rounded(x, LIMIT)
             tl.store(scales + at, scale)
         tl.store(memory + at * WIDE + d, x.to(memory.dtype.element_ty), mask=d < DIM)
-
-
-@triton.jit
-def _store_kernel(
-    keys,
-    values,
-    key_memory,
-    value_memory,
-    key_scale,
-    value_scale,
-    factor,
-    slots,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if which < KV_HEADS:
-        d = tl.arange(0, PADDED)
-        x = tl.load(keys + (row * KV_HEADS + which) * DIM + d, mask=d < DIM, other=0.0)
-        if factor is not None:
-            x = tl.div_rn(x, tl.load(factor + which * DIM + d, mask=d < DIM, other=1.0))
-        write_key(x, key_memory, key_scale, slot, which, KV_HEADS, DIM, PADDED, KIND, LIMIT)
-    else:
-        head = which - KV_HEADS
-        source = values + (row * KV_HEADS + head) * DIM
-        write_value(source, value_memory, value_scale, slot, head, KV_HEADS, DIM, WIDE, PADDED, KIND, LIMIT)
 
 
 @triton.jit(do_not_specialize=["blocks", "count"])

@@ -75,14 +75,9 @@ def quantize(x: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
     return _round(x, how, "plain", picks=picks)
 
 
-def norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, how: Rounding, offset: float = 0.0, residual: Tensor | None = None
-) -> tuple[Rounded, Tensor]:
-    """RMSNorm of x (+ residual), (T, K) float32, times offset + weight (K,), rounded; and x + residual (or x)."""
-    if residual is None:
-        return _round(x, how, "norm", weight=weight, eps=eps, shift=offset), x
-    total = torch.empty(x.shape, device=x.device)
-    return _round(x, how, "add_norm", residual, weight, total, eps, offset), total
+def norm_quantize(x: Tensor, weight: Tensor, eps: float, how: Rounding, offset: float = 0.0) -> Rounded:
+    """RMSNorm of x (T, K) float32 times offset + weight (K,), rounded."""
+    return _round(x, how, "norm", weight=weight, eps=eps, shift=offset)
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
@@ -104,7 +99,6 @@ def _round(
     mode: str,
     y: Tensor | None = None,
     weight: Tensor | None = None,
-    total: Tensor | None = None,
     eps: float = 0.0,
     shift: float = 0.0,
     picks: Picks | None = None,
@@ -121,7 +115,7 @@ def _round(
     at_once = tile_sizes.rows_at_once(x.device)
     blocks = triton.cdiv(rows, at_once)
     y_stride = 0 if y is None else y.stride(0)
-    common = (x, y, weight, how.perm, how.static, codes, step, sums, total, None if picks is None else picks.experts)
+    common = (x, y, weight, how.perm, how.static, codes, step, sums, None if picks is None else picks.experts)
     scalars = (rows, cut.inputs, cut.stored, x.stride(0), y_stride, eps, shift)
     count = rows // x.shape[0]
     if cut.columns == 1:

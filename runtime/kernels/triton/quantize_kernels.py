@@ -1,6 +1,6 @@
 """Rounding of inputs to int8 with the reference's bits, and the operations that come right before it, in one kernel.
 
-MODE  what is rounded: "plain": x. "norm": RMSNorm of x. "add_norm": of x + y, which is also written to `total`.
+MODE  what is rounded: "plain": x. "norm": RMSNorm of x.
       "silu": silu(x) · y. "gelu": gelu(x) · y.
 ROWS  rows of one program: 1 on a GPU; many in the interpreter, which pays for every program.
 """
@@ -26,7 +26,6 @@ def round_rows(
     codes,
     step,
     sums,
-    total,
     picked,
     rows,
     inputs,
@@ -54,7 +53,7 @@ def round_rows(
         expert = tl.maximum(tl.load(picked + row, mask=row_in, other=0), 0)
         perm = perm + (expert * inputs)[:, None] if perm is not None else None
         static = static + expert if static is not None else None
-    root = _inverse_root(x, y, total, row, row_in, inputs, x_stride, y_stride, eps, MODE, ROWS, BLOCK)[:, None]
+    root = _inverse_root(x, row, row_in, inputs, x_stride, eps, MODE, ROWS, BLOCK)[:, None]
     highest = tl.zeros((ROWS, BLOCK), tl.float32)
     bad = tl.zeros((ROWS, BLOCK), tl.int32)
     for start in range(0, inputs, BLOCK):
@@ -86,7 +85,6 @@ def round_groups(
     codes,
     step,
     sums,
-    total,
     picked,
     rows,
     inputs,
@@ -112,7 +110,7 @@ def round_groups(
     Each program of a row adds up its norm again, which costs less than a kernel of its own.
     """
     first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    roots = _inverse_root(x, y, total, first, first < rows, inputs, x_stride, y_stride, eps, MODE, ROWS, BLOCK)
+    roots = _inverse_root(x, first, first < rows, inputs, x_stride, eps, MODE, ROWS, BLOCK)
     root = tl.reshape(tl.broadcast_to(roots[:, None], (ROWS, GROUPS)), (ROWS * GROUPS,))[:, None]
     pair = tl.arange(0, ROWS * GROUPS)
     row = (tl.program_id(0) * ROWS + pair // GROUPS).to(tl.int64)
@@ -140,33 +138,15 @@ def round_groups(
 
 
 @triton.jit
-def _inverse_root(
-    x,
-    y,
-    total,
-    row,
-    row_in,
-    inputs,
-    x_stride,
-    y_stride,
-    eps,
-    MODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """1 / sqrt(mean(x²) + eps) by row; "add_norm" adds y first, and writes the sum. 1 where there is no norm."""
+def _inverse_root(x, row, row_in, inputs, x_stride, eps, MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps) by row; 1 where there is no norm."""
     ones = tl.full((ROWS,), 1.0, tl.float32)
     root = ones
-    if MODE == "norm" or MODE == "add_norm":
+    if MODE == "norm":
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for start in range(0, inputs, BLOCK):
             at = tl.arange(0, BLOCK)[None, :] + start
-            there = row_in[:, None] & (at < inputs)
-            v = tl.load(x + row[:, None] * x_stride + at, mask=there, other=0.0)
-            if MODE == "add_norm":
-                v += tl.load(y + row[:, None] * y_stride + at, mask=there, other=0.0)
-                # Programs of one row write the same numbers.
-                tl.store(total + row[:, None] * inputs + at, v, mask=there)
+            v = tl.load(x + row[:, None] * x_stride + at, mask=row_in[:, None] & (at < inputs), other=0.0)
             squares += v * v
         mean = tl.div_rn(tl.sum(squares, axis=1), ones * inputs)
         root = tl.div_rn(ones, tl.sqrt_rn(mean + eps))
@@ -179,9 +159,7 @@ def _value(x, y, weight, perm, x_at, y_at, at, there, root, shift, MODE: tl.cons
     if perm is not None:
         at = tl.load(perm + at, mask=there, other=0)
     v = tl.load(x + x_at + at, mask=there, other=0.0)
-    if MODE == "norm" or MODE == "add_norm":
-        if MODE == "add_norm":
-            v += tl.load(y + y_at + at, mask=there, other=0.0)
+    if MODE == "norm":
         v = (v * root) * (tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + shift)
     elif MODE == "silu":
         v = silu(v) * tl.load(y + y_at + at, mask=there, other=0.0)

@@ -37,7 +37,8 @@ def rotate_and_store(
     q, k, v   (T, heads · dim), (T, kv_heads · dim) twice, float32, rows of any stride (parts of one product).
     cos, sin  (P, r / 2) float32 of all positions below P (RotaryTable.upto); dimensions from r on stay.
     position  (T,) int on the device, rows of cos and sin; below 0: taken as 0.
-    slots     (T,) int on the device, physical, as cache.store_rows.
+    slots     (T,) int on the device, physical; slots given twice hold either row, or a
+              mixture of both where codes share bytes.
     factor    (kv_heads, dim) float32, that keys are divided by; None: 1.
     q_norm, k_norm, eps  per-head RMSNorm (dim,) before the rotation, both or none.
     """

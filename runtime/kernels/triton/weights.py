@@ -202,9 +202,9 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
         pairs=pairs,
         scale=scale,
         offset=offset,
-        perm=None if weight.perm is None else _order(weight.perm, k).to(device),
+        perm=None if (order := weight.order()) is None else order.to(device),
         bias=None if weight.bias is None else _vector("bias", weight.bias, (n,)).to(device),
-        input_scale=None if weight.input_scale is None else _positive(weight.input_scale).to(device),
+        input_scale=None if (step := weight.static_step()) is None else step.to(device),
     )
 
 
@@ -262,24 +262,6 @@ def _vector(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(values.shape) != shape or not values.is_floating_point():
         raise ValueError(f"{name} must be float {list(shape)}, found {values.dtype} {list(values.shape)}")
     return values.float().contiguous()
-
-
-def _order(perm: Tensor, k: int) -> Tensor:
-    """(K,) int32."""
-    whole = perm.dtype in (torch.int32, torch.int64) and perm.shape == (k,)
-    if not whole or not torch.equal(perm.sort().values.long(), torch.arange(k, device=perm.device)):
-        raise ValueError(f"perm must be a permutation of the {k} inputs, found {perm.dtype} {list(perm.shape)}")
-    return perm.to(torch.int32).contiguous()
-
-
-def _positive(value: Tensor) -> Tensor:
-    """(1,) float32."""
-    if value.numel() != 1 or not value.is_floating_point():
-        raise ValueError(f"input_scale must be one float, found {value.dtype} {list(value.shape)}")
-    out = value.detach().float().reshape(1).contiguous()
-    if not (torch.isfinite(out).all() and float(out[0]) > 0):
-        raise ValueError(f"input_scale must be positive, found {float(out[0])}")
-    return out
 
 
 __all__ = ["CHUNKS", "MAX_INPUTS", "GpuWeight", "concatenate", "gpu_weight", "share_inputs", "upper_weight"]

@@ -6,7 +6,7 @@ out with other bits, and with the same bits at every other width. So a forward h
 and a plain step, too, takes the path that verifies drafts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoints.safetensors import inside, read_json
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows, SharesNothing
 from runtime.errors import UserError
 from runtime.model.hf_adapter import chains
 from runtime.model.onnx import graph
@@ -37,7 +37,7 @@ class _Held:
     states: list[np.ndarray]
 
 
-class OnnxCache:
+class OnnxCache(SharesNothing):
     """Keys and values per request, as the session gave them."""
 
     def __init__(self, taken: Signature):
@@ -58,17 +58,6 @@ class OnnxCache:
         """A handle for a request that holds the same; nothing is copied, because nothing is ever written to."""
         held = self._held[request]
         return self._add(_Held(held.length, list(held.states)))
-
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
-        """0: requests share nothing."""
-        return 0
-
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
-        """Does nothing, as `match_prefix`."""
-
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """0: there are no pages."""
-        return 0
 
     def length(self, request: int) -> int:
         """Tokens stored."""

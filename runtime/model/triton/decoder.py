@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.cache.slots import Reserved, checked_cache, reserve
+from runtime.cache.slots import Reserved, checked_cache, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
 from runtime.kernels.dispatch import Kernel
@@ -106,14 +106,9 @@ class TritonDecoder(BaseDecoder, Clock):
         """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
         ValueError for samplings that are not `plain`, or not one for each request."""
         held = self._checked(tokens, rows, cache, None)
-        if not 1 <= limit <= self.vocab_size:
-            raise ValueError(f"the limit must lie in 1..{self.vocab_size}, found {limit}")
-        if min(steps, default=1) < 1:
-            raise ValueError(f"every request needs 1 step or more, found {list(steps)}")
         if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
             raise ValueError(f"{len(steps)} requests need as many samplings, all of which must be plain")
-        # A request's last token is not fed, so it takes no slot.
-        reserved = reserve(rows, held, [count - 1 for count in steps])
+        reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
         with self._here():

@@ -132,7 +132,7 @@ def _normed(x: Tensor, weight: Tensor, reader: Joined, a: Architecture) -> Round
     how = reader.how if isinstance(reader, TritonJoined) else None
     if how is None:
         return rms_norm(x, weight, a.norm_eps, a.norm_offset)
-    return norm_quantize(x, weight, a.norm_eps, how, a.norm_offset)[0]
+    return norm_quantize(x, weight, a.norm_eps, how, a.norm_offset)
 
 
 def _joined(layers: Joined, inputs: Rounded | Tensor) -> tuple[Tensor, ...]:

@@ -148,7 +148,6 @@ def main(capability: int, everything: bool) -> None:
                 quantize_inputs.norm_quantize(x, x[0], 1e-5, layer.how)
                 if everything:
                     quantize_inputs.gelu_mul_quantize(x, x, layer.how)
-                    quantize_inputs.norm_quantize(x, x[0], 1e-5, layer.how, 1.0, x)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from runtime.cache.quantizer import Quantizer
 from runtime.contract import CacheKind
 from runtime.kernels import reference
-from runtime.kernels.triton.kv_store import move, store_rows
+from runtime.kernels.triton.kv_store import move
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store, allocate
 
@@ -55,7 +55,10 @@ def test_rows_are_stored_as_the_quantizer_does(device: torch.device, kind: Cache
         at = torch.tensor(slots)
         quantizer.write(theirs, 1, at, keys, values)
         mine = None if factor is None else factor[1].to(device)
-        store_rows(keys.to(device), values.to(device), ours, 1, kind, at.to(device, torch.int32), mine)
+        # Rotated by nothing: the numbers as they are.
+        k, v, none = keys.to(device).flatten(1), values.to(device).flatten(1), torch.zeros(1, 1, device=device)
+        where, first = at.to(device, torch.int32), torch.zeros(len(slots), dtype=torch.int32, device=device)
+        rotate_and_store(k[:, :dim], k, v, none + 1, none, first, where, ours, 1, kind, dim, mine)
         assert same(ours, theirs)
     assert theirs.keys[1].any() and not ours.keys[0].any()
 
