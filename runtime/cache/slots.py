@@ -19,7 +19,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def checked_cache(
     tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None, architecture: Architecture
 ) -> KeyValueCache:
-    """The cache, of the type that it must have. Where the rows stand in it is checked by layout.reserve.
+    """The cache, of the type that it must have. Where the rows stand in it is checked by slots.reserve.
 
     Raises TypeError for another kind of cache; ValueError for another model's, for tokens that are no integers (T,) in
     the vocabulary or not as many as the rows, and for `logits_at` that are no integers (n,) in 0..T − 1.

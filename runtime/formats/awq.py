@@ -18,21 +18,11 @@ from runtime.errors import UserError
 from runtime.formats import int4
 from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import (
-    Tensors,
-    as_stored,
-    check_codes,
-    check_finite,
-    expect_dtype,
-    expect_shape,
-    read_bias,
-    take,
-)
+from runtime.formats.tensors import SCALES, Tensors, as_stored, check_codes, fetch, read_bias, with_bias
 
 # Column of a word's eight that each nibble holds, the lowest first.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _PER_WORD = 8
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _WHERE = "config.json: quantization_config"
 
 
@@ -57,20 +47,15 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
 def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeight:
     """Reads a layer; `config` has passed `check`. Raises UserError naming the tensor that is missing or damaged."""
     name = f"{prefix}.qweight"
-    words = expect_dtype(name, take(tensors, name), torch.int32)
-    if words.ndim != 2 or 0 in words.shape:
-        raise UserError(f"tensor {name} must have two dimensions and values, found shape {list(words.shape)}")
+    words = fetch(tensors, name, torch.int32, matrix=True)
     k, n = words.shape[0], words.shape[1] * _PER_WORD
     wanted = config.get("group_size", 128)
     size = k if wanted == -1 else wanted
     if k % size:
         raise UserError(f"tensor {name} has {k} inputs, which groups of {size} (config.json) do not divide")
     groups = k // size
-    name = f"{prefix}.qzeros"
-    zeros = expect_shape(name, expect_dtype(name, take(tensors, name), torch.int32), (groups, words.shape[1]))
-    name = f"{prefix}.scales"
-    scale = expect_shape(name, expect_dtype(name, take(tensors, name), *_SCALES), (groups, n))
-    steps = check_finite(name, scale).float().t().contiguous()
+    zeros = fetch(tensors, f"{prefix}.qzeros", torch.int32, shape=(groups, words.shape[1]))
+    steps = fetch(tensors, f"{prefix}.scales", *SCALES, shape=(groups, n)).float().t().contiguous()
     zero = _unpack(zeros).t().float()
     symmetric = not bool(zero.any())
     return PackedWeight(
@@ -128,9 +113,7 @@ def to_tensors(
         f"{prefix}.qzeros": _pack(zeros.to(torch.int8).t()),
         f"{prefix}.scales": scale.t().contiguous(),
     }
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def hf_config(group_size: int, skip: Sequence[str] = ()) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from runtime.formats.schemes import KINDS
 from runtime.formats.tensors import (
     Tensors,
     check_codes,
-    check_finite,
     expect_dtype,
     expect_shape,
+    fetch,
     group_width,
     restore_order,
     spread,
@@ -112,16 +112,16 @@ def read_words(tensors: Tensors, prefix: str, bits: int) -> Words:
     """
     n, k = _shape(tensors, prefix)
     name = f"{prefix}.weight_packed"
-    words = expect_shape(name, expect_dtype(name, take(tensors, name), torch.int32), (n, _words(k, bits)))
+    words = fetch(tensors, name, torch.int32, shape=(n, _words(k, bits)))
     name = f"{prefix}.weight_scale"
-    scale = check_finite(name, take(tensors, name)).float()
+    scale = fetch(tensors, name).float()
     if scale.ndim != 2 or scale.shape[0] != n or scale.shape[1] < 1 or k % scale.shape[1]:
         raise UserError(
             f"tensor {name} has shape {list(scale.shape)}, expected [{n}, groups] with groups that divide {k} inputs"
         )
     groups, offset, name = scale.shape[1], None, f"{prefix}.weight_zero_point"
     if name in tensors:
-        packed = expect_shape(name, expect_dtype(name, tensors[name], torch.int32), (_words(n, bits), groups))
+        packed = fetch(tensors, name, torch.int32, shape=(_words(n, bits), groups))
         offset = scale * unpack_words(packed.t(), n, bits).t()
     name = f"{prefix}.weight_g_idx"
     order = read_order(name, tensors[name], k, groups) if name in tensors else None

@@ -16,16 +16,16 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
+    SCALES,
     Tensors,
     as_stored,
-    check_finite,
-    expect_dtype,
     expect_shape,
+    fetch,
     read_bias,
     round_scale,
     spread,
     stored_scale_dtype,
-    take,
+    with_bias,
 )
 
 DTYPE = torch.float8_e4m3fn
@@ -78,9 +78,7 @@ def to_tensors(
             f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype)
         ),
     }
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def holds(tensors: Tensors, prefix: str) -> bool:
@@ -94,13 +92,9 @@ def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
 
     Raises UserError naming the tensor for a missing, misshapen or non-finite one, and for zero points.
     """
-    name = f"{prefix}.weight"
-    codes = expect_dtype(name, take(tensors, name), DTYPE)
-    if codes.ndim != 2:
-        raise UserError(f"tensor {name} must have 2 dimensions, found shape {list(codes.shape)}")
-    check_finite(name, codes)
+    codes = fetch(tensors, f"{prefix}.weight", DTYPE, matrix=True)
     name = f"{prefix}.weight_scale"
-    stored = check_finite(name, expect_dtype(name, take(tensors, name), torch.bfloat16, torch.float16, torch.float32))
+    stored = fetch(tensors, name, *SCALES)
     n = codes.shape[0]
     if stored.numel() != 1:
         expect_shape(name, stored.reshape(-1, 1) if stored.ndim == 1 else stored, (n, 1))

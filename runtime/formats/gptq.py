@@ -26,14 +26,14 @@ from runtime.errors import UserError
 from runtime.formats.codes import group_index, pack_words, unpack_words, whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import (
+    SCALES,
     Tensors,
-    as_stored,
     check_codes,
-    check_finite,
     expect_dtype,
     expect_shape,
+    fetch,
     read_bias,
-    take,
+    with_bias,
 )
 
 BITS = (2, 3, 4, 8)
@@ -42,7 +42,6 @@ _LAYOUTS = ("gptq", "gptq_v2")
 _WHERE = "config.json: quantization_config"
 # Where the last group is short, all are cut into equal parts, and parts below this are a damaged file.
 _SMALLEST = 4
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -171,14 +170,8 @@ def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> Pa
 
 def _shaped(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
     """qweight, qzeros and scales, each with two dimensions and of its type."""
-    found = []
-    for part, dtypes in (("qweight", (torch.int32,)), ("qzeros", (torch.int32,)), ("scales", _SCALES)):
-        name = f"{prefix}.{part}"
-        tensor = expect_dtype(name, take(tensors, name), *dtypes)
-        if tensor.ndim != 2 or 0 in tensor.shape:
-            raise UserError(f"tensor {name} must have two dimensions and values, found shape {list(tensor.shape)}")
-        found.append(check_finite(name, tensor))
-    words, zeros, scale = found
+    words, zeros = (fetch(tensors, f"{prefix}.{part}", torch.int32, matrix=True) for part in ("qweight", "qzeros"))
+    scale = fetch(tensors, f"{prefix}.scales", *SCALES, matrix=True)
     expect_shape(f"{prefix}.scales", scale, (scale.shape[0], words.shape[1]))
     return words, zeros, scale
 
@@ -270,9 +263,7 @@ def to_tensors(
         f"{prefix}.scales": scale.t().contiguous(),
         f"{prefix}.g_idx": group_index(perm, size),
     }
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def _stored_scale(prefix: str, scale: Tensor) -> Tensor:

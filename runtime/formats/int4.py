@@ -18,6 +18,7 @@ from runtime.formats.tensors import (
     read_bias,
     round_scale,
     stored_scale_dtype,
+    with_bias,
 )
 
 BITS = tuple(SCHEMES[name].bits for name in GRIDS)
@@ -86,9 +87,7 @@ def to_tensors(
         raise ValueError(f"{prefix}: pack-quantized is written for int4, int3 and int2, found {packed.scheme}")
     scale = as_stored(f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype))
     tensors = write_words(prefix, packed, scale)
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def from_tensors(

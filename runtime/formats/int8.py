@@ -26,12 +26,13 @@ from runtime.formats.tensors import (
     Tensors,
     as_stored,
     check_finite,
-    expect_dtype,
     expect_shape,
+    fetch,
     read_bias,
     round_scale,
     stored_scale_dtype,
     take,
+    with_bias,
 )
 
 # Half of the 255 steps that 8 bits span.
@@ -108,9 +109,7 @@ def to_tensors(
         tensors = {f"{prefix}.weight": packed.codes.contiguous(), f"{prefix}.weight_scale": scale}
     if packed.input_scale is not None:
         tensors[f"{prefix}.input_scale"] = packed.input_scale.reshape(1).to(torch.float32)
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-token") -> PackedWeight:
@@ -140,12 +139,10 @@ def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-t
 
 def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (N, K), scale (N, G) and offset (N, G) or None, float32, of `int-quantized`."""
-    codes = expect_dtype(f"{prefix}.weight", take(tensors, f"{prefix}.weight"), torch.int8)
-    if codes.ndim != 2:
-        raise UserError(f"tensor {prefix}.weight must have 2 dimensions, found shape {list(codes.shape)}")
+    codes = fetch(tensors, f"{prefix}.weight", torch.int8, matrix=True)
     n, k = codes.shape
     name = f"{prefix}.weight_scale"
-    stored = check_finite(name, take(tensors, name))
+    stored = fetch(tensors, name)
     if stored.numel() in (1, n):
         scale = stored.float().reshape(-1, 1).expand(n, 1).contiguous()
     else:
@@ -155,7 +152,7 @@ def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor | 
     name = f"{prefix}.weight_zero_point"
     if name not in tensors:
         return codes, scale, None
-    zeros = expect_shape(name, expect_dtype(name, tensors[name], torch.int8), stored.shape)
+    zeros = fetch(tensors, name, torch.int8, shape=stored.shape)
     # Older files have zeros beside symmetric weights too.
     return codes, scale, scale * zeros.float().view(-1, scale.shape[1]) if bool(zeros.any()) else None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats import int8, nf4
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import Tensors, as_stored, check_finite, expect_dtype, expect_shape, read_bias, take
+from runtime.formats.tensors import Tensors, fetch, read_bias, with_bias
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -47,17 +47,12 @@ def holds(tensors: Tensors, prefix: str) -> bool:
 
 def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
     """Reads a layer. Raises UserError naming the tensor that is missing, misshapen, not finite or in another layout."""
-    name = f"{prefix}.weight"
-    codes = expect_dtype(name, take(tensors, name), torch.int8)
-    if codes.ndim != 2 or 0 in codes.shape:
-        raise UserError(f"tensor {name} must have two dimensions and values, found shape {list(codes.shape)}")
+    codes = fetch(tensors, f"{prefix}.weight", torch.int8, matrix=True)
     n = codes.shape[0]
     name = f"{prefix}.weight_format"
     if name in tensors and bool(tensors[name].any()):
         raise UserError(f"tensor {name}: codes row by row (0) are read, found another layout; save the model again")
-    name = f"{prefix}.SCB"
-    absmax = check_finite(name, expect_shape(name, expect_dtype(name, take(tensors, name), torch.float32), (n,)))
-    scale = (absmax / 127.0).unsqueeze(1)
+    scale = (fetch(tensors, f"{prefix}.SCB", torch.float32, shape=(n,)) / 127.0).unsqueeze(1)
     return PackedWeight(int8.scheme(), codes, scale, bias=read_bias(tensors, prefix, n))
 
 
@@ -79,9 +74,7 @@ def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfl
         f"{prefix}.SCB": absmax,
         f"{prefix}.weight_format": torch.tensor(0, dtype=torch.uint8),
     }
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def hf_config(skip: Sequence[str] = ()) -> dict[str, Any]:

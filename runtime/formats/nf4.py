@@ -28,14 +28,14 @@ from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
     Tensors,
-    as_stored,
     check_codes,
     check_finite,
     expect_dtype,
-    expect_shape,
+    fetch,
     read_bias,
     spread,
     take,
+    with_bias,
 )
 
 NESTED_BLOCK = 256
@@ -212,9 +212,7 @@ def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfl
         tensors[f"{prefix}.weight.nested_quant_map"] = nested.table.clone()
         state |= {"nested_blocksize": nested.block, "nested_dtype": "float32", "nested_offset": nested.offset}
     tensors[f"{prefix}.{_STATE}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def holds(tensors: Tensors, prefix: str) -> bool:
@@ -232,14 +230,13 @@ def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> Nf4Weigh
     """
     state = _read_state(tensors, f"{prefix}.{_STATE}")
     (n, k), block = state["shape"], state["blocksize"]
-    name = f"{prefix}.weight"
-    data = expect_shape(name, expect_dtype(name, take(tensors, name), torch.uint8), (n * k // 2, 1)).flatten()
+    data = fetch(tensors, f"{prefix}.weight", torch.uint8, shape=(n * k // 2, 1)).flatten()
     codes = unpack_nibbles(data, high_first=True).view(n, k) if unpack else data.view(n, k // 2)
     name = f"{prefix}.weight.quant_map"
-    if not torch.allclose(expect_shape(name, take(tensors, name), (16,)).float(), LEVELS, atol=1e-6):
+    if not torch.allclose(fetch(tensors, name, shape=(16,)).float(), LEVELS, atol=1e-6):
         raise UserError(f"tensor {name} is not the nf4 table; only nf4 is read")
     name = f"{prefix}.weight.absmax"
-    absmax, nested = expect_shape(name, take(tensors, name), (n * k // block,)), None
+    absmax, nested = fetch(tensors, name, shape=(n * k // block,)), None
     if "nested_offset" in state:
         expect_dtype(name, absmax, torch.uint8)
         nested = _read_nested(tensors, prefix, absmax, state)
@@ -259,8 +256,7 @@ def _read_nested(tensors: Tensors, prefix: str, codes: Tensor, state: dict[str, 
     names = [f"{prefix}.weight.nested_absmax", f"{prefix}.weight.nested_quant_map"]
     shapes = [(-(-codes.numel() // block),), (256,)]
     absmax, table = (
-        check_finite(name, expect_dtype(name, expect_shape(name, take(tensors, name), shape), torch.float32))
-        for name, shape in zip(names, shapes, strict=True)
+        fetch(tensors, name, torch.float32, shape=shape) for name, shape in zip(names, shapes, strict=True)
     )
     return NestedAbsmax(codes, absmax, table, state["nested_offset"], block)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 
+# What scales are stored in.
+SCALES = (torch.bfloat16, torch.float16, torch.float32)
 # Tensors by full name; a checkpoint's shards are one that reads lazily.
 Tensors = Mapping[str, Tensor]
 
@@ -56,6 +58,24 @@ def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
     return tensor
 
 
+def fetch(
+    tensors: Tensors, name: str, *dtypes: torch.dtype, shape: Sequence[int] | None = None, matrix: bool = False
+) -> Tensor:
+    """The tensor called `name`, all of whose numbers are finite. Raises UserError where it is not as expected.
+
+    dtypes  of which it has one; none: any.   shape  that it has; None: any.
+    matrix  it has two dimensions, and values.
+    """
+    tensor = take(tensors, name)
+    if dtypes:
+        expect_dtype(name, tensor, *dtypes)
+    if shape is not None:
+        expect_shape(name, tensor, shape)
+    if matrix and (tensor.ndim != 2 or 0 in tensor.shape):
+        raise UserError(f"tensor {name} must have two dimensions and values, found shape {list(tensor.shape)}")
+    return check_finite(name, tensor)
+
+
 def check_codes(name: str, codes: Tensor, low: int, high: int) -> Tensor:
     """`codes` itself, if all lie in low..high. Raises ValueError otherwise: a quantiser went wrong."""
     if codes.numel():
@@ -95,6 +115,12 @@ def as_stored(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.equal(cast.to(values.dtype), values):
         raise ValueError(f"{name}: {dtype} cannot hold these values exactly; round them before the codes are chosen")
     return cast
+
+
+def with_bias(tensors: dict[str, Tensor], packed: PackedWeight, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The layer's tensors and, where it has one, its bias in the model's dtype. Raises ValueError as `as_stored`."""
+    name = f"{prefix}.bias"
+    return tensors if packed.bias is None else tensors | {name: as_stored(name, packed.bias, dtype)}
 
 
 def tensor_bytes(tensors: Tensors) -> int:

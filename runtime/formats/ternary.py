@@ -21,16 +21,15 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.formats.tensors import (
+    SCALES,
     Tensors,
-    as_stored,
     check_codes,
-    check_finite,
-    expect_dtype,
     expect_shape,
+    fetch,
     read_bias,
     spread,
     stored_scale_dtype,
-    take,
+    with_bias,
 )
 
 Direction = Literal["divide", "multiply"]
@@ -112,9 +111,7 @@ def to_tensors(
         f"{prefix}.weight": quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6,
         f"{prefix}.weight_scale": _invert(prefix, scale[:1], scale_dtype or stored_scale_dtype(dtype)),
     }
-    if packed.bias is not None:
-        tensors[f"{prefix}.bias"] = as_stored(f"{prefix}.bias", packed.bias, dtype)
-    return tensors
+    return with_bias(tensors, packed, prefix, dtype)
 
 
 def _invert(prefix: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,10 +148,7 @@ def from_tensors(tensors: Tensors, prefix: str, direction: Direction = "divide")
     naming the tensor for a missing, misshapen, non-finite or otherwise damaged one.
     """
     name = f"{prefix}.weight"
-    data = expect_dtype(name, take(tensors, name), torch.uint8)
-    if data.ndim != 2:
-        raise UserError(f"tensor {name} must have 2 dimensions (outputs / 4, inputs), found shape {list(data.shape)}")
-    codes = _unpack(name, data)
+    codes = _unpack(name, fetch(tensors, name, torch.uint8, matrix=True))
     scale = _read_scale(tensors, f"{prefix}.weight_scale", direction)
     bias = read_bias(tensors, prefix, codes.shape[0])
     if bias is not None and direction == "multiply":
@@ -176,8 +170,7 @@ def _unpack(name: str, data: Tensor) -> Tensor:
 
 def _read_scale(tensors: Tensors, name: str, direction: Direction) -> Tensor:
     """The tensor's scale [1] in float32, as codes are multiplied by it."""
-    stored = expect_dtype(name, take(tensors, name), torch.bfloat16, torch.float16, torch.float32)
-    value = check_finite(name, expect_shape(name, stored.reshape(-1), (1,))).float()
+    value = expect_shape(name, fetch(tensors, name, *SCALES).reshape(-1), (1,)).float()
     scale = 1.0 / value if direction == "divide" else value
     if not (bool(value > 0) and bool(torch.isfinite(scale))):
         raise UserError(

@@ -169,7 +169,7 @@ class Adapter:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises UserError for trees: transformers' caches hold chains."""
+        """See contract.Decoder. Raises UserError for trees: transformers' caches hold chains."""
         if not isinstance(cache, AdapterCache):
             raise TypeError(f"the adapter needs the cache of its new_cache(), not {type(cache).__name__}")
         wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()

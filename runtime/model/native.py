@@ -138,7 +138,7 @@ class NativeDecoder(BaseDecoder):
         return super().new_cache(kind, pages)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.reserve."""
+        """See contract.Decoder. Raises TypeError and ValueError as slots.checked_cache and slots.reserve."""
         held, count = checked_cache(tokens, rows, cache, logits_at, self.architecture), len(rows)
         if count == 0:
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
@@ -162,7 +162,7 @@ class NativeDecoder(BaseDecoder):
         return Out(logits, hidden)
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
-        """See rows.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits.
+        """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits.
 
         Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
         1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.

@@ -91,7 +91,7 @@ class LlamaDecoder(BaseDecoder):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises TypeError and ValueError as inputs.checked_cache and layout.plan."""
+        """See contract.Decoder. Raises TypeError and ValueError as slots.checked_cache and slots.plan."""
         held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
             empty = self.parts.norm.new_empty

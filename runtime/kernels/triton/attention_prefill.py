@@ -30,7 +30,7 @@ def tile_for(dim: int) -> int:
 def attend_many(
     q: Tensor, store: Store, layer: int, kind: CacheKind, heads: Heads, places: Places, out: Tensor | None = None
 ) -> Tensor:
-    """attention.attend for T rows that are chains: the same bits, quicker where each request has many rows.
+    """attention_decode.attend for T rows that are chains: the same bits, quicker where each request has many rows.
 
     q (T, heads, dim) float32 contiguous → the same, into `out` where it is given. `places.tail` is not looked at.
     """

@@ -33,7 +33,7 @@ _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 class TritonLinear:
     """y (T, N) = x (T, K) Wᵀ (+ b), float32.
 
-    plan    tile sizes; splits: parts into which float sums over K are cut (`tables` has both).
+    plan    tile sizes; splits: parts into which float sums over K are cut (tile_sizes has both).
     how     how inputs are rounded; None: they are not (float and fp8 weights).
     """
 
@@ -247,7 +247,7 @@ def split_outputs(outputs: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[
 
 
 def triton_linear(weight: GpuWeight, plan: tile_sizes.Plan | None = None, splits: int | None = None) -> TritonLinear:
-    """The layer of a weight; tiles and splits from `tables` where they are not given."""
+    """The layer of a weight; tiles and splits from tile_sizes where they are not given."""
     chosen = tile_sizes.plan(weight.kind, weight.codes.device, weight.shape[0]) if plan is None else plan
     cuts = tile_sizes.splits(weight.kind, weight.shape[1]) if splits is None else splits
     return TritonLinear(weight, chosen, cuts, rounding(weight))

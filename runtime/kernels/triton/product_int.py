@@ -1,7 +1,7 @@
 """Products of rounded inputs with packed codes: exact in int32, then scaled in float32 in the reference's order.
 
 A program takes BLOCK_N outputs and BLOCK_T rows. Float operations are single IEEE ones (launched without contraction,
-`quantize.OPTIONS`), so the bits of a row depend on its inputs and the weight alone, whatever the tiles.
+`quantize_inputs.OPTIONS`), so the bits of a row depend on its inputs and the weight alone, whatever the tiles.
 """
 
 import triton
@@ -44,7 +44,7 @@ def add_rows(
     splits,
     BLOCK: tl.constexpr,
 ):
-    """out = the int32 partial sums (splits, rows, outputs), added exactly and scaled as `integer.scaled` does."""
+    """out = the int32 partial sums (splits, rows, outputs), added exactly and scaled as `scaled` does."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n_in = n < outputs
     t = tl.program_id(1)
@@ -179,7 +179,7 @@ def groups_product(
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
     PARTIAL: the program computes one split, and `out` is (splits, rows, outputs) float32. Else it computes all SPLITS
-    and adds them as `reduce.add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
+    and adds them as `add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
     are groups of their own (UNITS 0), or a group of UNITS units.
 
     picked  as rows_product has it.

@@ -76,7 +76,7 @@ def scheme_of(weight: Weight) -> str:
 
 
 def takes(name: str, weight: Weight) -> bool:
-    """Whether an implementation takes a weight's sizes and what comes with it (torch-int-mm: `int_mm.takes`)."""
+    """Whether an implementation takes a weight's sizes and what comes with it (torch-int-mm: `torch_int_mm.takes`)."""
     if isinstance(weight, Tensor):
         return name == "torch" and weight.dtype in _FLOATS
     if weight.planes:

@@ -125,7 +125,7 @@ class OnnxDecoder:
         return OnnxCache(self.signature)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder. Raises UserError for trees: the graph takes chains."""
+        """See contract.Decoder. Raises UserError for trees: the graph takes chains."""
         if not isinstance(cache, OnnxCache):
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()

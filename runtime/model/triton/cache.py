@@ -92,7 +92,7 @@ def _shown(size: int) -> str:
 class Pool:
     """The memory of all pages, and the page behind them that takes what nobody reads. Graphs are captured on one pool.
 
-    store    as kv.Store has it, without a table; its blocks are the pages and the scratch page.
+    store    as kv_store.Store has it, without a table; its blocks are the pages and the scratch page.
     scratch  the scratch page's number.
     """
 

@@ -37,12 +37,12 @@ _LEAST_TABLE = 32
 
 
 class Clock:
-    """What device_rounds.DeviceRounds says of time, for something on a device; without CUDA the host's time."""
+    """What on_device.DeviceRounds says of time, for something on a device; without CUDA the host's time."""
 
     device: torch.device
 
     def mark(self) -> object:
-        """See device_rounds.DeviceRounds."""
+        """See on_device.DeviceRounds."""
         if self.device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ class Clock:
         return event
 
     def between(self, first: object, second: object) -> float:
-        """See device_rounds.DeviceRounds."""
+        """See on_device.DeviceRounds."""
         if isinstance(first, float) and isinstance(second, float):
             return second - first
         return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
@@ -74,8 +74,7 @@ class TritonDecoder(BaseDecoder, Clock):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See rows.Decoder; what it returns lies on the device. Raises TypeError and ValueError as inputs.checked_cache
-        and layout.reserve."""
+        """See contract.Decoder; what it returns lies on the device. Raises as slots.checked_cache and slots.reserve."""
         with self._here():
             return self._forward(tokens, rows, cache, logits_at, None, ())
 
@@ -89,7 +88,7 @@ class TritonDecoder(BaseDecoder, Clock):
         drafted: Tensor,
         places: Sequence[int],
     ) -> Out:
-        """See device_rounds.DeviceRounds. Raises as `forward`."""
+        """See on_device.DeviceRounds. Raises as `forward`."""
         with self._here():
             return self._forward(tokens, rows, cache, logits_at, drafted, places)
 
@@ -103,7 +102,7 @@ class TritonDecoder(BaseDecoder, Clock):
         limit: int,
         samplings: Sequence[Sampling] | None = None,
     ) -> Tensor:
-        """See device_rounds.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
+        """See on_device.DeviceRounds. Raises as `continue_greedy`, but for tokens that are no numbers;
         ValueError for samplings that are not `plain`, or not one for each request."""
         held = self._checked(tokens, rows, cache, None)
         if samplings is not None and (len(samplings) != len(steps) or not all(way.plain for way in samplings)):
@@ -173,7 +172,7 @@ class TritonDecoder(BaseDecoder, Clock):
         return out.t()
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
-        """See rows.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to.
+        """See contract.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to.
 
         Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
         1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
@@ -189,7 +188,7 @@ class TritonDecoder(BaseDecoder, Clock):
     def next_tokens(
         self, logits: Tensor, asked: Sequence[RowSampling], drafted: Tensor | None = None
     ) -> tuple[list[int], list[list[int]]]:
-        """See device_rounds.DeviceRounds. Raises ValueError as sampling.next_tokens."""
+        """See on_device.DeviceRounds. Raises ValueError as sampling.next_tokens."""
         with self._here():
             found = next_tokens(logits, asked)
         if drafted is None:
@@ -202,7 +201,7 @@ class TritonDecoder(BaseDecoder, Clock):
     def candidates(
         self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
     ) -> list[Candidates | None]:
-        """See device_rounds.RanksRows."""
+        """See on_device.RanksRows."""
         with self._here():
             return candidates(logits, asked, count, limit)
 

@@ -144,7 +144,7 @@ def steps_of(shape: Round, words: Tensor) -> Steps:
 
 
 def drafted(shape: Round, inputs: Steps, forward: Forward, head: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tokens (steps, rows) int64 of a round: device_rounds.DeviceRounds.draft's, and anything in rows beyond.
+    """The tokens (steps, rows) int64 of a round: on_device.DeviceRounds.draft's, and anything in rows beyond.
 
     Launches only, unless `forward` waits. head: the logits (rows, V) float32 of hidden states.
     """

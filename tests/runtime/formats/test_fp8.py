@@ -115,7 +115,7 @@ def damaged(**changes: Tensor | None) -> dict[str, Tensor]:
         ({"weight_scale": torch.full((4, 1), torch.nan)}, "a.weight_scale must be finite"),
         ({"weight_scale": torch.ones(4, 1, dtype=torch.int32)}, "a.weight_scale must be"),
         ({"weight": torch.full((4, 8), torch.nan).to(fp8.DTYPE)}, "a.weight must be finite"),
-        ({"weight": torch.ones(8).to(fp8.DTYPE)}, "2 dimensions"),
+        ({"weight": torch.ones(8).to(fp8.DTYPE)}, "two dimensions"),
         ({"weight": torch.ones(4, 8, dtype=torch.int8)}, "one kind of int8 input"),
         ({"weight_zero_point": torch.ones(4, 1).to(fp8.DTYPE)}, "without zero points"),
     ],

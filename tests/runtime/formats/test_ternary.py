@@ -171,7 +171,7 @@ _NOT_A_CODE[1, 7] = 0b00110100
         ({"x.weight_scale": torch.ones(1, dtype=torch.int32)}, "x.weight_scale must be bfloat16 or float16 or float32"),
         ({"x.weight": None}, "x.weight is missing"),
         ({"x.weight": _NOT_A_CODE}, r"x.weight holds the two-bit code 3 \(first in the byte at \[1, 7\]\)"),
-        ({"x.weight": torch.zeros(24, dtype=torch.uint8)}, "x.weight must have 2 dimensions"),
+        ({"x.weight": torch.zeros(24, dtype=torch.uint8)}, "x.weight must have two dimensions"),
         ({"x.weight": torch.zeros(8, 12)}, "x.weight must be uint8, found float32"),
         ({"x.bias": torch.zeros(7)}, r"x.bias has shape \[7\], expected \[8\]"),
     ],

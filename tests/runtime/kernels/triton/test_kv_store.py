@@ -1,4 +1,4 @@
-"""Rows into the cache on the device: the memory that kv.Quantizer writes, bit for bit."""
+"""Rows into the cache on the device: the memory that quantizer.Quantizer writes, bit for bit."""
 
 import pytest
 import torch
