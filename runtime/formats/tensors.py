@@ -9,7 +9,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 
 # What scales are stored in.
-SCALES = (torch.bfloat16, torch.float16, torch.float32)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
 # Tensors by full name; a checkpoint's shards are one that reads lazily.
 Tensors = Mapping[str, Tensor]
 

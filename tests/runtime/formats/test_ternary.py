@@ -168,7 +168,7 @@ _NOT_A_CODE[1, 7] = 0b00110100
         ({"x.weight_scale": torch.tensor([-2.0])}, "x.weight_scale must be a positive scale, found -2"),
         ({"x.weight_scale": torch.tensor([1e-40])}, "x.weight_scale must be a positive scale"),
         ({"x.weight_scale": torch.ones(8)}, r"x.weight_scale has shape \[8\], expected \[1\]"),
-        ({"x.weight_scale": torch.ones(1, dtype=torch.int32)}, "x.weight_scale must be bfloat16 or float16 or float32"),
+        ({"x.weight_scale": torch.ones(1, dtype=torch.int32)}, "x.weight_scale must be float16 or bfloat16 or float32"),
         ({"x.weight": None}, "x.weight is missing"),
         ({"x.weight": _NOT_A_CODE}, r"x.weight holds the two-bit code 3 \(first in the byte at \[1, 7\]\)"),
         ({"x.weight": torch.zeros(24, dtype=torch.uint8)}, "x.weight must have two dimensions"),
