@@ -260,7 +260,7 @@ class TreeDrafter:
         assert_never(self._rule)
 
     def _draft(self, growth: Growing) -> Draft:
-        tree, nodes = growth.tree, growth.chosen()
+        tree, nodes = growth.tree, growth.draft_nodes()
         number = {node: i for i, node in enumerate(nodes)} | {ROOT: -1}
         drawn_from = [] if tree.candidates[ROOT].row is None else [tree.proposal(node) for node in nodes]
         return Draft(

@@ -139,7 +139,7 @@ class Growing(Protocol):
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
         """Takes the candidates of the nodes that were asked for; the nodes whose candidates are needed next, or []."""
 
-    def chosen(self) -> list[int]:
+    def draft_nodes(self) -> list[int]:
         """The nodes that the draft consists of, parents first and siblings in order."""
 
 
@@ -169,7 +169,7 @@ class ShapedTree:
                     wanted += [child] if self._has_children(child) else []
         return wanted
 
-    def chosen(self) -> list[int]:
+    def draft_nodes(self) -> list[int]:
         """All nodes."""
         return list(range(len(self.tree.tokens)))
 
@@ -201,7 +201,7 @@ class RankedTree:
         new = [node for node in self._best() if node >= first and self.tree.depths[node] < self._depth]
         return sorted(new[: self._width])
 
-    def chosen(self) -> list[int]:
+    def draft_nodes(self) -> list[int]:
         """The best nodes. A child is never before its parent: its joint probability is no higher, its number is."""
         return sorted(self._best())
 
@@ -242,7 +242,7 @@ class DrawnTree:
         joints = self.tree.joints
         return sorted(sorted(new, key=lambda node: (-joints[node], node))[: self._width])
 
-    def chosen(self) -> list[int]:
+    def draft_nodes(self) -> list[int]:
         """All nodes."""
         return list(range(len(self.tree.tokens)))
 

@@ -50,7 +50,7 @@ def grown(growing: Growing, candidates: Callable[[Tree, int], Candidates]) -> Dr
     wanted = [ROOT]
     while wanted:
         wanted = growing.expand({node: candidates(growing.tree, node) for node in wanted})
-    tree, nodes = growing.tree, growing.chosen()
+    tree, nodes = growing.tree, growing.draft_nodes()
     number = {node: i for i, node in enumerate(nodes)} | {ROOT: -1}
     probs = None
     if tree.candidates[ROOT].row is not None:
@@ -191,7 +191,7 @@ def test_rejection_is_exact_with_tokens_that_are_no_draws(monkeypatch: pytest.Mo
 class PrunedTree(DrawnTree):
     """The mistake: a larger tree, of which the least probable draws are thrown away."""
 
-    def chosen(self) -> list[int]:
+    def draft_nodes(self) -> list[int]:
         joints = self.tree.joints
         return sorted(sorted(range(len(joints)), key=lambda node: (-joints[node], node))[:3])
 

@@ -98,7 +98,7 @@ def grow(growing: Growing, seed: int, branch: int = 3) -> dict[int, Candidates]:
 def test_the_best_nodes_are_kept(seed: int, budget: int, width: int, depth: int) -> None:
     growing = RankedTree(Growth(9, width, 3), budget, depth)
     found = grow(growing, seed)
-    tree, nodes = growing.tree, growing.chosen()
+    tree, nodes = growing.tree, growing.draft_nodes()
     assert len(nodes) <= budget and nodes == sorted(nodes)
     assert all(tree.parents[node] == ROOT or tree.parents[node] in nodes for node in nodes)
     others = [tree.joints[node] for node in range(len(tree.tokens)) if node not in nodes]
@@ -130,14 +130,14 @@ def test_a_wide_enough_level_finds_the_best_of_all_trees() -> None:
         while wanted:
             wanted = growing.expand({node: rows[tuple(growing.tree.path(node))] for node in wanted})
         expected = sorted((path for path in joints if path), key=lambda path: -joints[path])[:8]
-        assert {tuple(growing.tree.path(node)) for node in growing.chosen()} == set(expected)
+        assert {tuple(growing.tree.path(node)) for node in growing.draft_nodes()} == set(expected)
 
 
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 12), depth=st.integers(1, 5))
 def test_draws_all_stay_in_the_tree_siblings_in_order(seed: int, budget: int, depth: int) -> None:
     growing = DrawnTree(Growth(4, 3, 3), budget, depth)
     grow(growing, seed)
-    tree, nodes = growing.tree, growing.chosen()
+    tree, nodes = growing.tree, growing.draft_nodes()
     assert nodes == list(range(len(tree.tokens))) and len(nodes) <= budget and max(tree.depths) <= min(depth, 4)
     for parent in tree.candidates:
         ranks = [tree.ranks[node] for node in nodes if tree.parents[node] == parent]
