@@ -32,7 +32,7 @@ from compress.recipe.training_stages import Ternary
 from compress.report import figure as plots
 from compress.training import float_model
 from compress.training.data import PackedBatches
-from compress.training.loop import Trained, train
+from compress.training.loop import TrainingResult, train
 from runtime.checkpoints.open import open_checkpoint
 
 
@@ -59,7 +59,7 @@ def windows_and_stream(source: str, out: Path, length: int, count: int, seed: in
     return held_out, stream
 
 
-def plot(curves: dict[str, Trained], path: Path) -> None:
+def plot(curves: dict[str, TrainingResult], path: Path) -> None:
     """Held-out perplexity over tokens, both models."""
     import matplotlib
 
@@ -110,7 +110,7 @@ def main() -> None:
         autocast=True,
     )
     config = AutoConfig.from_pretrained(default_pair()[0])
-    found: dict[str, Trained] = {}
+    found: dict[str, TrainingResult] = {}
     for name in ("full precision", "BitNet b1.58"):
         torch.manual_seed(given.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -25,8 +25,8 @@ from compress.progress import Progress
 from compress.recipe.training import Settings
 from compress.recipe.training_stages import Answers
 from compress.training.contract import Batches, StageContext
-from compress.training.data import PackedBatches
-from compress.training.parallel import World, alone, current
+from compress.training.data import PackedBatches, ShuffledNumbers
+from compress.training.parallel import World, current
 
 _SCHEMA = 1
 
@@ -142,29 +142,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class NumberedBatches:
-    """The same windows in every epoch, each epoch in an order of its own; before a window stands its number.
-
-    windows  (N, length + 1) int64.
-    """
+    """Windows (N, length + 1) int64 in the order of `ShuffledNumbers`; before a window stands its number."""
 
     def __init__(self, windows: Tensor, settings: Settings, world: World | None = None):
-        self._windows, self._settings, self._world = windows, settings, world or alone()
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._windows, self._numbers = windows, ShuffledNumbers(len(windows), settings, world)
 
     def take(self, step: int, micro: int) -> Tensor:
         """This process's rows of micro-batch `micro` of a step: (B / processes, 1 + length + 1) int64."""
-        settings, world = self._settings, self._world
-        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
-        numbers = torch.tensor([self._number(first + row) for row in range(world.rank, settings.batch, world.size)])
-        return torch.cat([numbers.unsqueeze(1), self._windows[numbers]], dim=1)
-
-    def _number(self, index: int) -> int:
-        epoch, place = divmod(index, len(self._windows))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._windows))
-        return int(self._order[place])
+        numbers = self._numbers.take(step, micro)
+        return torch.cat([numbers, self._windows[numbers.squeeze(1)]], dim=1)
 
 
 def keep(

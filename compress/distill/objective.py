@@ -15,7 +15,7 @@ from compress.training.contract import Loss
 from compress.training.float_model import ModelTask
 
 if TYPE_CHECKING:
-    from compress.recipe.training_stages import Distilled
+    from compress.recipe.training_stages import DistillationStage
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Objective:
             raise ValueError(f"expected losses of weights above 0, found {dict(self.weights)}")
 
     @staticmethod
-    def of(stage: "Distilled") -> "Objective":
+    def of(stage: "DistillationStage") -> "Objective":
         """What a stage of a recipe says."""
         return Objective(stage.loss.weights(), stage.temperature, stage.beta)
 

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.errors import UserError
-from compress.medusa import heads as medusa_tree
-from compress.medusa.heads import MedusaHeads
-from compress.medusa.hidden_states import HiddenStates, Source, StateBatches, collect
+from compress.medusa.heads import MedusaHeads, accuracies, grow_tree, token_ranks
+from compress.medusa.hidden_states import HiddenStates, Source, collect
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Medusa
 from compress.training.contract import Group, Loss, Task
-from compress.training.data import AT_ONCE
-from compress.training.loop import Trained, train
+from compress.training.data import AT_ONCE, ShuffledNumbers
+from compress.training.loop import TrainingResult, train
 from compress.training.parallel import current
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoints.medusa import Choice, weights_digest
@@ -158,9 +157,9 @@ def budget_left(stage: Medusa, context: "StageContext", text: Text) -> Budget:
     return Budget(minutes=context.budget.minutes * (1 - spent), most_tokens=most)
 
 
-def train_on(task: Task, text: Text, context: "StageContext", budget: Budget, folder: Path) -> Trained:
+def train_on(task: Task, text: Text, context: "StageContext", budget: Budget, folder: Path) -> TrainingResult:
     """Trains on the text's windows until the budget ends; the task then holds the best weights."""
-    batches = StateBatches(len(text.train), context.settings, current())
+    batches = ShuffledNumbers(len(text.train), context.settings, current())
     return train(
         task, batches, budget, context.settings, folder, context.run.progress, context.run.note, stage="medusa"
     )
@@ -242,7 +241,7 @@ def heads_loss(logits: Sequence[Tensor], targets: Tensor, decay: float) -> tuple
 
 
 @dataclass(frozen=True)
-class Assessed:
+class HeadsQuality:
     """What heads are worth: each head's top-k accuracies, the tree, and what happened on held-out prompts with it."""
 
     top_k: dict[str, list[float]]
@@ -251,26 +250,28 @@ class Assessed:
 
 
 @torch.no_grad()
-def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Path) -> Assessed:
+def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Path) -> HeadsQuality:
     """Finds the tree, writes heads and tree to `out`, and decodes the held-out prompts greedily with them."""
     found = []
     for tokens, states in text.watched.blocks(windows_at_once(text, heads)):
         hidden, targets = pairs(tokens, states, text.first, len(heads.heads))
-        found.append(medusa_tree.ranks(torch.stack(heads(hidden), dim=1), targets))
+        found.append(token_ranks(torch.stack(heads(hidden), dim=1), targets))
     ranks = torch.cat(found)
-    choices = medusa_tree.grow(ranks, stage.nodes)
+    choices = grow_tree(ranks, stage.nodes)
     heads.save(out, heads.describe(choices, weights_digest(target.path)))
     drafter = MedusaDrafter(load_heads(out, target))
     prompts = text.measured[:, : text.prompt].tolist()
     new = text.measured.shape[1] - text.prompt
     results = Speculator(target, drafter, stage.nodes).generate(prompts, new, stop=())
-    return Assessed(medusa_tree.accuracies(ranks), choices, summed([result.metrics for result in results]))
+    return HeadsQuality(accuracies(ranks), choices, summed([result.metrics for result in results]))
 
 
-def summary(stage: Medusa, text: Text, before: Assessed, after: Assessed, trained: Trained) -> dict[str, Any]:
+def summary(
+    stage: Medusa, text: Text, before: HeadsQuality, after: HeadsQuality, trained: TrainingResult
+) -> dict[str, Any]:
     """The report's part."""
 
-    def both(figure: Callable[[Assessed], Any]) -> dict[str, Any]:
+    def both(figure: Callable[[HeadsQuality], Any]) -> dict[str, Any]:
         return {"before": figure(before), "after": figure(after)}
 
     return {

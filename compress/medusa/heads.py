@@ -93,7 +93,7 @@ Choice = tuple[int, ...]
 MOST_RANKS = 64
 
 
-def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+def token_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """How many tokens each head prefers to the right one: 0 where its first choice is right.
 
     logits (n, heads, V) float; tokens (n, heads) int64. Returns (n, heads) int64. Equals count as preferred where
@@ -109,13 +109,13 @@ def accuracies(found: Tensor, tops: tuple[int, ...] = (1, 2, 5, 10)) -> dict[str
     return {str(top): (found < top).double().mean(0).tolist() for top in tops}
 
 
-def grow(found: Tensor, nodes: int) -> tuple[Choice, ...]:
+def grow_tree(found: Tensor, nodes: int) -> tuple[Choice, ...]:
     """A tree of `nodes` nodes, the most probable ones, in the order of their growth (Cai et al. 2024, section 2.3.3).
 
-    found (n, heads): `ranks` on text that the heads were not trained on. A node's probability is how often the right
-    tokens went that way in it: what heads get wrong together counts together, which the product of their accuracies
-    would miss. The first m choices are the best tree of m nodes, and each comes after its parent and its siblings of
-    lower rank. Where too few paths occur, nodes of the same depth as the root's first children are added.
+    found (n, heads): `token_ranks` on text that the heads were not trained on. A node's probability is how often the
+    right tokens went that way in it: what heads get wrong together counts together, which the product of their
+    accuracies would miss. The first m choices are the best tree of m nodes, and each comes after its parent and its
+    siblings of lower rank. Where too few paths occur, nodes of the same depth as the root's first children are added.
 
     Raises ValueError without positions, or for less than one node.
     """
@@ -134,12 +134,6 @@ def grow(found: Tensor, nodes: int) -> tuple[Choice, ...]:
         for one in following:
             heapq.heappush(heap, (-counts[one], len(one), one))
     return tuple(chosen)
-
-
-def tokens_per_round(found: Tensor, choices: tuple[Choice, ...]) -> float:
-    """τ that the tree would have if every position began a round: accepted nodes + 1, on average."""
-    counts = _paths(found)
-    return 1 + sum(counts[choice] for choice in choices) / len(found)
 
 
 def _paths(found: Tensor) -> Counter[Choice]:

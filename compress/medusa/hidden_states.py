@@ -18,8 +18,6 @@ from torch import Tensor
 
 from compress.artifact.files import render_json, whole, write_atomic, write_json
 from compress.errors import UserError
-from compress.recipe.training import Settings
-from compress.training.parallel import World, alone
 from runtime.contract import Decoder, Rows, integers
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
@@ -174,26 +172,3 @@ def _states(decoder: Decoder, windows: Tensor) -> Tensor:
     if not bool((states.abs() <= torch.finfo(torch.float16).max).all()):
         raise UserError("the target's hidden states hold NaN, Inf or more than float16 can: check the checkpoint")
     return states
-
-
-class StateBatches:
-    """Numbers of windows in a seeded order, (B / processes, 1) int64: batches for tasks that look them up."""
-
-    def __init__(self, windows: int, settings: Settings, world: World | None = None) -> None:
-        self._windows, self._settings, self._world = windows, settings, world or alone()
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def take(self, step: int, micro: int) -> Tensor:
-        """This process's rows of micro-batch `micro` of a step."""
-        settings, world = self._settings, self._world
-        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
-        rows = [self._row(first + row) for row in range(world.rank, settings.batch, world.size)]
-        return torch.tensor(rows, dtype=torch.int64).unsqueeze(1)
-
-    def _row(self, index: int) -> int:
-        epoch, place = divmod(index, self._windows)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng((self._settings.seed, epoch)).permutation(self._windows)
-        return int(self._order[place])

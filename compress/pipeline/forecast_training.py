@@ -9,8 +9,8 @@ from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.pipeline.forecast import Forecast, compute_seconds, count, resident, stored_bytes
 from compress.recipe import Recipe
-from compress.recipe.training import Trained
-from compress.recipe.training_stages import Distilled, Draft, Medusa
+from compress.recipe.training import TrainingStage
+from compress.recipe.training_stages import DistillationStage, Draft, Medusa
 from compress.training.data import AT_ONCE
 
 _FLOAT, _HALF, _TOKEN = 4, 2, 4
@@ -137,7 +137,7 @@ def with_training(need: Forecast, recipe: Recipe, sizes: Sizes) -> Forecast:
     return replace(need, memory=max(need.memory, memory), disk=need.disk + disk, training=seconds)
 
 
-def _share(stage: Trained, sizes: Sizes) -> Share:
+def _share(stage: TrainingStage, sizes: Sizes) -> Share:
     if isinstance(stage, Draft):
         return _of_draft(stage, sizes)
     if isinstance(stage, Medusa):
@@ -145,9 +145,9 @@ def _share(stage: Trained, sizes: Sizes) -> Share:
     return _of_model(stage, sizes)
 
 
-def _of_model(stage: Trained, sizes: Sizes) -> Share:
+def _of_model(stage: TrainingStage, sizes: Sizes) -> Share:
     """The whole model is trained, with the original or its answers as the teacher."""
-    answers = stage.answers if isinstance(stage, Distilled) else None
+    answers = stage.answers if isinstance(stage, DistillationStage) else None
     # The teacher is there with the student also where its answers are kept.
     memory = (_TRAINED_COPIES + 1) * sizes.target.weights * _FLOAT + _batch(stage, sizes.target, sizes)
     work = sizes.target.weights * _FLOAT * _CHECKPOINT_COPIES
@@ -191,7 +191,7 @@ def _of_medusa(stage: Medusa, sizes: Sizes) -> Share:
     return Share(memory, work, out, flops)
 
 
-def _batch(stage: Trained, student: Size, sizes: Sizes) -> int:
+def _batch(stage: TrainingStage, student: Size, sizes: Sizes) -> int:
     """Bytes of what a batch leaves until its gradient is known, or an evaluation: inputs of matrices, and logits."""
     tokens = max(stage.training.batch * stage.training.length, AT_ONCE)
     return tokens * _FLOAT * (_ACTIVATION_COPIES * student.inputs + _LOGITS_COPIES * sizes.rows)

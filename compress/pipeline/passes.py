@@ -200,7 +200,7 @@ def copy_folder(source: Path, target: Path) -> None:
     sync_folder(target)
 
 
-def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> contract.Finished:
+def _train(index: int, model: Path, inputs: RunInputs, journal: Journal) -> contract.StageResult:
     stage, text = inputs.context.recipe.stages[index], inputs.training_texts[index]
     home = contract.place(journal.folder, index, stage.kind)
     if home.name in journal.stages:

@@ -3,7 +3,7 @@
 from pydantic import model_validator
 
 from compress.recipe.block_stages import Prune, Quantize, Smooth, Strict
-from compress.recipe.training import Trained
+from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import Draft, Heal, Medusa, Qat, Ternary
 
 ORDER = ("prune", "heal", "smooth", "quantize", "ternary", "qat", "draft", "medusa")
@@ -38,10 +38,10 @@ class Stage(Strict):
         return next(iter(self.model_fields_set))
 
     @property
-    def trained(self) -> Trained | None:
+    def trained(self) -> TrainingStage | None:
         """What the stage says, where it is one that trains."""
         value = getattr(self, self.kind)
-        return value if isinstance(value, Trained) else None
+        return value if isinstance(value, TrainingStage) else None
 
 
 def check_order(stages: tuple[Stage, ...]) -> None:

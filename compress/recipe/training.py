@@ -147,7 +147,7 @@ class Training(Strict):
         return self.model_copy(update={"minutes": budget.minutes, "tokens": budget.tokens})
 
 
-class Trained(Strict):
+class TrainingStage(Strict):
     """A stage that trains."""
 
     training: Training = Field(default_factory=Training)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from compress.recipe.block_stages import Quantize, Strict, check_patterns
-from compress.recipe.training import Count, Trained, Training
+from compress.recipe.training import Count, Training, TrainingStage
 
 Share = Annotated[float, Field(ge=0, le=1, strict=False)]
 OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
@@ -24,7 +24,7 @@ class DraftTraining(Training):
     autocast: StrictBool = True
 
 
-class Draft(Trained):
+class Draft(TrainingStage):
     """A stage that aligns the draft with its compressed target, by distillation on the texts that both write.
 
     loss           divergence of the draft's next-token distribution from the target's; minillm: the policy gradient of
@@ -129,7 +129,7 @@ class Answers(Strict):
     top: Annotated[StrictInt, Field(ge=1, le=100_000)] = 32
 
 
-class Distilled(Trained):
+class DistillationStage(TrainingStage):
     """Keys of the stages that learn from the original.
 
     loss         how much each loss counts (`LossWeights`).
@@ -147,7 +147,7 @@ class Distilled(Trained):
     optimizer: Literal["adamw", "muon"] = "adamw"
 
     @model_validator(mode="after")
-    def _answers_are_logits(self) -> "Distilled":
+    def _answers_are_logits(self) -> "DistillationStage":
         weights = self.loss.weights()
         inside = [name for name in ("hidden_states", "attention", "relations", "gradients") if name in weights]
         if self.answers is not None and (inside or self.temperature != 1 or weights.keys() == {"cross_entropy"}):
@@ -167,7 +167,7 @@ class HealTraining(Training):
     autocast: StrictBool = True
 
 
-class Heal(Distilled):
+class Heal(DistillationStage):
     """A stage that teaches a pruned model to answer like the original again, by distillation.
 
     optimizer  muon needs matrices of which no single weights were pruned.
@@ -205,7 +205,7 @@ class MedusaTraining(Training):
     autocast: StrictBool = True
 
 
-class Medusa(Trained):
+class Medusa(TrainingStage):
     """A stage that trains Medusa heads (Cai et al. 2024, 2401.10774) beside the compressed model.
 
     kind           medusa-1: the model stays as it is; medusa-2: heads and model are trained together, and the model is
@@ -254,7 +254,7 @@ class RoundedTraining(Training):
     default_minutes: ClassVar[float] = 60.0
 
 
-class Rounded(Distilled):
+class RoundedStage(DistillationStage):
     """Keys of both stages that train what is stored rounded.
 
     targets, ignore  regular expressions over the names of the linear layers, as quantize has them.
@@ -275,7 +275,7 @@ class Rounded(Distilled):
         return check_patterns(patterns)
 
 
-class Ternary(Rounded):
+class Ternary(RoundedStage):
     """A stage that trains the blocks' linear layers as BitNet has them, and stores them in two bits a weight.
 
     weights  ternary: −1, 0 and 1 (BitNet b1.58); binary: −1 and 1 (BitNet), which the file does not store smaller.
@@ -290,7 +290,7 @@ class Ternary(Rounded):
         return Quantize(scheme="ternary", targets=self.targets, ignore=self.ignore)
 
 
-class Qat(Rounded):
+class Qat(RoundedStage):
     """A stage that trains the blocks' linear layers as they will be stored quantised.
 
     scheme       int8-dynamic (a scale per output channel), int4, int3 or int2 (a scale per group).

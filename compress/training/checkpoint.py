@@ -39,7 +39,7 @@ class Point:
 
 
 @dataclass
-class Standing:
+class TrainingState:
     """How far training has come.
 
     steps    all of them; fixed before the first one.
@@ -78,7 +78,7 @@ class Checkpoints:
         """Writes the best weights so far. They count from the next `save` on; until then the older ones do."""
         self._best = self._write(f"best-{step:08d}.safetensors", weights)
 
-    def save(self, standing: Standing, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    def save(self, standing: TrainingState, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """Replaces the checkpoint."""
         tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
@@ -87,7 +87,7 @@ class Checkpoints:
         files.write_atomic(self.folder / TRAINING, _sealed(body))
         self._sweep({record["file"] for record in (last, self._best) if record})
 
-    def load(self) -> tuple[Standing, dict[str, Tensor], dict[str, Tensor]]:
+    def load(self) -> tuple[TrainingState, dict[str, Tensor], dict[str, Tensor]]:
         """Where training stands, its weights and its optimisers' moments.
 
         Raises UserError for a checkpoint that is damaged, missing, or of a run with another identity, naming what.
@@ -103,7 +103,8 @@ class Checkpoints:
         tensors = self._read(last)
         if self._best:
             self._check(self._best)
-        standing = Standing(**body["standing"] | {"curve": [Point(**point) for point in body["standing"]["curve"]]})
+        stood = body["standing"]
+        standing = TrainingState(**stood | {"curve": [Point(**point) for point in stood["curve"]]})
         return standing, _stripped(tensors, "weights."), _stripped(tensors, "optimizer.")
 
     def best(self) -> dict[str, Tensor]:

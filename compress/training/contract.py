@@ -6,7 +6,7 @@ finished stage is in the journal with a checksum of every file, so that a resume
 
 import importlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -81,15 +81,6 @@ class Batches(Protocol):
         ...
 
 
-def matrices_and_rest(parameters: Iterable[tuple[str, nn.Parameter]], matrix_decay: float | None = None) -> list[Group]:
-    """Two groups of the parameters that want gradients: matrices, with weight decay, and norms and biases without."""
-    wanted = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for _, parameter in wanted if parameter.dim() >= 2]
-    rest = [parameter for _, parameter in wanted if parameter.dim() < 2]
-    groups = [Group("matrices", matrices, weight_decay=matrix_decay), Group("norms and biases", rest, weight_decay=0.0)]
-    return [group for group in groups if group.parameters]
-
-
 @dataclass(frozen=True)
 class StageContext:
     """What a stage that trains has to work with, besides its keys.
@@ -150,7 +141,7 @@ Run = Callable[[Any, StageContext, Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Finished:
+class StageResult:
     """A stage's result directory, and what the report says of it."""
 
     out: Path
@@ -162,7 +153,7 @@ def place(folder: Path, index: int, kind: str) -> Path:
     return folder / STAGES / f"{index:02d}-{kind}"
 
 
-def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContext, text: dict[str, Any]) -> Finished:
+def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContext, text: dict[str, Any]) -> StageResult:
     """Does a stage in its folder `home` and puts it into the journal. `text` is what the report says of its text."""
     out, making = home / "out", home / "out.tmp"
     for stale in (out, making):
@@ -176,7 +167,7 @@ def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContex
     journal.commit_stage(home.name, {"files": _listed(out), "report": report})
     # Its checkpoints are of no more use.
     shutil.rmtree(context.work)
-    return Finished(out, report)
+    return StageResult(out, report)
 
 
 def work(stage: "Stage", context: StageContext, out: Path) -> dict[str, Any]:
@@ -186,11 +177,11 @@ def work(stage: "Stage", context: StageContext, out: Path) -> dict[str, Any]:
     return run(getattr(stage, stage.kind), context, out)
 
 
-def finished(home: Path, journal: Journal) -> Finished:
+def finished(home: Path, journal: Journal) -> StageResult:
     """A stage that a run before has finished. Raises UserError where its files are not what was written."""
     record = journal.stages[home.name]
     _check(home / "out", record["files"])
-    return Finished(home / "out", record["report"])
+    return StageResult(home / "out", record["report"])
 
 
 def _without_nulls(value: Any) -> Any:

@@ -35,6 +35,32 @@ def portions(windows: Tensor) -> tuple[Tensor, ...]:
     return windows.split(max(1, AT_ONCE // windows.shape[1]))
 
 
+def places(settings: Settings, world: World, step: int, micro: int) -> range:
+    """Where this process's rows of a micro-batch stand among all windows of all epochs, one after the other."""
+    first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
+    return range(first + world.rank, first + settings.batch, world.size)
+
+
+class ShuffledNumbers:
+    """Numbers of windows, the same ones in every epoch, each in an order of its own: for tasks that look them up."""
+
+    def __init__(self, windows: int, settings: Settings, world: World | None = None) -> None:
+        self._windows, self._settings, self._world = windows, settings, world or alone()
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def take(self, step: int, micro: int) -> Tensor:
+        """This process's rows of micro-batch `micro` of a step: (B / processes, 1) int64."""
+        return torch.tensor([[self._number(row)] for row in places(self._settings, self._world, step, micro)])
+
+    def _number(self, index: int) -> int:
+        epoch, place = divmod(index, self._windows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._settings.seed, epoch)).permutation(self._windows)
+        return int(self._order[place])
+
+
 class PackedBatches:
     """Windows of `length` + 1 tokens, cut from a stream one behind the other; every epoch has its own cut and order.
 
@@ -71,10 +97,9 @@ class PackedBatches:
 
     def take(self, step: int, micro: int) -> Tensor:
         """This process's rows of micro-batch `micro` of a step: (B / processes, length + 1) int64."""
-        settings, world = self._settings, self._world
-        first = (step * settings.gradient_accumulation_steps + micro) * settings.batch
-        rows = [self.window(first + row) for row in range(world.rank, settings.batch, world.size)]
-        return torch.from_numpy(np.stack(rows))
+        return torch.from_numpy(
+            np.stack([self.window(row) for row in places(self._settings, self._world, step, micro)])
+        )
 
     def window(self, index: int) -> NDArray[np.int64]:
         """(length + 1,): the window at place `index` of all epochs one after the other."""

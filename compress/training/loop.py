@@ -18,59 +18,10 @@ from compress.errors import UserError
 from compress.progress import Note, Progress
 from compress.recipe.training import Budget, Settings
 from compress.training import checkpoint
-from compress.training.checkpoint import Checkpoints, Point, Standing
+from compress.training.checkpoint import Checkpoints, Point, TrainingState
 from compress.training.contract import Batches, Group, StageContext, Task
 from compress.training.parallel import World, current
-
-
-def learning_rate_at(step: int, steps: int, settings: Settings) -> float:
-    """The learning rate of a step (0 … steps - 1)."""
-    return settings.learning_rate * share(step, steps, settings)
-
-
-def share(step: int, steps: int, settings: Settings) -> float:
-    """The share of the peak rate, 0 to 1."""
-    if settings.schedule == "cosine":
-        return cosine(step, steps, settings.warmup, settings.min_lr_ratio)
-    return warmup_stable_decay(step, steps, settings.warmup, settings.decay, settings.min_lr_ratio)
-
-
-def cosine(step: int, steps: int, warmup: float, floor: float) -> float:
-    """Linear up over the share `warmup` of the steps, then half a cosine down to `floor` at the last one.
-
-    SGDR without restarts (Loshchilov and Hutter 2017).
-    """
-    _check(step, steps)
-    warm = _count(warmup, steps)
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    done = (step - warm) / max(steps - 1 - warm, 1)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def warmup_stable_decay(step: int, steps: int, warmup: float, decay: float, floor: float) -> float:
-    """Linear up, constant, then linear down over the share `decay` to `floor` at the last step.
-
-    The schedule of MiniCPM (Hu et al. 2024).
-    """
-    _check(step, steps)
-    warm, falling = _count(warmup, steps), _count(decay, steps)
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    first = steps - falling
-    if step < first:
-        return 1.0
-    return 1 - (1 - floor) * (step - first + 1) / falling
-
-
-def _count(share: float, steps: int) -> int:
-    return min(round(share * steps), steps)
-
-
-def _check(step: int, steps: int) -> None:
-    if not 0 <= step < steps:
-        raise ValueError(f"expected a step from 0 to {steps - 1}, found {step}")
-
+from compress.training.schedule import learning_rate_at
 
 _POINTS = 200  # of the loss curve, besides those with a held-out loss
 # Timed steps, one before them warms up: as many as fit into the first share of a budget in minutes, for some steps
@@ -80,7 +31,7 @@ _TRIAL_SHARES = 0.02, 0.1
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What came of it: steps and predicted tokens, held-out losses in nats before and at the best step, the curve."""
 
     steps: int
@@ -107,7 +58,7 @@ def train(
     *,
     world: World | None = None,
     stage: str = "train",
-) -> Trained:
+) -> TrainingResult:
     """Trains until the budget is used up; the task then holds the weights with the lowest held-out loss.
 
     folder  for checkpoints; where it holds one, training goes on from there. Only process 0 uses it.
@@ -137,7 +88,7 @@ def train_stage(
     *,
     budget: Budget | None = None,
     folder: Path | None = None,
-) -> Trained:
+) -> TrainingResult:
     """`train` for a stage of a recipe; `budget` and `folder` are the stage's own where they are left out."""
     run, budget, folder = context.run, budget or context.budget, folder or context.work
     return train(task, batches, budget, context.settings, folder, run.progress, run.note, stage=stage)
@@ -168,7 +119,7 @@ class _Loop:
         self.begun = time.monotonic()
         self.parts: dict[str, float] = {}
 
-    def run(self) -> Trained:
+    def run(self) -> TrainingResult:
         world = self.world
         if world.share(self.checkpoints.exists()):
             standing, weights, moments = world.share(self.checkpoints.load() if world.leads else None)
@@ -184,7 +135,7 @@ class _Loop:
             self._step(standing)
         self.progress(self.stage, standing.steps, standing.steps)
         self.task.load(world.share(self.checkpoints.best() if world.leads else None))
-        return Trained(
+        return TrainingResult(
             standing.steps,
             standing.steps * self.settings.tokens_per_step,
             standing.seconds,
@@ -194,7 +145,7 @@ class _Loop:
             tuple(standing.curve),
         )
 
-    def _start(self) -> Standing:
+    def _start(self) -> TrainingState:
         """Measures the beginning, fixes the number of steps, and writes the first checkpoint."""
         self.world.spread([parameter.data for parameter in self.parameters])
         begun = time.monotonic()
@@ -202,7 +153,7 @@ class _Loop:
         if not math.isfinite(before):
             raise UserError(f"training: expected a finite held-out loss before the first step, found {before}")
         steps = self._steps(time.monotonic() - begun)
-        standing = Standing(steps, 0, before, before, 0, time.monotonic() - begun)
+        standing = TrainingState(steps, 0, before, before, 0, time.monotonic() - begun)
         standing.curve.append(Point(0, 0, None, 0.0, before))
         tokens = steps * self.settings.tokens_per_step
         self._say(f"training: {steps:,} steps, {tokens:,} tokens; held-out loss {before:.4f} before")
@@ -255,7 +206,7 @@ class _Loop:
         self.optimizers = make_optimizers(self.groups, self.settings)
         return math.fsum(seconds), math.fsum(seconds[1:]) / (len(seconds) - 1)
 
-    def _step(self, standing: Standing) -> None:
+    def _step(self, standing: TrainingState) -> None:
         settings, step = self.settings, standing.step
         rate = learning_rate_at(step, standing.steps, settings)
         loss = self._gradients(step, step / standing.steps)
@@ -325,7 +276,7 @@ class _Loop:
                 found = self.task.evaluate()
         return self.world.agree(found)
 
-    def _save(self, standing: Standing) -> None:
+    def _save(self, standing: TrainingState) -> None:
         self.checkpoints.save(standing, self.task.state(), checkpoint.moments(self.optimizers))
 
     def _not_finite(self, what: str, step: int) -> UserError:

@@ -21,14 +21,15 @@ from compress import medusa
 from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
 from compress.medusa import frozen, hidden_states, joint
-from compress.medusa import heads as medusa_tree
-from compress.medusa.hidden_states import CHUNK, HiddenStates, Source, StateBatches, collect
+from compress.medusa.heads import MOST_RANKS, accuracies, grow_tree, token_ranks
+from compress.medusa.hidden_states import CHUNK, HiddenStates, Source, collect
 from compress.model.source import default_pair
 from compress.pipeline import compress
 from compress.recipe import Recipe
 from compress.recipe.training import Budget, Settings
 from compress.recipe.training_stages import Joint, Medusa
 from compress.training.contract import StageContext
+from compress.training.data import ShuffledNumbers
 from compress.training.parallel import World
 from runtime import Model, Speculator, load
 from runtime.checkpoints.medusa import DESCRIPTION, WEIGHTS, Description, read_description, weights_digest
@@ -42,6 +43,12 @@ UNTIED = {"tie_word_embeddings": False}
 PACKING: dict[str, Any] = {"seq_len": 64, "draft": "none", "report": lambda *_: {}}
 
 # The tree.
+
+
+def tokens_per_round(found: torch.Tensor, choices: tuple[tuple[int, ...], ...]) -> float:
+    """τ that the tree would have if every position began a round: accepted nodes + 1, on average."""
+    accepted = sum(tuple(row[: len(choice)]) == choice for row in found.tolist() for choice in choices)
+    return 1 + accepted / len(found)
 
 
 def ranks_of(seed: int, n: int = 400, heads: int = 3) -> torch.Tensor:
@@ -62,18 +69,18 @@ def accepted(row: Sequence[int], tree: set[tuple[int, ...]]) -> int:
 @drawn(st.integers(0, 10**6), st.integers(1, 40))
 def test_a_tree_of_any_size_is_sound_and_its_value_is_counted(seed: int, nodes: int) -> None:
     found = ranks_of(seed)
-    choices = medusa_tree.grow(found, nodes)
+    choices = grow_tree(found, nodes)
     assert len(choices) == nodes
     Description(3, 1, 4, 1000, True, choices, "")  # refuses what is no tree in order
     mean = np.mean([accepted(row, set(choices)) for row in found.tolist()])
-    assert medusa_tree.tokens_per_round(found, choices) == pytest.approx(1 + mean)
-    assert medusa_tree.grow(found, nodes + 5)[:nodes] == choices
+    assert tokens_per_round(found, choices) == pytest.approx(1 + mean)
+    assert grow_tree(found, nodes + 5)[:nodes] == choices
 
 
 def test_no_tree_of_its_size_is_better() -> None:
     """All trees of five nodes of two heads and three ranks."""
     found = ranks_of(3, heads=2)
-    found[found >= 3] = medusa_tree.MOST_RANKS
+    found[found >= 3] = MOST_RANKS
     paths = [path for depth in (1, 2) for path in product(range(3), repeat=depth)]
     values = []
     for bits in range(1 << len(paths)):
@@ -81,27 +88,27 @@ def test_no_tree_of_its_size_is_better() -> None:
         known = set(tree) | {()}
         ordered = all((*path[:-1], path[-1] - 1) in known for path in tree if path[-1])
         if len(tree) == 5 and ordered and all(path[:-1] in known for path in tree):
-            values.append(medusa_tree.tokens_per_round(found, tuple(tree)))
+            values.append(tokens_per_round(found, tuple(tree)))
     assert len(values) > 6
-    assert medusa_tree.tokens_per_round(found, medusa_tree.grow(found, 5)) == pytest.approx(max(values))
+    assert tokens_per_round(found, grow_tree(found, 5)) == pytest.approx(max(values))
     assert max(values) > min(values)
 
 
 def test_ranks_and_accuracies() -> None:
     logits = torch.tensor([[[1.0, 3.0, 2.0, 3.0]], [[0.0, 0.0, 0.0, 0.0]]])
-    assert medusa_tree.ranks(logits, torch.tensor([[3], [0]])).tolist() == [[1], [0]]
-    assert medusa_tree.ranks(logits, torch.tensor([[0], [3]])).tolist() == [[3], [3]]
+    assert token_ranks(logits, torch.tensor([[3], [0]])).tolist() == [[1], [0]]
+    assert token_ranks(logits, torch.tensor([[0], [3]])).tolist() == [[3], [3]]
     random = torch.randn(50, 2, 30, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(0, 30, (50, 2), generator=torch.Generator().manual_seed(1))
-    found = medusa_tree.ranks(random, tokens)
+    found = token_ranks(random, tokens)
     for i, k in product(range(50), range(2)):
         assert found[i, k] == random[i, k].argsort(descending=True).tolist().index(tokens[i, k])
-    shares = medusa_tree.accuracies(found, (1, 30))
+    shares = accuracies(found, (1, 30))
     assert shares["30"] == [1.0, 1.0] and shares["1"] == (found == 0).double().mean(0).tolist()
     with pytest.raises(ValueError, match="at least one node"):
-        medusa_tree.grow(found, 0)
+        grow_tree(found, 0)
     with pytest.raises(ValueError, match="expected positions"):
-        medusa_tree.grow(found[:0], 3)
+        grow_tree(found[:0], 3)
 
 
 # What the heads learn from.
@@ -229,12 +236,12 @@ def test_time_stops_collecting_once_and_for_all(target: Model, tmp_path: Path) -
 
 def test_batches_are_every_window_once_an_epoch() -> None:
     settings = Settings(batch=4, gradient_accumulation_steps=2, seed=3)
-    batches = StateBatches(12, settings)
+    batches = ShuffledNumbers(12, settings)
     rows = [batches.take(step, micro).flatten().tolist() for step in range(3) for micro in range(2)]
     first, second = list(chain(*rows[:3])), list(chain(*rows[3:]))
     assert sorted(first) == sorted(second) == list(range(12)) and first != second
-    assert StateBatches(12, settings).take(2, 1).flatten().tolist() == rows[5]
-    parts = [StateBatches(12, settings, World(rank, 2)).take(1, 0).flatten().tolist() for rank in range(2)]
+    assert ShuffledNumbers(12, settings).take(2, 1).flatten().tolist() == rows[5]
+    parts = [ShuffledNumbers(12, settings, World(rank, 2)).take(1, 0).flatten().tolist() for rank in range(2)]
     assert sorted(parts[0] + parts[1]) == sorted(rows[2]) and parts[0] == rows[2][0::2]
 
 

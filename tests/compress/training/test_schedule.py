@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.recipe.training import Settings
-from compress.training.loop import cosine, share, warmup_stable_decay
+from compress.training.schedule import cosine, share, warmup_stable_decay
 
 SHARES = st.floats(0, 1)
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.recipe.training import Budget, Settings
-from compress.training.contract import Group, Loss, matrices_and_rest
+from compress.training.contract import Group, Loss
 from compress.training.data import PackedBatches
-from compress.training.loop import Trained, train
+from compress.training.loop import TrainingResult, train
 from compress.training.parallel import current, joined
 
 VOCABULARY = 17
@@ -52,7 +52,9 @@ class Toy:
             linear = self.model[2]
             rest = [self.model[0].weight, linear.bias]
             return [Group("linear", [linear.weight], optimizer="muon"), Group("rest", rest, rate_factor=0.5)]
-        return matrices_and_rest(self.model.named_parameters())
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
+        biases = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
+        return [Group("matrices", matrices), Group("biases", biases, weight_decay=0.0)]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         self.model.train()
@@ -82,7 +84,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 def run(
     task: Toy, folder: Path, budget: Budget, settings: Settings = SETTINGS, notes: list[str] | None = None
-) -> Trained:
+) -> TrainingResult:
     """Trains the toy on its stream."""
     said = [] if notes is None else notes
     return train(task, batches(settings), budget, settings, folder, silent, said.append)
