@@ -1,7 +1,7 @@
 """Depth pruning: the blocks that change their input least are taken out (ShortGPT: Men et al. 2024, 2403.03853)."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import ceil, isfinite
 from typing import Any
 
@@ -76,33 +76,23 @@ def choose(influences: Sequence[float], weights: Sequence[int], outside: int, sh
     """The blocks to take out, ascending: the least influential ones, until `share` of the block weights is gone.
 
     influences  of each block; of equal ones the later goes first.
-    weights     of each block; outside: weights that are in no block (see `budget`: they may make it one block more).
+    weights     of each block; outside: weights that are in no block (see `weights_to_remove`: they may make it one
+                block more).
     Raises UserError where no block would be left, ValueError for lists of different lengths.
     """
-    return choose_greedily(lambda kept: [influences[block] for block in kept], weights, outside, share)
-
-
-def choose_greedily(
-    measure: Callable[[tuple[int, ...]], Sequence[float]], weights: Sequence[int], outside: int, share: float
-) -> tuple[int, ...]:
-    """As `choose`, with the blocks that are left measured again after each removal.
-
-    measure  the blocks that are left, ascending, → the influence of each of them in the model of just these.
-    """
     wanted = weights_to_remove(share, sum(weights), outside)
-    kept = tuple(range(len(weights)))
-    while sum(weights) - sum(weights[block] for block in kept) < wanted:
-        if len(kept) == 1:
-            raise UserError(
-                f"depth pruning: expected a share that leaves a block, found {share} of {len(weights)} blocks: ask for"
-                " less"
-            )
-        found = measure(kept)
-        if len(found) != len(kept):
-            raise ValueError(f"{len(found)} influences for {len(kept)} blocks")
-        least = min(zip(found, (-block for block in kept), strict=True))
-        kept = tuple(block for block in kept if block != -least[1])
-    return tuple(block for block in range(len(weights)) if block not in kept)
+    dropped: list[int] = []
+    by_influence = zip(influences, (-block for block in range(len(weights))), weights, strict=True)
+    for _, negative, own in sorted(by_influence):
+        if wanted <= 0:
+            break
+        dropped.append(-negative)
+        wanted -= own
+    if len(dropped) == len(weights):
+        raise UserError(
+            f"depth pruning: expected a share that leaves a block, found {share} of {len(weights)} blocks: ask for less"
+        )
+    return tuple(sorted(dropped))
 
 
 def renumber(names: Iterable[str], blocks_at: str, dropped: Collection[int]) -> dict[str, str]:

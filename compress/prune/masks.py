@@ -3,8 +3,6 @@
 A mask is bool of the weight's shape, True where a weight is kept.
 """
 
-from math import ceil, log2
-
 import torch
 from torch import Tensor
 
@@ -75,34 +73,11 @@ def largest_of_group(scores: Tensor, kept: int) -> Tensor:
     return rank < kept
 
 
-def zeros_kept(pruned: Tensor, later: Tensor) -> Tensor:
-    """`later` with exact zeros wherever `pruned`, the weight before a later stage, has them.
-
-    For round to nearest and the like. A stage that feeds errors forward (GPTQ) must do this column by column inside its
-    loop, else what it put on removed weights is lost instead of made up for. Raises ValueError for different shapes.
-    """
-    if pruned.shape != later.shape:
-        raise ValueError(f"expected two weights of one shape, found {tuple(pruned.shape)} and {tuple(later.shape)}")
-    return later.masked_fill(pruned == 0, 0)
-
-
-def store_bytes(weights: int, bits: int, sparsity: Sparsity) -> int:
-    """Bytes of a store that leaves zeros out: the kept values of `bits` bits, and where they stand.
-
-    n:m takes ceil(log2 m) bits of index for each kept value (2:4: two), any other share one bit for each weight. A
-    dense file, which is what every loader reads, takes weights · bits / 8 bytes however many of them are zero.
-    """
-    if isinstance(sparsity, tuple):
-        kept, of = sparsity
-        return ceil(weights * kept / of * (bits + ceil(log2(of))) / 8)
-    return ceil(((weights - round(sparsity * weights)) * bits + weights) / 8)
-
-
 def magnitude_mask(weight: Tensor, sparsity: Sparsity) -> Tensor:
     """bool (N, K), True where the weight (N, K) of any float dtype is kept: the largest |w|.
 
     A share is exact for the whole weight (round(share · N · K) zeros), a pattern in every group of m.
-    Raises ValueError as `sparsity.check` says.
+    Raises ValueError as `check` says.
     """
     check(weight, sparsity)
     scores = weight.float().abs()
@@ -117,7 +92,7 @@ def wanda_mask(weight: Tensor, norms: Tensor, sparsity: Sparsity) -> Tensor:
     weight  (N, K), any float dtype.
     norms   (K,) float: sqrt(Σ x²) of each input channel over the calibration tokens (any common factor is fine).
     A share is exact in every row (round(share · K) zeros), a pattern in every group of m.
-    Raises ValueError as `sparsity.check` says, and for norms of another length, NaN, Inf or negative.
+    Raises ValueError as `check` says, and for norms of another length, NaN, Inf or negative.
     """
     check(weight, sparsity)
     if norms.shape != weight.shape[1:]:

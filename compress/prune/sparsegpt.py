@@ -3,7 +3,6 @@
 Everything runs on the transposed weight, so that a column of inputs is one contiguous row of memory.
 """
 
-from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -47,34 +46,6 @@ def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
     raise ValueError("the Hessian has no Cholesky factor even at a damping of 1: it is no mean of x xᵀ")
 
 
-def upper_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper R with R Rᵀ = H + λ·I, float32, and the damping that it took (see `cholesky`).
-
-    R⁻¹ is the upper factor of (H + λ·I)⁻¹, so that whoever goes through the columns in order needs no inverse of H.
-    """
-    # Cholesky's factor is lower triangular; turned around at both ends an upper one is.
-    lower, used = cholesky(hessian.flip(0, 1), damping)
-    return lower.flip(0, 1), used
-
-
-def energy(weight: Tensor, hessian: Tensor) -> float:
-    """tr(W H Wᵀ): the mean squared norm of the layer's output."""
-    wide = weight.float()
-    return float(torch.sum((wide @ hessian.float()) * wide, dtype=torch.float64))
-
-
-def relative(error: float, whole: float) -> float:
-    """sqrt(error / whole) of two energies; 0 for an output that was nothing and stayed nothing."""
-    if error <= 0:
-        return 0.0
-    return float((error / whole) ** 0.5) if whole > 0 else float("inf")
-
-
-def output_error(weight: Tensor, changed: Tensor, hessian: Tensor) -> float:
-    """sqrt(tr(E H Eᵀ) / tr(W H Wᵀ)) with E = W − Ŵ: the relative error of the layer's output."""
-    return relative(energy(weight.float() - changed.float(), hessian), energy(weight, hessian))
-
-
 # Columns whose mask is chosen together, and those that are updated one by one before a product updates the rest.
 _BLOCK = 128
 _STEP = 16
@@ -82,28 +53,14 @@ _STEP = 16
 _MOST_SUBSETS = 70
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """A pruned weight.
-
-    weight   (N, K) float32; what was removed is exactly 0.
-    error    relative output error sqrt(tr(E H Eᵀ) / tr(W H Wᵀ)).
-    damping  the damping that the Hessian needed, at least the one that was asked for.
-    """
-
-    weight: Tensor
-    error: float
-    damping: float
-
-
-def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 0.01) -> Pruned:
-    """Removes weights and refits the others to the layer's inputs.
+def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 0.01) -> Tensor:
+    """(N, K) float32: weights removed, exactly 0, and the others refitted to the layer's inputs.
 
     weight   (N, K), any float dtype; hessian (K, K), the mean of x xᵀ over the calibration tokens.
     A share is exact in each block of 128 columns, all rows together; a pattern in every group of m of every row. The
     members of a group are removed together, those that cost least together: the paper scores each alone.
     damping  of the Hessian's mean diagonal, added to its diagonal; grows where that is not enough.
-    Raises ValueError as `sparsity.check` and `hessian.check` say, and for a pattern with more than 70 subsets.
+    Raises ValueError as `masks.check` and `check_hessian` say, and for a pattern with more than 70 subsets.
     """
     check(weight, sparsity)
     check_hessian(hessian, weight.shape[1])
@@ -112,10 +69,11 @@ def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 
         if len(_subsets(*sparsity)) > _MOST_SUBSETS:
             raise ValueError(f"expected a pattern with at most {_MOST_SUBSETS} subsets, as 4:8, found {sparsity}")
         block -= _BLOCK % sparsity[1]
-    factor, used = upper_factor(hessian, damping)
+    # The upper R with R Rᵀ = H + λ·I. R⁻¹ is the upper factor of (H + λ·I)⁻¹, so that going through the columns in
+    # order needs no inverse of H. Cholesky's factor is lower triangular; turned around at both ends an upper one is.
+    factor = cholesky(hessian.flip(0, 1), damping)[0].flip(0, 1)
     columns = weight.float().T.clone(memory_format=torch.contiguous_format)
     removed = torch.empty_like(columns)
-    lost = 0.0
     for first in range(0, len(columns), block):
         done, here = slice(0, first), slice(first, first + block)
         among = factor[here, here]
@@ -123,23 +81,17 @@ def prune(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float = 
         # ‖E R‖² is least where (E R) is 0 in this block: what the paper gets from the inverse Hessian's rows, which
         # therefore only the block itself needs.
         columns[here].addmm_((factor[done, here] @ inverse).T, removed[done])
-        errors = _prune_block(columns[here], inverse, sparsity)
+        _prune_block(columns[here], inverse, sparsity)
         removed[here] = weight[:, here].float().T - columns[here]
-        lost += float(errors.square().sum(dtype=torch.float64))
-    out = columns.T.contiguous()
-    # The errors' squares add up to tr(E (H + λ·I) Eᵀ), which saves a second product with the Hessian.
-    moved = float(removed.square().sum(dtype=torch.float64))
-    lost = max(lost - ridge(hessian, used) * moved, 0.0)
-    whole = energy(weight, hessian)
-    # No output at all (dead inputs, a weight of zeros) has nothing to lose but what is rounding here.
-    return Pruned(out, relative(lost, whole) if whole > 0 else 0.0, used)
+    return columns.T.contiguous()
 
 
-def _prune_block(columns: Tensor, factor: Tensor, sparsity: Sparsity) -> Tensor:
-    """Prunes columns (B, N) in place; returns the errors (B, N), w / U_ii where a weight was removed, else 0.
+def _prune_block(columns: Tensor, factor: Tensor, sparsity: Sparsity) -> None:
+    """Prunes columns (B, N) in place.
 
     factor  (B, B), the block on the diagonal of U, the inverse Hessian's upper factor.
     """
+    # w / U_ii where a weight is removed, else 0.
     errors = torch.empty_like(columns)
     diagonal = factor.diagonal().tolist()
     pattern = isinstance(sparsity, tuple)
@@ -162,7 +114,6 @@ def _prune_block(columns: Tensor, factor: Tensor, sparsity: Sparsity) -> Tensor:
             column.masked_fill_(removed[i], 0)
             columns[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i], alpha=-1)
         columns[end:].addmm_(factor[begin:end, end:].T, errors[begin:end], alpha=-1)
-    return errors
 
 
 def _subsets(kept: int, of: int) -> list[tuple[int, ...]]:

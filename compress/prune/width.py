@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.errors import UserError
 from compress.prune.depth import weights_to_remove
 from compress.prune.masks import finite
-from compress.prune.sparsegpt import check_hessian, cholesky, output_error, ridge
+from compress.prune.sparsegpt import check_hessian, cholesky, ridge
 from runtime.checkpoints.architecture import describe
 
 # Rounds in which groups are removed: after each one the rest is scored again, because two groups that say the same
@@ -30,7 +30,7 @@ def choose(weight: Tensor, hessian: Tensor, size: int, keep: int, damping: float
     size     adjacent inputs in a group.
     A group S costs tr(W_S (P_SS)⁻¹ W_Sᵀ) with P the damped Hessian's inverse: the squared output error that is left
     when the other inputs are refitted (optimal brain surgeon by groups, as in ZipLM: 2302.04089).
-    Raises ValueError for sizes that do not fit, and as `hessian.check` says.
+    Raises ValueError for sizes that do not fit, and as `check_hessian` says.
     """
     inputs = weight.shape[1]
     if inputs % size or not 0 < keep <= inputs // size:
@@ -56,24 +56,16 @@ def members(groups: Tensor, size: int) -> Tensor:
     return (groups[:, None] * size + torch.arange(size)).flatten()
 
 
-def refit(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float = 0.01) -> tuple[Tensor, float]:
+def refit(weight: Tensor, hessian: Tensor, kept: Tensor, damping: float = 0.01) -> Tensor:
     """W H[:, kept] (H[kept, kept])⁻¹, (N, kept) float32: the weight whose output from the kept inputs is nearest to the
-    whole one's, and the damping that it took, which draws it towards the weight as it was.
-
-    Raises ValueError as `hessian.check` says.
+    whole one's. Damping draws it towards the weight as it was. Raises ValueError as `check_hessian` says.
     """
     check_hessian(hessian, weight.shape[1])
     wide = weight.float()
     among = hessian[kept][:, kept].float()
     factor, used = cholesky(among, damping)
     wanted = hessian[kept].float() @ wide.T + ridge(among, used) * wide[:, kept].T
-    return torch.cholesky_solve(wanted, factor).T.contiguous(), used
-
-
-def removal_error(weight: Tensor, hessian: Tensor, kept: Tensor, now: Tensor) -> float:
-    """Relative output error of `now` (N, kept) in place of the weight (N, K)."""
-    spread = torch.zeros(weight.shape).index_copy_(1, kept, now.float())
-    return output_error(weight, spread, hessian)
+    return torch.cholesky_solve(wanted, factor).T.contiguous()
 
 
 def _costs(columns: Tensor, inverse: Tensor, alive: Tensor, size: int) -> Tensor:
@@ -99,8 +91,6 @@ def _remove(columns: Tensor, inverse: Tensor, gone: Tensor) -> None:
 Config = dict[str, Any]
 
 O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
 # What kernels and quantised groups like the number of channels to be a multiple of, where that costs little.
 _MULTIPLES = (128, 64, 32, 16, 8)
 _LITTLE = 1 / 12
@@ -119,23 +109,6 @@ class Sizes:
     def group(self) -> int:
         """Inputs of o_proj that belong to one key/value head."""
         return self.heads // self.kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Narrowed:
-    """A narrower block.
-
-    tensors      by path inside the block, in the dtypes they had.
-    kv_heads     the key/value heads that stayed, ascending; channels: those of the MLP.
-    errors       relative output error of o_proj and down_proj after the refit, on the inputs of the Hessians.
-    dampings     the damping that their refits took.
-    """
-
-    tensors: dict[str, Tensor]
-    kv_heads: tuple[int, ...]
-    channels: tuple[int, ...]
-    errors: dict[str, float]
-    dampings: dict[str, float]
 
 
 def sizes(config: Config) -> Sizes:
@@ -157,16 +130,19 @@ def shrink(config: Config, block: Mapping[str, tuple[int, ...]], outside: int, s
     """The sizes at which the blocks lose at least `share` of their weights, norms and biases counted.
 
     block    the shapes of one block's tensors by path inside it; outside: weights that are in no block.
-    Where the embedding allows, the whole model loses 0.8 · share too (see `budget`). Attention loses no more key/value
-    heads than `share` of them, as many as leave a configuration that transformers accepts (its Llama wants heads that
-    divide the hidden size); the MLP gives the rest, rounded down to a multiple of up to 128 channels.
+    Where the embedding allows, the whole model loses 0.8 · share too (see `weights_to_remove`). Attention loses no more
+    key/value heads than `share` of them, as many as leave a configuration that transformers accepts (its Llama wants
+    heads that divide the hidden size); the MLP gives the rest, rounded down to a multiple of up to 128 channels.
     Raises UserError for a share that the MLP cannot give, and as `sizes` and `weights_to_remove` say.
     """
     before = sizes(config)
     layers = config["num_hidden_layers"]
     total = sum(_count(shape) for shape in block.values())
-    attention = sum(_count(shape) for path, shape in block.items() if _part(path) == "attention")
-    mlp = sum(_count(shape) for path, shape in block.items() if _part(path) == "mlp")
+    rows = _rows(before, torch.arange(before.kv_heads), torch.arange(before.intermediate))
+    attention, mlp = (
+        sum(_count(shape) for name, shape in block.items() if name.startswith(part) and _shrinks(name, rows))
+        for part in ("self_attn.", "mlp.")
+    )
     wanted = weights_to_remove(share, layers * total, outside) / layers
     kv_heads = _kv_heads(config, before, share)
     wanted -= attention * (1 - kv_heads / before.kv_heads)
@@ -194,18 +170,16 @@ def narrow_config(config: Config, after: Sizes) -> Config:
 
 def narrow(
     tensors: Mapping[str, Tensor], hessians: Mapping[str, Tensor], before: Sizes, after: Sizes, damping: float = 0.01
-) -> Narrowed:
-    """One block at its new sizes.
+) -> dict[str, Tensor]:
+    """The tensors of one block at its new sizes, by path inside it, in the dtypes they had.
 
     tensors   all of the block's, by path inside it ("self_attn.q_proj.weight"), separate or fused as in Phi-3.
     hessians  mean of x xᵀ of the inputs of "self_attn.o_proj" and "mlp.down_proj"; a part that keeps its size needs
               none and stays as it is.
-    Raises ValueError for tensors that have not the sizes in `before`, and as `groups.choose` says.
+    Raises ValueError for tensors that have not the sizes in `before`, and as `choose` says.
     """
     out = dict(tensors)
-    errors: dict[str, float] = {}
-    dampings: dict[str, float] = {}
-    heads, channels = torch.arange(before.kv_heads), torch.arange(before.intermediate)
+    kept = []
     for path, size, keep, count in (
         (O_PROJ, before.group, after.kv_heads, before.kv_heads),
         (DOWN_PROJ, 1, after.intermediate, before.intermediate),
@@ -214,56 +188,42 @@ def narrow(
         if weight.shape[1] != size * count:
             raise ValueError(f"{path}: expected {size * count} inputs, found {weight.shape[1]}")
         if keep == count:
+            kept.append(torch.arange(count))
             continue
         if not finite(weight):
             raise ValueError(f"{path}: the weight holds NaN or Inf")
-        chosen = choose(weight, hessians[path], size, keep, damping)
-        kept = members(chosen, size)
-        fitted, dampings[path] = refit(weight, hessians[path], kept, damping)
-        fitted = fitted.to(weight.dtype)
-        errors[path] = removal_error(weight, hessians[path], kept, fitted)
-        out[f"{path}.weight"] = fitted
-        if path == O_PROJ:
-            heads = chosen
-        else:
-            channels = chosen
+        kept.append(choose(weight, hessians[path], size, keep, damping))
+        fitted = refit(weight, hessians[path], members(kept[-1], size), damping)
+        out[f"{path}.weight"] = fitted.to(weight.dtype)
+    rows = _rows(before, *kept)
     for name, tensor in tensors.items():
-        rows = _rows(name, before, heads, channels)
-        if rows is not None:
-            if int(rows[1]) != len(tensor):
-                raise ValueError(f"{name}: expected {rows[1]} rows, found {len(tensor)}")
-            out[name] = tensor[rows[0]].contiguous()
-    return Narrowed(out, tuple(heads.tolist()), tuple(channels.tolist()), errors, dampings)
+        if (found := rows.get(name.rpartition(".")[0])) is not None:
+            chosen, expected = found
+            if len(tensor) != expected:
+                raise ValueError(f"{name}: expected {expected} rows, found {len(tensor)}")
+            out[name] = tensor[chosen].contiguous()
+    return out
 
 
-def _rows(name: str, before: Sizes, heads: Tensor, channels: Tensor) -> tuple[Tensor, int] | None:
-    """The rows of a weight or bias that stay, and how many it must have; None for a tensor that keeps its rows."""
-    path = name.rpartition(".")[0]
+def _rows(before: Sizes, heads: Tensor, channels: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """By the path of a layer that loses rows, of weight and bias: those that stay, and how many it must have."""
     queries, keys = members(heads, before.group), members(heads, before.head_dim)
-    query_rows, key_rows = before.heads * before.head_dim, before.kv_heads * before.head_dim
-    kept = {
+    query_rows, key_rows, width = before.heads * before.head_dim, before.kv_heads * before.head_dim, before.intermediate
+    fused = torch.cat((queries, query_rows + keys, query_rows + key_rows + keys))
+    return {
         "self_attn.q_proj": (queries, query_rows),
         "self_attn.k_proj": (keys, key_rows),
         "self_attn.v_proj": (keys, key_rows),
-        "self_attn.qkv_proj": (
-            torch.cat((queries, query_rows + keys, query_rows + key_rows + keys)),
-            query_rows + 2 * key_rows,
-        ),
-        "mlp.gate_proj": (channels, before.intermediate),
-        "mlp.up_proj": (channels, before.intermediate),
-        "mlp.gate_up_proj": (torch.cat((channels, before.intermediate + channels)), 2 * before.intermediate),
+        "self_attn.qkv_proj": (fused, query_rows + 2 * key_rows),
+        "mlp.gate_proj": (channels, width),
+        "mlp.up_proj": (channels, width),
+        "mlp.gate_up_proj": (torch.cat((channels, width + channels)), 2 * width),
     }
-    return kept.get(path)
 
 
-def _part(name: str) -> str | None:
-    """What the tensor's size goes with: "attention", "mlp", or None where it stays."""
-    path, _, leaf = name.rpartition(".")
-    if path in _ATTENTION or (path == O_PROJ and leaf == "weight"):
-        return "attention"
-    if path in _MLP or (path == DOWN_PROJ and leaf == "weight"):
-        return "mlp"
-    return None
+def _shrinks(name: str, rows: Mapping[str, object]) -> bool:
+    """Whether a tensor loses rows, or columns as the two refitted weights do."""
+    return name.rpartition(".")[0] in rows or name in (f"{O_PROJ}.weight", f"{DOWN_PROJ}.weight")
 
 
 def _kv_heads(config: Config, before: Sizes, share: float) -> int:

@@ -56,7 +56,7 @@ class MaskPrune:
             return weight * masks.wanda_mask(weight, present(statistics[path].norms), sparsity)
         from compress.prune import sparsegpt
 
-        return sparsegpt.prune(weight, present(statistics[path].hessian), sparsity).weight
+        return sparsegpt.prune(weight, present(statistics[path].hessian), sparsity)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class WidthPrune:
 
         tensors = {path: parameter.detach() for path, parameter in block.module.named_parameters()}
         hessians = {path: present(statistics[path].hessian) for path in (width.O_PROJ, width.DOWN_PROJ)}
-        found = width.narrow(tensors, hessians, self.before, self.after)
+        narrowed = width.narrow(tensors, hessians, self.before, self.after)
         with torch.device("meta"):
             # transformers' own layer at the new sizes: its forward knows them from the configuration.
             narrow: Any = type(block.module)
             module: nn.Module = narrow(self.model_config, block.number).eval()
-        parameters = {path: nn.Parameter(tensor, requires_grad=False) for path, tensor in found.tensors.items()}
+        parameters = {path: nn.Parameter(tensor, requires_grad=False) for path, tensor in narrowed.items()}
         module.load_state_dict(parameters, strict=True, assign=True)
         block.module = module
         block.linears = {path: _linear(module, path) for path in block.linears}

@@ -61,23 +61,10 @@ def test_the_least_influential_go_until_the_share_is_reached() -> None:
     assert len(depth.choose([0.1] * 22, [44_044_288] * 22, 131_074_048, 0.25)) == 6
     with pytest.raises(UserError, match="leaves a block"):
         depth.choose([0.1], [10], 0, 0.25)
+    with pytest.raises(ValueError, match="argument"):
+        depth.choose([0.1], [10, 10], 0, 0.25)
     with pytest.raises(ValueError, match="share above 0"):
         depth.choose([0.1, 0.2], [10, 10], 0, 0.9)
-
-
-def test_greedy_choice_measures_again() -> None:
-    calls = []
-
-    def measure(kept: tuple[int, ...]) -> list[float]:
-        calls.append(kept)
-        # Blocks 1 and 2 do the same: without the one the other matters.
-        return [{0: 0.5, 1: 0.1 if 2 in kept else 0.9, 2: 0.11 if 1 in kept else 0.9, 3: 0.3}[block] for block in kept]
-
-    assert depth.choose_greedily(measure, [1] * 4, 0, 0.5) == (1, 3)
-    assert calls == [(0, 1, 2, 3), (0, 2, 3)]
-    assert depth.choose([0.5, 0.1, 0.11, 0.3], [1] * 4, 0, 0.5) == (1, 2)
-    with pytest.raises(ValueError, match="2 influences for 4 blocks"):
-        depth.choose_greedily(lambda kept: [0.1, 0.2], [1] * 4, 0, 0.5)
 
 
 def test_names_move_up() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.prune import masks
-from compress.prune.masks import largest_of_group, smallest, store_bytes, zeros_kept
+from compress.prune.masks import largest_of_group, smallest
 
 PATTERNS = [(2, 4), (4, 8), (1, 4), (3, 4)]
 
@@ -105,24 +105,3 @@ def test_what_cannot_be_masked_is_said() -> None:
         masks.wanda_mask(weight, torch.ones(11), 0.5)
     with pytest.raises(ValueError, match="scores hold NaN"):
         smallest(torch.tensor([1.0, math.nan, math.nan]), 2)
-
-
-def test_zeros_survive_a_later_stage() -> None:
-    weight = draw(8, 32, 7)
-    pruned = weight * masks.magnitude_mask(weight, (2, 4))
-    later = pruned + 0.01  # asymmetric rounding: no level is exactly zero
-    assert (later == 0).sum() == 0
-    fixed = zeros_kept(pruned, later)
-    assert torch.equal(fixed == 0, pruned == 0)
-    assert torch.equal(fixed[pruned != 0], later[pruned != 0])
-    with pytest.raises(ValueError, match="one shape"):
-        zeros_kept(pruned, later[:4])
-
-
-def test_store_bytes() -> None:
-    # Four bfloat16 weights, two kept: 32 bits of values and twice two bits of where they stand.
-    assert store_bytes(4 * 1000, 16, (2, 4)) == 1000 * 36 // 8
-    assert store_bytes(8 * 1000, 16, (4, 8)) == 1000 * 4 * 19 // 8
-    assert store_bytes(8 * 1000, 4, (2, 4)) == 8000 * 3 // 8  # of 4 bits there is little to save
-    assert store_bytes(1000, 16, 0.5) == 1000 + 125
-    assert store_bytes(1000, 16, 0.0) > 2000  # a dense weight is better off dense
