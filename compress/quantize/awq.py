@@ -6,13 +6,13 @@ layers again costs N·K·tokens: 16 times as much at 32 k tokens and K = 2048).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.quantize.grid import Grid, decode, encode, fit
+from compress.quantize.grid import Grid, decode, encode, expect_finite, fit
 from runtime.formats.tensors import group_width, round_scale
 
 # Exponents on the line that the paper searches.
@@ -61,8 +61,6 @@ def search_scale(
     dtype: torch.dtype,
     *,
     tie: Callable[[Tensor], Tensor] | None = None,
-    judge: Callable[[list[Tensor]], float] | None = None,
-    ratios: int = RATIOS,
     judges: int = JUDGES,
 ) -> Scaling:
     """The factor that W is multiplied by (and x divided by) so that rounding W hurts the outputs least.
@@ -73,23 +71,17 @@ def search_scale(
     absmean  (K,): mean |x| per channel. A channel that is always 0 counts as the smallest that is not.
     dtype    what the scales of the weights are stored in.
     tie      makes channels that must share a factor equal (`folding.share`).
-    judge    the loss of the layers' rounded weights (each (N, K), for inputs as they were), in place of the Hessians:
-             the error of a parent module's output, for instance. `judges` does not apply then.
     judges   at most so many outputs of each layer, evenly spaced, judge the candidates.
-    Raises ValueError for statistics or a loss that are not finite, and for statistics that do not fit the weights.
+    Raises ValueError for statistics that are not finite or do not fit the weights.
     """
     tie = tie or (lambda statistic: statistic)
     _check(layers, absmean)
     x_log = _log(tie(_least_live(absmean.float())))
     w_log = _log(tie(_relative_mean(layers)))
-    if judge is None:
-        layers = [_thin(layer, judges) for layer in layers]
+    layers = [_thin(layer, judges) for layer in layers]
 
     def loss(factor: Tensor) -> float:
-        rounded = [_rounded(layer.weight, factor, layer.grid, dtype) for layer in layers]
-        if judge is not None:
-            return judge(rounded)
-        return sum(output_error(layer, weight) for layer, weight in zip(layers, rounded, strict=True))
+        return sum(output_error(layer, _rounded(layer.weight, factor, layer.grid, dtype)) for layer in layers)
 
     seen: dict[tuple[float, float], float] = {}
 
@@ -102,8 +94,10 @@ def search_scale(
         return seen[key]
 
     plain = at(0.0, 0.0)
-    for a, b in _line(ratios):
-        at(a, b)
+    for a in (step / RATIOS for step in range(1, RATIOS + 1)):
+        at(a, 0.0)
+        at(a, 1.0 - a)
+    at(0.0, 1.0)
     best = _refine(at, min(seen, key=lambda key: seen[key]))
     return Scaling(_factor(x_log, w_log, *best), seen[best], plain)
 
@@ -118,8 +112,8 @@ def search_clip(
     weight   (N, K) float32, already multiplied by the factor; `hessian` (K, K) of inputs already divided by it.
     Raises ValueError for values that are not finite, and for groups that do not divide K.
     """
-    _finite("a weight", weight)
-    _finite("a Hessian", hessian)
+    expect_finite("a weight", weight)
+    expect_finite("a Hessian", hessian)
     n, k = weight.shape
     scale, zero = fit(weight, grid, dtype)
     groups = scale.shape[1]
@@ -128,7 +122,16 @@ def search_clip(
     step = max(1, _CHUNK // k)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        scale[rows] = _best_scale(weight[rows], blocks, scale[rows], zero[rows], grid, dtype, shrinks)
+        full, zeros, best = scale[rows], zero[rows], scale[rows]
+        least = torch.full_like(full, torch.inf)
+        for shrink in shrinks:
+            tried = round_scale(full * shrink, dtype)
+            error = weight[rows] - decode(encode(weight[rows], tried, zeros, grid), tried, zeros, grid)
+            parts = error.view(*full.shape, -1).transpose(0, 1)
+            loss = ((parts @ blocks) * parts).sum(dim=-1).T
+            better = loss < least
+            best, least = torch.where(better, tried, best), torch.where(better, loss, least)
+        scale[rows] = best
     return scale, zero
 
 
@@ -138,14 +141,6 @@ def output_error(layer: Fed, rounded: Tensor) -> float:
     # Rounding keeps the Hessian's quadratic form above zero but for float32's own error.
     per_output = ((error @ layer.hessian) * error).sum(dim=1, dtype=torch.float64).clamp(min=0)
     return float((per_output * layer.importance).sum())
-
-
-def _line(ratios: int) -> Iterator[tuple[float, float]]:
-    for step in range(ratios):
-        a = (step + 1) / ratios
-        yield a, 0.0
-        yield a, 1.0 - a
-    yield 0.0, 1.0
 
 
 def _refine(at: Callable[[float, float], float], best: tuple[float, float]) -> tuple[float, float]:
@@ -182,27 +177,6 @@ def _log(statistic: Tensor) -> Tensor:
     return torch.where(live, logs - middle, 0.0)
 
 
-def _best_scale(
-    weight: Tensor,
-    blocks: Tensor,
-    full: Tensor,
-    zero: Tensor,
-    grid: Grid,
-    dtype: torch.dtype,
-    shrinks: Sequence[float],
-) -> Tensor:
-    """(N, G) of the scales `full` · shrink the one that makes each group's own error least."""
-    best, least = full, torch.full_like(full, torch.inf)
-    for shrink in shrinks:
-        scale = round_scale(full * shrink, dtype)
-        error = weight - decode(encode(weight, scale, zero, grid), scale, zero, grid)
-        parts = error.view(*full.shape, -1).transpose(0, 1)
-        loss = ((parts @ blocks) * parts).sum(dim=-1).T
-        better = loss < least
-        best, least = torch.where(better, scale, best), torch.where(better, loss, least)
-    return best
-
-
 def _relative_mean(layers: Sequence[Fed]) -> Tensor:
     """(K,) mean over all outputs of |w| relative to the largest of its row and group."""
     total = torch.zeros(layers[0].weight.shape[1])
@@ -233,18 +207,13 @@ def _thin(layer: Fed, outputs: int) -> Fed:
 def _check(layers: Sequence[Fed], absmean: Tensor) -> None:
     if not layers:
         raise ValueError("a factor needs at least one layer to judge it")
-    _finite("the mean |x| per channel", absmean)
+    expect_finite("the mean |x| per channel", absmean)
     for layer in layers:
-        _finite("a weight", layer.weight)
-        _finite("a Hessian", layer.hessian)
+        expect_finite("a weight", layer.weight)
+        expect_finite("a Hessian", layer.hessian)
         k = layer.weight.shape[1]
         if absmean.shape != (k,) or layer.hessian.shape != (k, k):
             raise ValueError(
                 f"a layer of {k} inputs needs {k} channel means and a Hessian of {k} × {k}, found"
                 f" {list(absmean.shape)} and {list(layer.hessian.shape)}"
             )
-
-
-def _finite(what: str, values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"{what} must be finite, found NaN or infinity")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.quantize.grid import Grid, fit_groups, limits, to_packed
+from compress.quantize.grid import Grid, expect_finite, fit_groups, limits, to_packed
 from compress.quantize.refine import BLOCK, STRIP, State, refine, spans
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import group_width
@@ -28,7 +28,7 @@ _MOST_DAMPING = 10.0
 class Rounded:
     """A layer's codes and what they cost.
 
-    packed   the layer; its `perm` is set where groups follow the activation order.
+    packed   the layer.
     error    relative error of the layer's output on the calibration inputs, sqrt(tr(E H Eᵀ) / tr(W H Wᵀ)).
     damping  what was added to H's diagonal, over the diagonal's mean; more than was asked where H needed it.
     """
@@ -36,22 +36,6 @@ class Rounded:
     packed: PackedWeight
     error: float
     damping: float
-
-
-def quantize(
-    weight: Tensor,
-    hessian: Tensor,
-    grid: Grid,
-    dtype: torch.dtype,
-    order: bool = False,
-    damping: float = 0.01,
-    search: bool = True,
-    *,
-    regroup: bool = False,
-    passes: int = 2,
-) -> Rounded:
-    """Codes of a weight (N, K) of any float dtype; `quantize_together` says the rest."""
-    return quantize_together([weight], hessian, grid, dtype, order, damping, search, regroup=regroup, passes=passes)[0]
 
 
 def quantize_together(
@@ -62,8 +46,6 @@ def quantize_together(
     order: bool = False,
     damping: float = 0.01,
     search: bool = True,
-    *,
-    regroup: bool = False,
     passes: int = 2,
 ) -> list[Rounded]:
     """Codes of layers that read the same inputs, (N, K) each; H is factored once, and every layer is as if alone.
@@ -73,31 +55,23 @@ def quantize_together(
     order    inputs of large second moment first. Groups stay those of the input order, so nothing is permuted on disk
              (compressed-tensors' "weight" and "static" order), and their scales come from the weights as they were;
              otherwise from the weights when their turn has come, what the others left included.
-    regroup  with `order`: groups are formed along the order, and the layer has a `perm`.
     damping  is raised tenfold until H can be factored.
     search   looks for the scale of least squared error in each group, counted by H's diagonal (see `grid.fit`).
     passes   of coordinate descent over scales and codes afterwards; 0: GPTQ as published.
 
     An input that was always 0 has no say: its weights are rounded to nearest. Memory beyond weights and H: two K × K
-    float32 (three with `regroup`), 13 bytes a weight, and `refine`'s 16 for each weight of one group.
-    Raises ValueError for values that are not finite, shapes that do not fit, `regroup` without `order`, groups that do
-    not divide K, scales that overflow `dtype`, or an H that is not a Gram matrix.
+    float32, 13 bytes a weight, and `refine`'s 16 for each weight of one group.
+    Raises ValueError for values that are not finite, shapes that do not fit, groups that do not divide K, scales that
+    overflow `dtype`, or an H that is not a Gram matrix.
     """
     k = hessian.shape[0]
     if hessian.shape != (k, k) or any(weight.ndim != 2 or weight.shape[1] != k for weight in weights):
         raise ValueError(f"weights {[list(w.shape) for w in weights]} do not fit a Hessian {list(hessian.shape)}")
-    if regroup and not order:
-        raise ValueError("groups along the activation order need the order")
     width = group_width(k, grid.group_size)
-    for name, tensor in (*(("weight", weight) for weight in weights), ("Hessian", hessian)):
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ValueError(f"the {name} has values that are NaN or infinite")
+    for name, tensor in (*(("the weight", weight) for weight in weights), ("the Hessian", hessian)):
+        expect_finite(name, tensor)
     columns = torch.cat([weight.float().T for weight in weights], dim=1)
-    perm = hessian.diagonal().argsort(descending=True, stable=True) if order else None
-    if perm is not None and regroup:
-        # From here on this order is everybody's.
-        columns, hessian = columns[perm], hessian[perm.unsqueeze(1), perm]
-    turns = perm if order and not regroup else None
+    turns = hessian.diagonal().argsort(descending=True, stable=True) if order else None
     factor, spreads, ridge = factorize(hessian, turns, damping)
     state = _feed_back(columns, factor, spreads, hessian.diagonal() + ridge, turns, width, grid, dtype, search)
     del factor
@@ -108,7 +82,7 @@ def quantize_together(
     sizes = [len(weight) for weight in weights]
     return [
         Rounded(
-            to_packed(codes.T.contiguous(), scale.T.contiguous(), zero.T.contiguous(), grid, perm if regroup else None),
+            to_packed(codes.T.contiguous(), scale.T.contiguous(), zero.T.contiguous(), grid),
             math.sqrt(float(lost.sum()) / whole) if (whole := float(output.sum())) > 0 else 0.0,
             ridge / (float(hessian.diagonal().mean()) or 1.0),
         )

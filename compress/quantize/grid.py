@@ -83,6 +83,12 @@ def grouped(weight: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
         yield rows, weight[rows].float().view(-1, k // width, width).permute(2, 0, 1).contiguous()
 
 
+def expect_finite(what: str, values: Tensor) -> None:
+    """Raises ValueError naming `what` where a value is NaN or infinite: the extremes tell, without a mask."""
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):
+        raise ValueError(f"{what} has values that are NaN or infinite")
+
+
 def fit_groups(
     values: Tensor, grid: Grid, dtype: torch.dtype, importance: Tensor | None = None, search: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -162,13 +168,10 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
     return ((groups - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).view(n, k)
 
 
-def to_packed(
-    codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tensor | None = None, bias: Tensor | None = None
-) -> PackedWeight:
+def to_packed(codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid, bias: Tensor | None = None) -> PackedWeight:
     """The layer as every kernel takes it: 2 to 4 bits in int4's container, 8 bits per row as int8.
 
-    `perm` (K,) is the activation order: codes[:, j] belongs to input perm[j]. Raises ValueError for a grid that no
-    format holds.
+    Raises ValueError for a grid that no format holds.
     """
     if grid.bits <= 4:
         scheme = Scheme("int4", grid.bits, grid.group_size, grid.symmetric, "int8-group")
@@ -176,11 +179,5 @@ def to_packed(
         scheme = Scheme("int8", 8, 0, True, "int8-token")
     else:
         raise ValueError(f"formats hold 2 to 4 bits, and 8 symmetric ones with a scale per row; found {grid}")
-    return PackedWeight(
-        scheme,
-        codes,
-        scale,
-        offset=None if grid.symmetric else scale * zero,
-        perm=perm,
-        bias=None if bias is None else bias.float(),
-    )
+    offset = None if grid.symmetric else scale * zero
+    return PackedWeight(scheme, codes, scale, offset=offset, bias=None if bias is None else bias.float())

@@ -118,8 +118,6 @@ def search_alpha(
     dtype: torch.dtype,
     *,
     tie: Callable[[Tensor], Tensor] | None = None,
-    alphas: Sequence[float] = ALPHAS,
-    judges: int = JUDGES,
 ) -> Smoothing:
     """The α whose W8A8 outputs are nearest to the float ones; no smoothing at all where that is best.
 
@@ -130,13 +128,13 @@ def search_alpha(
     activation  "int8-token", or "int8-tensor": static, the range being the largest channel's.
     dtype       what the weights' scales are stored in.
     tie         makes channels that must share a factor equal (`folding.share` by "max").
-    judges      at most so many outputs of each layer, evenly spaced, judge.
+    At most JUDGES outputs of each layer, evenly spaced, judge.
     """
     if rows.dim() != 2 or not len(rows) or not bool(torch.isfinite(rows).all()):
         raise ValueError("smoothing is judged on finite input rows, found none or NaN or infinity among them")
     tie = tie or (lambda statistic: statistic)
     range_x, range_w = tie(absmax_x), tie(weight_absmax(weights))
-    kept = [weight[_evenly(len(weight), judges)] for weight in weights]
+    kept = [weight[_evenly(len(weight))] for weight in weights]
     exact = [rows @ weight.T for weight in kept]
 
     def loss(factor: Tensor) -> float:
@@ -156,7 +154,7 @@ def search_alpha(
     best = torch.ones_like(range_x, dtype=torch.float32)
     plain = error = loss(best)
     alpha = None
-    for tried in alphas:
+    for tried in ALPHAS:
         factor = factors(range_x, range_w, tried)
         judged = loss(factor)
         if judged < error:
@@ -164,7 +162,7 @@ def search_alpha(
     return Smoothing(best, alpha, error, plain)
 
 
-def _evenly(n: int, most: int) -> Tensor:
-    """At most `most` of the numbers 0..n − 1, evenly spaced."""
-    count = min(n, most)
+def _evenly(n: int) -> Tensor:
+    """At most JUDGES of the numbers 0..n − 1, evenly spaced."""
+    count = min(n, JUDGES)
     return torch.arange(count) * n // count

@@ -119,24 +119,6 @@ def test_importance_moves_the_choice_to_the_layer_that_matters() -> None:
     assert first[0] < second[0] and second[1] < first[1]
 
 
-def test_a_judge_decides_in_place_of_the_hessian() -> None:
-    rows, weight = outlier_inputs(), random_weight(32)
-    layer, absmean = awq.Fed(weight, hessian(rows), INT4), rows.abs().mean(dim=0)
-    alike = awq.search_scale([layer], absmean, DTYPE, judge=lambda weights: brute_error(weight, weights[0], rows))
-    assert torch.equal(alike.factor, awq.search_scale([layer], absmean, DTYPE).factor)
-    # One that likes nothing but the plain weights keeps them plain.
-    plain = rounded(weight, torch.ones(64), INT4)
-    stubborn = awq.search_scale([layer], absmean, DTYPE, judge=lambda weights: float((weights[0] - plain).abs().sum()))
-    assert torch.equal(stubborn.factor, torch.ones(64)) and stubborn.error == 0
-
-
-def test_a_judge_that_loses_count_is_refused() -> None:
-    rows, weight = outlier_inputs(), random_weight(8)
-    layer = awq.Fed(weight, hessian(rows), INT4)
-    with pytest.raises(ValueError, match="judged error"):
-        awq.search_scale([layer], rows.abs().mean(dim=0), DTYPE, judge=lambda weights: float("nan"))
-
-
 def test_tied_channels_get_one_factor() -> None:
     rows, weight = outlier_inputs(), random_weight(32)
 
