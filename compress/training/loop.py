@@ -213,8 +213,7 @@ class _Loop:
         self._update(rate)
         standing.step += 1
         standing.since.append(loss)
-        last = standing.step == standing.steps
-        evaluated = None
+        last, evaluated = standing.step == standing.steps, None
         if standing.step % settings.evaluate_every == 0 or last:
             evaluated = self._evaluate()
             if evaluated < standing.best:
@@ -253,8 +252,7 @@ class _Loop:
             total += loss.value.detach().double().cpu() / settings.gradient_accumulation_steps
             for name, value in loss.parts.items():
                 self.parts[name] = self.parts.get(name, 0.0) + value / settings.gradient_accumulation_steps
-        gradients = [_gradient(parameter) for parameter in self.parameters]
-        world.average([*gradients, total])
+        world.average([*map(_gradient, self.parameters), total])
         if not math.isfinite(float(total)):
             raise self._not_finite("loss", step)
         norm = nn.utils.clip_grad_norm_(self.parameters, settings.max_grad_norm)
@@ -307,14 +305,12 @@ class _Loop:
 
 def make_optimizers(groups: Sequence[Group], settings: Settings) -> list[torch.optim.Optimizer]:
     """AdamW for its groups and Muon for its own; either is left out where it has none."""
-    made: list[torch.optim.Optimizer] = []
-    adam = [_described(group, settings) for group in groups if group.optimizer == "adamw"]
-    if adam:
+    rate, made = settings.learning_rate, list[torch.optim.Optimizer]()
+    if adam := [_described(group, settings) for group in groups if group.optimizer == "adamw"]:
         # The plain form takes a dozen passes over the weights, the fused one a single pass.
-        made.append(torch.optim.AdamW(adam, lr=settings.learning_rate, betas=settings.betas, fused=True))
-    muon = [_described(group, settings) for group in groups if group.optimizer == "muon"]
-    if muon:
-        made.append(torch.optim.Muon(muon, lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw"))
+        made.append(torch.optim.AdamW(adam, lr=rate, betas=settings.betas, fused=True))
+    if muon := [_described(group, settings) for group in groups if group.optimizer == "muon"]:
+        made.append(torch.optim.Muon(muon, lr=rate, adjust_lr_fn="match_rms_adamw"))
     return made
 
 
