@@ -4,6 +4,11 @@ The rounding error of a layer's output is tr(E H Eᵀ), with E = W − Ŵ and H 
 upper triangular, it is Σ_j D_jj ‖(E M)_j‖², and (E M)_j = w_j + Σ_{i<j} e_i M_ij − ŵ_j: so each column in turn is the
 rounding of its weight plus what the columns before it left. That is GPTQ's rule without the inverse of H (QuIP,
 2307.13304, shows that both are one): one factorisation instead of three. `refine` then goes over the codes again.
+
+In the code      columns (K, N) = Wᵀ, one input's weights in a row; error = Eᵀ, likewise
+                 factor = M, unit upper triangular; spreads = D, its diagonal
+                 turns = the paper's perm: the inputs in the order in which they are rounded; None: as they are
+                 targets = W plus the error that the columns before have left, what rounding starts from
 """
 
 import math

@@ -2,8 +2,7 @@
 
 Damage is measured one layer at a time: the layer is rounded, everything else stays, and KL(original ‖ changed) of the
 model's output is averaged over calibration text. Damages of different layers are taken to add up, as HAWQ-V3 (Yao et
-al., 2021) and many others do; the sum is a ranking, no forecast. Where a model does not fit in memory, the cheaper
-proxy from its Hessian (`output_error`) takes the place of the divergence.
+al., 2021) and many others do; the sum is a ranking, no forecast.
 """
 
 import re
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 # Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
 _LOGITS = 1 << 26
 _ROWS = 256
+# A few thousand tokens rank layers; more change nothing but the time.
+_TOKENS = 4096
+_SCHEMES = {3: "int3", 4: "int4"}
 # What engines compute in one product must have one scheme.
 _TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -59,11 +61,6 @@ class Unit:
     weights: int
     damage: tuple[float, ...]
     stored_bits: tuple[int, ...]
-
-    def per_saved_bit(self, original_bits: int = 16) -> tuple[float, ...]:
-        """Damage over the bits that each candidate saves against `original_bits` a weight."""
-        saved = (original_bits * self.weights - bits for bits in self.stored_bits)
-        return tuple(d / bits if bits > 0 else float("inf") for d, bits in zip(self.damage, saved, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,6 @@ def nearest(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, in
     return rounded.view(n, k), stored_bytes(candidate.stored_as, n, k)
 
 
-def single_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Each layer by itself."""
-    return {name: (name,) for name in names}
-
-
 def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Layers that engines fuse, together: q, k and v; gate and up; all experts, whose loader has one scheme for all."""
     out: dict[str, list[str]] = {}
@@ -109,18 +101,6 @@ def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
             unit = f"{parent}.{_TOGETHER[leaf]}" if leaf in _TOGETHER else name
         out.setdefault(unit, []).append(name)
     return {unit: tuple(layers) for unit, layers in out.items()}
-
-
-def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
-    """tr(E H Eᵀ) / tr(W H Wᵀ), E = rounded − weight: the share of a layer's mean squared output that the rounding
-    changes. weight, rounded (N, K); hessian (K, K), the mean of x xᵀ. 0 for a layer that puts out zeros either way.
-    """
-    exact, h = weight.double(), hessian.double()
-    error = rounded.double() - exact
-    changed, whole = (float(((m @ h) * m).sum()) for m in (error, exact))
-    if whole <= 0:
-        return 0.0 if changed <= 0 else float("inf")
-    return max(changed, 0.0) / whole
 
 
 @torch.inference_mode()
@@ -187,37 +167,20 @@ def measure(
     return Sensitivity(tuple(candidates), found_units, windows.numel())
 
 
-def allocate(
-    found: Sensitivity, *, bits_per_weight: float | None = None, damage: float | None = None
-) -> dict[str, Candidate]:
-    """The candidate of every layer, by layer's name.
+def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]:
+    """The candidate of every layer, by layer's name: the least damage within so many stored bits a weight.
 
-    bits_per_weight  a size budget: the least damage within so many stored bits a weight, scales included.
-    damage           a quality budget: the fewest bits within such a sum of damages.
-
-    Raises UserError where the budget is below what the candidates can reach, ValueError unless one budget is given.
+    Scales count. Raises UserError where the budget is below what the candidates can reach.
     """
-    if (bits_per_weight is None) == (damage is None):
-        raise ValueError("expected one budget: bits_per_weight or damage")
-    costs, sizes = [unit.damage for unit in found.units], [unit.stored_bits for unit in found.units]
+    sizes = [unit.stored_bits for unit in found.units]
     weights = sum(unit.weights for unit in found.units)
-    if bits_per_weight is not None:
-        least = sum(map(min, sizes)) / weights
-        if least > bits_per_weight:
-            raise UserError(
-                f"bits_per_weight: expected at least {least:.3f}, which the smallest candidates take, found "
-                f"{bits_per_weight:g}: raise the budget or allow fewer bits"
-            )
-        picks = choose(costs, sizes, bits_per_weight * weights)
-    else:
-        assert damage is not None
-        best = sum(map(min, costs))
-        if best > damage:
-            raise UserError(
-                f"damage: expected at least {best:.3g}, which the best candidates do, found {damage:g}: raise the "
-                "budget or allow more bits"
-            )
-        picks = choose(sizes, costs, damage)
+    least = sum(map(min, sizes)) / weights
+    if least > bits_per_weight:
+        raise UserError(
+            f"bits_per_weight: expected at least {least:.3f}, which the smallest candidates take, found "
+            f"{bits_per_weight:g}: raise the budget or allow fewer bits"
+        )
+    picks = choose([unit.damage for unit in found.units], sizes, bits_per_weight * weights)
     pairs = zip(found.units, picks, strict=True)
     return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
 
@@ -274,11 +237,6 @@ def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
     for p, q in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True):
         total += kl_rows(log_probabilities(p), log_probabilities(q)).sum()
     return total
-
-
-# A few thousand tokens rank layers; more change nothing but the time.
-_TOKENS = 4096
-_SCHEMES = {3: "int3", 4: "int4"}
 
 
 def choose_schemes(
