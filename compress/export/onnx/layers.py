@@ -254,8 +254,8 @@ def _per_token(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Val
     shift = builder.constant("code_shift", np.array(_ZERO, dtype=np.float32))
     rounded = builder.node("Add", [builder.node("Round", [builder.node("Div", [x, step])]), shift])
     zero = builder.constant("code_zero", np.array(_ZERO, dtype=np.uint8))
-    codes = builder.constant("codes", packed.codes.T)
-    product = builder.node("MatMulInteger", [builder.cast(rounded, torch.uint8), codes, zero])
+    codes, code_zeros = _unsigned(builder, packed)
+    product = builder.node("MatMulInteger", [builder.cast(rounded, torch.uint8), codes, zero, code_zeros])
     scaled = builder.node("Mul", [builder.cast(product, torch.float32), builder.constant("scales", packed.scale[:, 0])])
     y = builder.node("Mul", [scaled, step])
     return builder.cast(y, builder.dtype) if half else y
@@ -267,6 +267,17 @@ def _static(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value"
     step = builder.constant("input_scale", builder.floats(packed.input_scale.reshape(())))
     zero = builder.constant("input_zero_point", np.array(_ZERO, dtype=np.uint8))
     rounded = builder.node("DequantizeLinear", [builder.node("QuantizeLinear", [x, step, zero]), step, zero])
-    codes = builder.constant("codes", packed.codes.T)
+    codes, code_zeros = _unsigned(builder, packed)
     scale = builder.constant("scales", builder.floats(packed.scale[:, 0]))
-    return builder.node("MatMul", [rounded, builder.node("DequantizeLinear", [codes, scale], axis=1)])
+    return builder.node("MatMul", [rounded, builder.node("DequantizeLinear", [codes, scale, code_zeros], axis=1)])
+
+
+def _unsigned(builder: Builder, packed: PackedWeight) -> "tuple[ir.Value, ir.Value]":
+    """int8 codes (K, N) as uint8 about 128, and the zero point of each output.
+
+    ONNX Runtime's product of unsigned inputs and signed weights adds pairs in 16 bits, which saturate on x86 processors
+    without VNNI; its product of two unsigned factors is exact on all of them.
+    """
+    codes = (packed.codes.T.to(torch.int16) + _ZERO).to(torch.uint8)
+    zeros = np.full(packed.shape[0], _ZERO, dtype=np.uint8)
+    return builder.constant("codes", codes), builder.constant("code_zeros", zeros)

@@ -270,8 +270,8 @@ def _dense(weight: PackedWeight | Tensor) -> Tensor:
 def _notes(filled: Filled, dtype: torch.dtype) -> Iterator[str]:
     if "int8-token" in filled.kinds:
         yield (
-            "int8 layers round their inputs per token in the graph, as Specpress' kernels do; on x86 processors without"
-            " VNNI ONNX Runtime's products of unsigned inputs can saturate"
+            "int8 layers round their inputs per token in the graph, as Specpress' kernels do; both factors are"
+            " unsigned, so that ONNX Runtime's products are exact with and without VNNI"
         )
     if "ternary" in filled.kinds:
         yield "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token"

@@ -231,7 +231,8 @@ def _dequantized(written: Any, name: str, packed: PackedWeight) -> torch.Tensor:
     codes = tensors[f"{name}.codes"]
     n, k = packed.shape
     if "MatMulInteger" in kinds or "QuantizeLinear" in kinds:
-        return codes.T.float() * tensors[f"{name}.scales"].unsqueeze(1)
+        whole = codes.float() - tensors[f"{name}.code_zeros"].float()
+        return whole.T * tensors[f"{name}.scales"].unsqueeze(1)
     if "MatMulBnb4" in kinds:
         nibbles = torch.stack((codes >> 4, codes & 15), dim=1).flatten().long()
         blocks = nf4.LEVELS[nibbles].view(-1, 64) * tensors[f"{name}.absmax"].unsqueeze(1)
