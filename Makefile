@@ -6,11 +6,11 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow bench lint format peers compressors clean
+.PHONY: demo test test-slow bench lint map format peers compressors clean
 
 demo: .venv/installed
-	$(BIN)/python -m compress.run --recipe nf4 --out runs/nf4 --force
-	$(BIN)/python -m runtime.generate --target runs/nf4/model --prompt "class Counter:" --max-new-tokens 64 \
+	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
+	$(BIN)/specpress generate --target runs/nf4/model --prompt "class Counter:" --max-new-tokens 64 \
 		--temperature 0.7 --seed 1
 
 test: .venv/installed
@@ -28,6 +28,11 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/unused.py
+
+# The map in docs/internals.md, drawn from the tree: after files have moved, or say something else of themselves.
+map:
+	$(PYTHON) docs/draw_map.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

@@ -74,11 +74,6 @@ class Windows:
         """Tokens of all calibration windows."""
         return self.calibration.numel()
 
-    @property
-    def predicted_tokens(self) -> int:
-        """Tokens that the evaluation predicts: all but each window's first."""
-        return self.evaluation_used * (self.length - 1)
-
 
 def make_windows(
     corpus: Corpus,

@@ -108,7 +108,6 @@ def test_bytes_are_those_of_the_predicted_text(tokenizer, with_separator) -> Non
         text = tokenizer.decode(row[1:], skip_special_tokens=True)
         assert len(text.encode()) == size
     assert windows.exact_bytes
-    assert windows.predicted_tokens == 10 * 39
 
 
 def test_a_start_token_begins_every_window(starting_tokenizer, tokenizer) -> None:
