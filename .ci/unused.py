@@ -88,9 +88,8 @@ def references(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.attr, node.lineno
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg, node.value.lineno
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"[\w.:]+", node.value):
-                yield re.split(r"[.:]", node.value)[-1], node.lineno
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.:]+", str(node.value)):
+            yield re.split(r"[.:]", str(node.value))[-1], node.lineno
         for field in ("annotation", "returns"):
             inner = getattr(node, field, None)
             for text in ast.walk(inner) if isinstance(inner, ast.AST) else ():
