@@ -1,22 +1,18 @@
 """Export "awq": AWQ's layout "gemm" of 4 bits, for transformers (with GPTQModel), vLLM, SGLang and others."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.export import Exported, Progress, directory
-from compress.export.directory import Form
+from compress.export import directory
+from compress.export.directory import Form, Layout
 from compress.export.layers import (
     LEAST_GROUP,
-    NOTHING_PACKED,
     Facts,
     Model,
     check_group,
     common_group,
     group_notes,
-    survey,
     to_int4,
     with_scale_in,
     with_whole_zeros,
@@ -27,27 +23,12 @@ from runtime.formats.packed import PackedWeight
 # For layers that are rounded again where no other layer says a size: the largest that divides all of their rows.
 _GROUPS = (128, 64, 32, 16)
 
-
-def refusal(kinds: frozenset[str]) -> str | None:
-    """Why models with layers of these kinds cannot be exported; None where they can."""
-    if not kinds:
-        return NOTHING_PACKED
-    if "nf4" in kinds:
-        return (
-            "AWQ's layout holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
-            " export to bitsandbytes"
-        )
-    return None
-
-
-def write(model: Path, out: Path, progress: Progress) -> Exported:
-    """See compress.export."""
-    found = survey(model)
-    if found.method == "awq":
-        return directory.copy("awq", found, out, progress)
-    if (why := refusal(frozenset(layer.scheme.kind for layer in found.packed))) is not None:
-        raise UserError(f"export awq: {why}")
-    return directory.write("awq", found, _form(found), out, progress)
+_REFUSED = {
+    "nf4": (
+        "AWQ's layout holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
+        " export to bitsandbytes"
+    )
+}
 
 
 def _form(model: Model) -> Form:
@@ -103,3 +84,7 @@ def _notes(exact: list[Facts], rounded: list[Facts], plain: list[Facts], size: i
     if any(int8.is_expert(layer.prefix) for layer in (*exact, *rounded)):
         notes.append("transformers does not load experts in this layout; vLLM does.")
     return notes
+
+
+LAYOUT = Layout("awq", _REFUSED, _form)
+refusal, write = LAYOUT.refusal, LAYOUT.write

@@ -1,36 +1,21 @@
 """Export "bitsandbytes": nf4, or LLM.int8 where every layer is int8 by rows, for transformers and vLLM on GPUs."""
 
-from pathlib import Path
-
 from torch import Tensor
 
-from compress.errors import UserError
-from compress.export import Exported, Progress, directory
-from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, survey, to_int8_rows, to_nf4
+from compress.export import directory
+from compress.export.directory import Form, Layout
+from compress.export.layers import Facts, Model, to_int8_rows, to_nf4
 from runtime.formats import int8, llm_int8, nf4
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import stored_scale_dtype
 
-
-def refusal(kinds: frozenset[str]) -> str | None:
-    """Why models with layers of these kinds cannot be exported; None where they can."""
-    if not kinds:
-        return NOTHING_PACKED
-    if "ternary" in kinds:
-        return "bitsandbytes has no ternary format, and nf4 would double the file for nothing: export to bitnet or gguf"
-    return None
+_REFUSED = {
+    "ternary": "bitsandbytes has no ternary format, and nf4 would double the file for nothing: export to bitnet or gguf"
+}
 
 
-def write(model: Path, out: Path, progress: Progress) -> Exported:
-    """See compress.export."""
-    found = survey(model)
-    if found.method == "bitsandbytes":
-        return directory.copy("bitsandbytes", found, out, progress)
-    if (why := refusal(frozenset(layer.scheme.kind for layer in found.packed))) is not None:
-        raise UserError(f"export bitsandbytes: {why}")
-    eight = all(layer.scheme.kind == "int8" for layer in found.packed)
-    return directory.write("bitsandbytes", found, _int8(found) if eight else _nf4(found), out, progress)
+def _form(model: Model) -> Form:
+    return _int8(model) if all(layer.scheme.kind == "int8" for layer in model.packed) else _nf4(model)
 
 
 def _int8(model: Model) -> Form:
@@ -67,3 +52,7 @@ def _experts(model: Model) -> tuple[str, ...]:
     if any(int8.is_expert(layer.prefix) for layer in model.packed):
         return ("transformers' bitsandbytes loader leaves experts alone, so it does not load these.",)
     return ()
+
+
+LAYOUT = Layout("bitsandbytes", _REFUSED, _form)
+refusal, write = LAYOUT.refusal, LAYOUT.write

@@ -1,39 +1,21 @@
 """Export "compressed-tensors": pack-quantized and int-quantized, for transformers, vLLM, SGLang and llm-compressor."""
 
-from pathlib import Path
-
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.export import Exported, Progress, directory
-from compress.export.directory import Form
-from compress.export.layers import NOTHING_PACKED, Facts, Model, survey, to_int8_rows, with_scale_in, with_whole_zeros
+from compress.export.directory import Form, Layout
+from compress.export.layers import Facts, Model, to_int8_rows, with_scale_in, with_whole_zeros
 from runtime import formats
 from runtime.formats import int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import stored_scale_dtype
 
-
-def refusal(kinds: frozenset[str]) -> str | None:
-    """Why models with layers of these kinds cannot be exported; None where they can."""
-    if not kinds:
-        return NOTHING_PACKED
-    if "nf4" in kinds:
-        return (
-            "compressed-tensors holds evenly spaced codes, found nf4, whose codes are not: compress with an int4"
-            " recipe, or export to bitsandbytes"
-        )
-    return None
-
-
-def write(model: Path, out: Path, progress: Progress) -> Exported:
-    """See compress.export."""
-    found = survey(model)
-    if found.method == "compressed-tensors":
-        return directory.copy("compressed-tensors", found, out, progress)
-    if (why := refusal(frozenset(layer.scheme.kind for layer in found.packed))) is not None:
-        raise UserError(f"export compressed-tensors: {why}")
-    return directory.write("compressed-tensors", found, _form(found), out, progress)
+_REFUSED = {
+    "nf4": (
+        "compressed-tensors holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
+        " export to bitsandbytes"
+    )
+}
 
 
 def _form(model: Model) -> Form:
@@ -84,3 +66,7 @@ def _notes(model: Model, reordered: list[str]) -> list[str]:
     if any(layer.scheme.kind == "int8" and not _is_row(layer) for layer in model.packed):
         notes.append("int8 in groups, with zero points or in activation order is rounded again, to symmetric rows.")
     return notes
+
+
+LAYOUT = Layout("compressed-tensors", _REFUSED, _form)
+refusal, write = LAYOUT.refusal, LAYOUT.write

@@ -1,7 +1,7 @@
 """Writes an export that is a Hugging Face directory, a layer at a time, and measures what each layer lost."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from compress.artifact import files, safetensors
+from compress.errors import UserError
 from compress.export import Exported, Loss, Progress
-from compress.export.layers import CACHE_SCALES, Facts, Model
+from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, survey
 from compress.model import directory
 from compress.quantize.rtn import relative_error
 from runtime import formats
@@ -35,6 +36,33 @@ class Form:
     quantization: Mapping[str, Any]
     store: Store
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An export that is a Hugging Face directory: a row each, which the modules of the layouts have.
+
+    name     of the export, and the `quant_method` of models that are in this layout already: those are copied.
+    refused  kinds of codes that it cannot hold, and why.
+    form     how a model is to be written.
+    """
+
+    name: str
+    refused: Mapping[str, str]
+    form: Callable[[Model], Form]
+
+    def refusal(self, kinds: Collection[str]) -> str | None:
+        """Why models with layers of these kinds cannot be exported; None where they can."""
+        return next((why for kind, why in self.refused.items() if kind in kinds), None) if kinds else NOTHING_PACKED
+
+    def write(self, model: Path, out: Path, progress: Progress) -> Exported:
+        """See compress.export."""
+        found = survey(model)
+        if found.method == self.name:
+            return copy(self.name, found, out, progress)
+        if (why := self.refusal({layer.scheme.kind for layer in found.packed})) is not None:
+            raise UserError(f"export {self.name}: {why}")
+        return write(self.name, found, self.form(found), out, progress)
 
 
 @dataclass

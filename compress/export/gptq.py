@@ -1,52 +1,34 @@
 """Export "gptq": GPTQ's layout, for GPTQModel, transformers (with optimum), vLLM, SGLang and others."""
 
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.export import Exported, Progress, directory
-from compress.export.directory import Form
+from compress.export import directory
+from compress.export.directory import Form, Layout
 from compress.export.layers import (
     LEAST_GROUP,
-    NOTHING_PACKED,
     Facts,
     Model,
     check_group,
     common_bits,
     common_group,
     group_notes,
-    survey,
     with_scale_in,
     with_whole_zeros,
 )
 from runtime.formats import gptq, int8
 from runtime.formats.packed import PackedWeight
 
-
-def refusal(kinds: frozenset[str]) -> str | None:
-    """Why models with layers of these kinds cannot be exported; None where they can."""
-    if not kinds:
-        return NOTHING_PACKED
-    if "nf4" in kinds:
-        return (
-            "GPTQ's layout holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
-            " export to bitsandbytes"
-        )
-    return None
-
-
-def write(model: Path, out: Path, progress: Progress) -> Exported:
-    """See compress.export."""
-    found = survey(model)
-    if found.method == "gptq":
-        return directory.copy("gptq", found, out, progress)
-    if (why := refusal(frozenset(layer.scheme.kind for layer in found.packed))) is not None:
-        raise UserError(f"export gptq: {why}")
-    return directory.write("gptq", found, _form(found), out, progress)
+_REFUSED = {
+    "nf4": (
+        "GPTQ's layout holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
+        " export to bitsandbytes"
+    )
+}
 
 
 def _form(model: Model) -> Form:
@@ -106,3 +88,7 @@ def _notes(held: list[Facts], plain: list[Facts], others: list[Facts], size: int
     if any(int8.is_expert(layer.prefix) for layer in held):
         notes.append("transformers does not load experts in this layout; vLLM and GPTQModel do.")
     return notes
+
+
+LAYOUT = Layout("gptq", _REFUSED, _form)
+refusal, write = LAYOUT.refusal, LAYOUT.write
