@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.checkpoints.gguf.names import ARCHITECTURES, ROPE_FACTORS
-from runtime.checkpoints.gguf.reader import F32, Header, TensorEntry
+from runtime.checkpoints.gguf.reader import F32, Header, damaged
 from runtime.errors import UserError
 
 
@@ -25,30 +25,28 @@ class Keys:
             )
         self.architecture = str(found)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is; an array of equal ones (a value for each layer) counts as one."""
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        equal = isinstance(value, np.ndarray) and value.size and bool((value == value[0]).all())
+        return value[0].item() if equal else value
+
     def whole(self, key: str, default: int | None = None) -> int:
-        """A positive integer; an array of equal ones (a value for each layer) counts as one.
-
-        Raises UserError where it is missing and has no default, or is something else.
-        """
-        name = f"{self.architecture}.{key}"
-        value = self.header.metadata.get(name, default)
-        if isinstance(value, np.ndarray) and value.size and bool((value == value[0]).all()):
-            value = value[0].item()
+        """A positive integer. Raises UserError where it is missing and has no default, or is something else."""
+        value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.shown}: {name} must be a positive integer, found {brief(value)}")
+            raise self._refused(key, "integer", value)
         return value
-
-    def has(self, key: str) -> bool:
-        """Whether the file has the key."""
-        return f"{self.architecture}.{key}" in self.header.metadata
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number. Raises UserError as `whole`."""
-        name = f"{self.architecture}.{key}"
-        value = self.header.metadata.get(name, default)
+        value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise UserError(f"{self.shown}: {name} must be a positive number, found {brief(value)}")
+            raise self._refused(key, "number", value)
         return float(value)
+
+    def _refused(self, key: str, kind: str, value: Any) -> UserError:
+        return UserError(f"{self.shown}: {self.architecture}.{key} must be a positive {kind}, found {brief(value)}")
 
 
 def brief(value: Any) -> str:
@@ -73,7 +71,7 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
         raise UserError(f"{keys.shown}: rope.dimension_count must be even and at most {head_dim}, found {rotated}")
     if rotated != head_dim:
         parameters["partial_rotary_factor"] = rotated / head_dim
-    kind = keys.header.metadata.get(f"{keys.architecture}.rope.scaling.type", "none")
+    kind = keys.get("rope.scaling.type", "none")
     long = [name for name in keys.header.tensors if name.startswith(("rope_factors_long", "rope_factors_short"))]
     if long or kind not in ("none", "linear", "yarn"):
         found = "longrope" if long else kind
@@ -108,17 +106,11 @@ def _llama3(keys: Keys, base: float, rotated: int) -> dict[str, Any]:
     """The parameters whose factors the file has."""
     entry = keys.header.tensors[ROPE_FACTORS]
     if entry.kind != F32 or entry.shape != (rotated // 2,):
-        raise UserError(
-            f"{keys.shown}: tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {entry.kind.name}"
-            f" {list(entry.shape)}; the file is damaged, so fetch it again"
-        )
-    with keys.header.path.open("rb") as file:
-        file.seek(entry.start)
-        found = np.frombuffer(file.read(entry.size), "<f4")
+        what = f"{entry.kind.name} {list(entry.shape)}"
+        raise damaged(keys.shown, f"tensor {ROPE_FACTORS} must hold {rotated // 2} F32 factors, found {what}")
+    found = np.fromfile(keys.header.path, "<f4", rotated // 2, offset=entry.start)
     factor = float(found[-1])
-    if not (1.0 <= factor < float("inf")) or not np.allclose(
-        found, llama3_factors(base, rotated, factor), rtol=1e-4, atol=0.0
-    ):
+    if not 1.0 <= factor < float("inf") or not np.allclose(found, llama3_factors(base, rotated, factor), 1e-4, 0.0):
         raise UserError(
             f"{keys.shown}: the rotary factors of {ROPE_FACTORS} are not Llama 3's, and no others are run from a GGUF"
             " file; give the original model directory"
@@ -144,18 +136,20 @@ def configure(header: Header) -> dict[str, Any]:
     tensors.
     """
     keys = Keys(header)
-    for key in ("split.count", "general.type"):
-        _check_whole_model(keys.shown, key, header.metadata.get(key))
-    embedding = _entry(header, EMBEDDING)
+    if (parts := header.metadata.get("split.count")) not in (None, 0, 1):
+        raise UserError(f"{keys.shown} is one of {brief(parts)} parts; join them with llama-gguf-split --merge")
+    if (kind := header.metadata.get("general.type")) not in (None, "model"):
+        raise UserError(f"{keys.shown} holds {brief(kind)}, expected a model; give the model's own GGUF file")
+    if EMBEDDING not in header.tensors:
+        raise UserError(f"{keys.shown}: tensor {EMBEDDING} is missing; the file is no whole model, so fetch it again")
+    embedding = header.tensors[EMBEDDING]
     if len(embedding.shape) != 2:
         raise UserError(f"{keys.shown}: tensor {EMBEDDING} must have 2 dimensions, found {list(embedding.shape)}")
     vocab, hidden = embedding.shape
     layers, heads = keys.whole("block_count"), keys.whole("attention.head_count")
     if layers > len(header.tensors):
-        raise UserError(
-            f"{keys.shown}: {keys.architecture}.block_count is {layers}, but there are {len(header.tensors)} tensors;"
-            " the file is damaged, so fetch it again"
-        )
+        what = f"{keys.architecture}.block_count is {layers}, but there are {len(header.tensors)} tensors"
+        raise damaged(keys.shown, what)
     if (said := keys.whole("embedding_length")) != hidden:
         raise UserError(f"{keys.shown}: embedding_length is {said}, and {EMBEDDING} has rows of {hidden}")
     size = keys.whole("attention.key_length", keys.whole("rope.dimension_count", max(hidden // heads, 1)))
@@ -180,23 +174,10 @@ def configure(header: Header) -> dict[str, Any]:
     return config | {"quantization_config": {"quant_method": "gguf"}}
 
 
-def _check_whole_model(shown: str, key: str, value: Any) -> None:
-    if key == "split.count" and value not in (None, 0, 1):
-        raise UserError(f"{shown} is one of {brief(value)} parts; join them with llama-gguf-split --merge")
-    if key == "general.type" and value not in (None, "model"):
-        raise UserError(f"{shown} holds {brief(value)}, expected a model; give the model's own GGUF file")
-
-
-def _entry(header: Header, name: str) -> TensorEntry:
-    if name not in header.tensors:
-        raise UserError(f"{header.path.name}: tensor {name} is missing; the file is no whole model, so fetch it again")
-    return header.tensors[name]
-
-
 def _family(keys: Keys, header: Header) -> dict[str, Any]:
     """What only some architectures have."""
     kind = keys.architecture
-    if kind == "llama" and keys.has("expert_count"):
+    if kind == "llama" and keys.get("expert_count") is not None:
         return {"model_type": "mixtral", "sliding_window": None} | _experts(keys, "num_local_experts")
     if kind == "llama":
         biased = [any(f".{part}.bias" in name for name in header.tensors) for part in ("attn_q", "ffn_up")]
@@ -213,24 +194,22 @@ def _family(keys: Keys, header: Header) -> dict[str, Any]:
     if kind == "gemma":
         return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if kind == "phi3":
-        window = keys.whole("attention.sliding_window") if keys.has("attention.sliding_window") else None
-        return {"model_type": "phi3", "sliding_window": window}
+        window = "attention.sliding_window"
+        return {"model_type": "phi3", "sliding_window": None if keys.get(window) is None else keys.whole(window)}
     return {"model_type": kind}
 
 
 def _experts(keys: Keys, name: str) -> dict[str, Any]:
     count, used = keys.whole("expert_count"), keys.whole("expert_used_count")
     if not used <= count <= _MOST_EXPERTS:
-        raise UserError(
-            f"{keys.shown}: {keys.architecture}.expert_used_count {used} and expert_count {count} must rise, to at most"
-            f" {_MOST_EXPERTS}; the file is damaged, so fetch it again"
-        )
+        what = f"{keys.architecture}.expert_used_count {used} and expert_count {count} must rise, to at most"
+        raise damaged(keys.shown, f"{what} {_MOST_EXPERTS}")
     return {name: count, "num_experts_per_tok": used}
 
 
 def _special_ids(header: Header, vocab: int) -> dict[str, Any]:
     """Ids of the tokens that begin, end and fill a text. A text also ends where a turn does (eot)."""
-    found: dict[str, int] = {}
+    ids: dict[str, Any] = {}
     for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("eot", "eot"), ("padding", "pad_token_id")):
         value = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if value is None:
@@ -239,9 +218,6 @@ def _special_ids(header: Header, vocab: int) -> dict[str, Any]:
             raise UserError(
                 f"{header.path.name}: tokenizer.ggml.{key}_token_id must be one of {vocab} tokens, found {brief(value)}"
             )
-        found[name] = value
-    turn, end = found.pop("eot", None), found.get("eos_token_id")
-    ids: dict[str, Any] = dict(found)
-    if turn is not None and end is not None and turn != end:
-        ids["eos_token_id"] = [end, turn]
-    return ids
+        ids[name] = value
+    turn, end = ids.pop("eot", None), ids.get("eos_token_id")
+    return ids if turn is None or end in (None, turn) else ids | {"eos_token_id": [end, turn]}

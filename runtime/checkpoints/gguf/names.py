@@ -45,15 +45,11 @@ _INSIDE = {
 }
 # Phi-3's fused layer has the name that others give to one of its halves.
 _FUSED_UP = "mlp.gate_up_proj"
-_EXPERT_PARTS = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-_STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+# Mixtral's names of the same.
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OURS_OUTSIDE = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+_OURS_INSIDE = {theirs: ours for ours, theirs in (_INSIDE | _STACKS).items()}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
@@ -81,55 +77,41 @@ def to_gguf(name: str, architecture: str) -> Place | None:
     """The place of transformers' tensor (`….weight` or `….bias`); None where llama.cpp has none for it."""
     prefix, _, part = name.rpartition(".")
     if prefix in _OUTSIDE:
-        return Place(f"{_OUTSIDE[prefix]}.{part}", plus_one=_adds_one(architecture, prefix))
+        return _place(f"{_OUTSIDE[prefix]}.{part}", architecture, prefix)
     if (found := _LAYER.fullmatch(prefix)) is None:
         return None
     number, inside = found.groups()
     inside = inside.replace("block_sparse_moe.gate", "mlp.gate")
-    if (expert := _EXPERT.fullmatch(inside)) is not None and expert[2] in _EXPERT_PARTS:
-        return Place(f"blk.{number}.{_EXPERT_PARTS[expert[2]]}.{part}", expert=int(expert[1]))
+    if (expert := _EXPERT.fullmatch(inside)) is not None:
+        theirs = _STACKS.get(_MIXTRAL.get(expert[2], expert[2]))
+        return None if theirs is None else Place(f"blk.{number}.{theirs}.{part}", expert=int(expert[1]))
     theirs = "ffn_up" if inside == _FUSED_UP and architecture == "phi3" else _INSIDE.get(inside)
-    if theirs is None:
-        return None
-    return Place(
-        f"blk.{number}.{theirs}.{part}",
-        rotated=_rotated(architecture, theirs),
-        plus_one=_adds_one(architecture, inside),
-    )
+    return None if theirs is None else _place(f"blk.{number}.{theirs}.{part}", architecture, inside)
 
 
 def from_gguf(tensor: str, architecture: str, experts: int) -> dict[str, Place]:
     """transformers' names of llama.cpp's tensor, one for each of `experts` where it is a stack; none if unknown."""
     base, _, part = tensor.rpartition(".")
-    if part not in ("weight", "bias"):
+    block = _BLOCK.fullmatch(base)
+    theirs = block[2] if block else base
+    ours = (_OURS_INSIDE if block else _OURS_OUTSIDE).get(theirs)
+    if ours is None or part not in ("weight", "bias"):
         return {}
-    for ours, theirs in _OUTSIDE.items():
-        if theirs == base:
-            return {f"{ours}.{part}": Place(tensor, plus_one=_adds_one(architecture, ours))}
-    if (found := _BLOCK.fullmatch(base)) is None:
-        return {}
-    prefix, theirs = f"model.layers.{int(found[1])}", found[2]
-    if theirs in _STACKS:
-        return {
-            f"{prefix}.mlp.experts.{index}.{_STACKS[theirs]}.{part}": Place(tensor, expert=index)
-            for index in range(experts)
-        }
-    fused = theirs == "ffn_up" and architecture == "phi3"
-    inside = _FUSED_UP if fused else next((ours for ours, known in _INSIDE.items() if known == theirs), None)
-    if inside is None:
-        return {}
-    place = Place(tensor, rotated=_rotated(architecture, theirs), plus_one=_adds_one(architecture, inside))
-    return {f"{prefix}.{inside}.{part}": place}
+    ours = _FUSED_UP if theirs == "ffn_up" and architecture == "phi3" else ours
+    prefix = f"model.layers.{int(block[1])}." if block else ""
+    if theirs in _STACKS.values():
+        return {f"{prefix}mlp.experts.{i}.{ours}.{part}": Place(tensor, expert=i) for i in range(experts)}
+    return {f"{prefix}{ours}.{part}": _place(tensor, architecture, ours)}
 
 
-def _rotated(architecture: str, theirs: str) -> Heads | None:
-    if architecture != "llama":
-        return None
-    return {"attn_q": "query", "attn_k": "key"}.get(theirs)  # type: ignore[return-value]
-
-
-def _adds_one(architecture: str, ours: str) -> bool:
-    return architecture == "gemma" and ours.endswith("norm")
+def _place(tensor: str, architecture: str, ours: str) -> Place:
+    """The place of a tensor that is no stack, whose module transformers calls `ours` (in its block)."""
+    rotated: dict[str, Heads] = {"self_attn.q_proj": "query", "self_attn.k_proj": "key"}
+    return Place(
+        tensor,
+        rotated=rotated.get(ours) if architecture == "llama" else None,
+        plus_one=architecture == "gemma" and ours.endswith("norm"),
+    )
 
 
 def rows_here(rows: int, heads: int) -> NDArray[np.int64]:
@@ -141,6 +123,4 @@ def rows_here(rows: int, heads: int) -> NDArray[np.int64]:
 
 def rows_there(rows: int, heads: int) -> NDArray[np.int64]:
     """(rows,) index: row i of llama.cpp's tensor is row index[i] of transformers'. Raises ValueError for odd heads."""
-    if heads < 1 or rows % (2 * heads):
-        raise ValueError(f"{rows} rows are no {heads} heads of an even size")
-    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    return np.argsort(rows_here(rows, heads))

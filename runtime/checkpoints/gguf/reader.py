@@ -9,8 +9,9 @@ A string is a u64 length and UTF-8; an array a u32 type, a u64 count and its val
 are the same on little-endian machines (github.com/ggml-org/ggml, docs/gguf.md).
 """
 
-import struct
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,32 +61,14 @@ TYPES: dict[int, BlockType] = {
 }
 """The types that are read, by number."""
 
-UNREAD: dict[int, str] = {
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    39: "MXFP4",
-    40: "NVFP4",
-}
+UNREAD: dict[int, str] = (
+    {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"}
+    | dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), start=16))
+    | dict(enumerate(("I8", "I16", "I32", "I64", "F64"), start=24))
+)
 """Names of types that are not read, so that a refusal can say what it met."""
 
 
-_NUMBERS = {"<u4": struct.Struct("<I"), "<u8": struct.Struct("<Q")}
 # What is read into memory at once: a tokenizer as JSON takes some tens of megabytes.
 _MOST_BYTES = 1 << 28
 
@@ -115,15 +98,13 @@ class Cursor:
         self.at += size
         return self.data[self.at - size : self.at]
 
-    def number(self, form: str) -> int:
-        """An unsigned number, "<u4" or "<u8"."""
-        read = _NUMBERS[form]
-        value: int = read.unpack(self.take(read.size))[0]
-        return value
+    def number(self, size: int) -> int:
+        """An unsigned number of `size` bytes."""
+        return int.from_bytes(self.take(size), "little")
 
     def count(self, least: int, what: str) -> int:
         """A u64 count of things of at least `least` bytes each. Raises UserError where so many cannot follow."""
-        count = self.number("<u8")
+        count = self.number(8)
         if count * least > self.left:
             raise self.damaged(f"{what}: {count} are said to follow, and the file has {self.left} bytes more")
         return count
@@ -150,19 +131,7 @@ class Cursor:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))) | {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 # Strings become Python objects. Vocabularies have some hundred thousand; a count of more is damage, not a model.
@@ -206,7 +175,7 @@ def read_header(path: Path) -> Header:
         raise UserError(f"{path.name} cannot be read: {error.strerror or error}") from error
     if (magic := bytes(cursor.take(4))) != MAGIC:
         raise UserError(f"{path.name} must begin with GGUF, found {magic!r}; give a GGUF file or a model directory")
-    version = cursor.number("<u4")
+    version = cursor.number(4)
     if version not in VERSIONS:
         raise UserError(
             f"{path.name}: GGUF of version 2 or 3 (little-endian) is read, found {version}; convert it again"
@@ -217,24 +186,31 @@ def read_header(path: Path) -> Header:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > size:
         raise UserError(f"{path.name}: general.alignment must be a power of two, found {alignment!r}")
     found = [_tensor(cursor) for _ in range(tensors)]
-    start = -(-cursor.at // alignment) * alignment
+    data = -(-cursor.at // alignment) * alignment
     entries: dict[str, TensorEntry] = {}
-    for entry, offset in found:
+    for entry in found:
+        end = data + entry.start + entry.size
         if entry.name in entries:
-            raise UserError(f"{path.name}: tensor {entry.name} is there twice; the file is damaged, so fetch it again")
-        if offset % alignment:
-            raise UserError(
-                f"{path.name}: tensor {entry.name} lies at offset {offset}, expected a multiple of {alignment}; the"
-                " file is damaged, so fetch it again"
+            raise damaged(path.name, f"tensor {entry.name} is there twice")
+        if entry.start % alignment:
+            raise damaged(
+                path.name, f"tensor {entry.name} lies at offset {entry.start}, expected a multiple of {alignment}"
             )
-        if start + offset + entry.size > size:
+        if end > size:
             raise UserError(
-                f"{path.name}: tensor {entry.name} ends at byte {start + offset + entry.size}, but the file has {size};"
-                " it was cut short, so fetch it again"
+                f"{path.name}: tensor {entry.name} ends at byte {end}, but the file has {size}; it was cut short, so"
+                " fetch it again"
             )
-        entries[entry.name] = TensorEntry(entry.name, entry.kind, entry.shape, start + offset, entry.size)
-    _check_apart(path, entries)
+        entries[entry.name] = replace(entry, start=data + entry.start)
+    for before, entry in pairwise(sorted(entries.values(), key=lambda entry: entry.start)):
+        if before.start + before.size > entry.start:
+            raise damaged(path.name, f"tensors {before.name} and {entry.name} overlap")
     return Header(path, metadata, entries)
+
+
+def damaged(shown: str, what: str) -> UserError:
+    """The error to raise for contents of the file `shown` that cannot be."""
+    return UserError(f"{shown}: {what}; the file is damaged, so fetch it again")
 
 
 def _metadata(cursor: Cursor, keys: int) -> dict[str, Value]:
@@ -248,7 +224,7 @@ def _metadata(cursor: Cursor, keys: int) -> dict[str, Value]:
 
 
 def _value(cursor: Cursor, key: str) -> Value:
-    kind = cursor.number("<u4")
+    kind = cursor.number(4)
     if kind == _STRING:
         return cursor.string(key)
     if kind == _ARRAY:
@@ -260,7 +236,7 @@ def _value(cursor: Cursor, key: str) -> Value:
 
 
 def _array(cursor: Cursor, key: str) -> Value:
-    kind = cursor.number("<u4")
+    kind = cursor.number(4)
     if kind == _STRING:
         count = cursor.count(8, key)
         if count > _MOST_STRINGS:
@@ -271,14 +247,14 @@ def _array(cursor: Cursor, key: str) -> Value:
     return cursor.array(_SCALARS[kind], cursor.count(np.dtype(_SCALARS[kind]).itemsize, key))
 
 
-def _tensor(cursor: Cursor) -> tuple[TensorEntry, int]:
-    """The entry, its start not known yet, and its offset in the data."""
+def _tensor(cursor: Cursor) -> TensorEntry:
+    """The entry, whose start is counted from the data's yet."""
     name = cursor.string("the name of a tensor")
-    dimensions = cursor.number("<u4")
+    dimensions = cursor.number(4)
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise cursor.damaged(f"tensor {name} has {dimensions} dimensions, expected 1 to {_MOST_DIMENSIONS}")
     sizes = [int(n) for n in cursor.array("<u8", dimensions)]
-    number = cursor.number("<u4")
+    number = cursor.number(4)
     if number not in TYPES:
         known = ", ".join(kind.name for kind in TYPES.values())
         raise UserError(
@@ -291,17 +267,5 @@ def _tensor(cursor: Cursor) -> tuple[TensorEntry, int]:
             f"tensor {name} has the sizes {sizes}, expected positive ones and rows that are whole blocks of"
             f" {kind.weights}"
         )
-    size = kind.row_bytes(sizes[0])
-    for rows in sizes[1:]:
-        size *= rows
-    return TensorEntry(name, kind, tuple(reversed(sizes)), 0, size), cursor.number("<u8")
-
-
-def _check_apart(path: Path, entries: dict[str, TensorEntry]) -> None:
-    before: TensorEntry | None = None
-    for entry in sorted(entries.values(), key=lambda entry: entry.start):
-        if before is not None and before.start + before.size > entry.start:
-            raise UserError(
-                f"{path.name}: tensors {before.name} and {entry.name} overlap; the file is damaged, so fetch it again"
-            )
-        before = entry
+    size = kind.row_bytes(sizes[0]) * math.prod(sizes[1:])
+    return TensorEntry(name, kind, tuple(reversed(sizes)), cursor.number(8), size)
