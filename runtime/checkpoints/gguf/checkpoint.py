@@ -1,6 +1,8 @@
 """A GGUF file as a checkpoint: tensors under transformers' names, blocks as the formats that our kernels run."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +15,18 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.blocks import Groups, unpack
 from runtime.checkpoints.gguf.config import HEAD, configure
 from runtime.checkpoints.gguf.names import ROPE_FACTORS, Place, from_gguf, rows_here
-from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, read_header
+from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
 from runtime.formats import dequantize, ternary
 from runtime.formats.packed import Kind, PackedWeight, Scheme
 from runtime.formats.tensors import check_finite
 
-_KINDS: dict[str, tuple[Kind, int]] = {
-    "Q4_0": ("int4", 4),
-    "Q4_1": ("int4", 4),
-    "Q4_K": ("int4", 4),
-    "Q5_0": ("int8", 8),
-    "Q5_1": ("int8", 8),
-    "Q5_K": ("int8", 8),
-    "Q6_K": ("int8", 8),
-    "Q8_0": ("int8", 8),
-    "TQ1_0": ("ternary", 2),
-    "TQ2_0": ("ternary", 2),
-}
+_KINDS: dict[str, tuple[Kind, int]] = (
+    dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), ("int4", 4))
+    | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), ("int8", 8))
+    | dict.fromkeys(("TQ1_0", "TQ2_0"), ("ternary", 2))
+)
 
 
 class GgufTensors(Shards):
@@ -47,21 +42,19 @@ class GgufTensors(Shards):
         self._places = _places(header, config)
         if not config["tie_word_embeddings"] and HEAD not in header.tensors:
             self._places["lm_head.weight"] = self._places["model.embed_tokens.weight"]
+        self._entries = {name: self._entry(place) for name, place in sorted(self._places.items())}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._places))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
+    def _entry(self, place: Place) -> Entry:
+        """File, dtype ("F32" for quantised tensors) and shape."""
+        stored = self.header.tensors[place.tensor]
+        shape = stored.shape if place.expert is None else stored.shape[1:]
+        return Entry(self.header.path, stored.kind.name if stored.kind.plain else "F32", shape)
 
     def entry(self, name: str) -> Entry:
-        """File, dtype ("F32" for quantised tensors) and shape. Raises UserError where there is none."""
-        stored, _ = self._find(name)
-        shape = stored.shape if self._places[name].expert is None else stored.shape[1:]
-        return Entry(self.header.path, stored.kind.name if stored.kind.plain else "F32", shape)
+        """See Shards."""
+        if name not in self:
+            raise UserError(f"{self.header.path.name}: tensor {name} is missing; the file is incomplete")
+        return self._entries[name]
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.weight(name)
@@ -72,42 +65,32 @@ class GgufTensors(Shards):
 
         Raises UserError naming the tensor for one that is missing, cannot be read, or has scales that are not finite.
         """
-        stored, place = self._find(name)
-        rows = self._rows(stored, place)
+        shape, place = self.entry(name).shape, self._places[name]
+        stored = self.header.tensors[place.tensor]
+        rows = self._rows(stored, place, shape)
         if not stored.kind.plain:
             return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
-        values = torch.from_numpy(rows.view({F16: "<f2", BF16: "<i2"}.get(stored.kind, "<f4")))
-        values = values.view(torch.bfloat16) if stored.kind == BF16 else values
-        values = values.reshape(self.entry(name).shape)
+        dtype = {F16: torch.float16, BF16: torch.bfloat16}.get(stored.kind, torch.float32)
+        values = torch.from_numpy(rows).view(dtype).reshape(shape)
         return values.float() - 1.0 if place.plus_one else values
 
-    def _find(self, name: str) -> tuple[TensorEntry, Place]:
-        if name not in self._places:
-            raise UserError(f"{self.header.path.name}: tensor {name} is missing; the file is incomplete")
-        place = self._places[name]
-        return self.header.tensors[place.tensor], place
-
-    def _rows(self, stored: TensorEntry, place: Place) -> NDArray[np.uint8]:
+    def _rows(self, stored: TensorEntry, place: Place, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """(N, bytes of a row), or (1, bytes) for a vector: a copy, in transformers' order."""
-        count = 1
-        for size in stored.shape[:-1] if place.expert is None else stored.shape[1:-1]:
-            count *= size
-        size = count * stored.kind.row_bytes(stored.shape[-1])
+        count = math.prod(shape[:-1])
+        size = count * stored.kind.row_bytes(shape[-1])
+        start = stored.start + size * (place.expert or 0)
         try:
-            mapped = np.memmap(
-                self.header.path, np.uint8, "r", offset=stored.start + size * (place.expert or 0), shape=(size,)
-            )
+            mapped = np.memmap(self.header.path, np.uint8, "r", offset=start, shape=(size,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.header.path.name}: tensor {stored.name} cannot be read: {error}") from error
         if place.rotated is None:
             return np.array(mapped).reshape(count, -1)
         try:
             # A bias has a value where a weight has a row.
-            outputs = stored.shape[0]
-            order = rows_here(outputs, self._heads[place.rotated])
+            order = rows_here(shape[0], self._heads[place.rotated])
         except ValueError as error:
             raise UserError(f"{self.header.path.name}: tensor {stored.name}: {error}") from error
-        return np.array(mapped).reshape(outputs, -1)[order].reshape(count, -1)
+        return np.array(mapped).reshape(shape[0], -1)[order].reshape(count, -1)
 
 
 def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Place]:
@@ -137,10 +120,7 @@ def _check_shape(shown: str, entry: TensorEntry, experts: int | None) -> None:
         sound = len(entry.shape) == 3 and entry.shape[0] == experts
     if not sound:
         expected = "a matrix or a plain vector" if experts is None else f"{experts} matrices"
-        raise UserError(
-            f"{shown}: tensor {entry.name} must be {expected}, found {entry.kind.name} {list(entry.shape)}; the file is"
-            " damaged, so fetch it again"
-        )
+        raise damaged(shown, f"tensor {entry.name} must be {expected}, found {entry.kind.name} {list(entry.shape)}")
 
 
 def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
@@ -148,9 +128,8 @@ def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
     kind, bits = _KINDS[stored.kind.name]
     codes, scale = torch.from_numpy(groups.codes), torch.from_numpy(groups.scale)
     offset = None if groups.offset is None else torch.from_numpy(groups.offset)
-    for part in (scale, offset):
-        if part is not None:
-            check_finite(f"{shown}: {stored.name} (scales)", part)
+    for part in (scale,) if offset is None else (scale, offset):
+        check_finite(f"{shown}: {stored.name} (scales)", part)
     size = codes.shape[1] // scale.shape[1]
     if kind == "ternary":
         return _ternary(shown, stored, codes, scale, size)
@@ -160,10 +139,8 @@ def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
 def _ternary(shown: str, stored: TensorEntry, codes: Tensor, scale: Tensor, size: int) -> PackedWeight:
     """One scale for the tensor where its blocks have the same; one without codes may have any."""
     if bool((codes > 1).any()):
-        raise UserError(
-            f"{shown}: tensor {stored.name} holds the two-bit code 3, which ternary weights do not have; the file is"
-            " damaged, so fetch it again"
-        )
+        what = f"tensor {stored.name} holds the two-bit code 3, which ternary weights do not have"
+        raise damaged(shown, what)
     used = scale[(codes.view(*scale.shape, size) != 0).any(-1)]
     if used.numel() == 0 or bool((used == used[0]).all()):
         one = used[:1] if used.numel() else scale.flatten()[:1]
@@ -182,7 +159,7 @@ class GgufCheckpoint(Checkpoint):
         bias = f"{prefix}.bias"
         if isinstance(found, Tensor) or bias not in self.shards:
             return found
-        return PackedWeight(found.scheme, found.codes, found.scale, found.offset, bias=self.shards[bias].float())
+        return replace(found, bias=self.shards[bias].float())
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
@@ -193,6 +170,3 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     header = read_header(path)
     config = configure(header)
     return GgufCheckpoint(path, config, GgufTensors(header, config))
-
-
-__all__ = ["GgufCheckpoint", "GgufTensors", "open_gguf", "to_packed"]

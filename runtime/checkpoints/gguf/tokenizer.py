@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.checkpoints.gguf.reader import Header, read_header
 from runtime.errors import UserError
@@ -39,19 +40,13 @@ class Split:
     whole: bool = False
 
 
-SPLITS: dict[str, Split] = {
-    "llama-bpe": Split((LLAMA_3,), whole=True),
-    "llama3": Split((LLAMA_3,), whole=True),
-    "llama-v3": Split((LLAMA_3,), whole=True),
-    "dbrx": Split((LLAMA_3,)),
-    "smaug-bpe": Split((LLAMA_3,)),
-    "qwen2": Split((QWEN_2,)),
-    "deepseek-r1-qwen": Split((QWEN_2,)),
-    "tekken": Split((TEKKEN,), whole=True),
-    "gpt-4o": Split((GPT_4O,)),
-    "gpt-2": Split((GPT_2,)),
-    "smollm": Split((DIGITS, GPT_2)),
-}
+SPLITS: dict[str, Split] = (
+    dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Split((LLAMA_3,), whole=True))
+    | dict.fromkeys(("dbrx", "smaug-bpe"), Split((LLAMA_3,)))
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN_2,)))
+    | {"tekken": Split((TEKKEN,), whole=True), "gpt-4o": Split((GPT_4O,))}
+    | {"gpt-2": Split((GPT_2,)), "smollm": Split((DIGITS, GPT_2))}
+)
 """llama.cpp's name → the way. Of several names for one way the first is written."""
 
 
@@ -67,12 +62,13 @@ def read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     Raises UserError where there is none, where its kind or its splitting is not known, or where its parts do not fit
     together.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     header = read_header(path)
     said = header.metadata.get(JSON)
     try:
-        built = _from_json(said) if isinstance(said, str) else build(header)
+        built = Tokenizer.from_str(said) if isinstance(said, str) else build(header)
         special = {
             f"{name}_token": built.id_to_token(number)
             for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -83,19 +79,11 @@ def read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
         raise
     except Exception as error:  # `tokenizers` raises plain Exception for parts that contradict each other
         why = " ".join(str(error).split())
-        raise UserError(
-            f"{path.name}: its tokenizer cannot be built: {why}; give the original model directory"
-        ) from error
-    template = header.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
+        shown = f"{path.name}: its tokenizer cannot be built"
+        raise UserError(f"{shown}: {why}; give the original model directory") from error
+    if isinstance(template := header.metadata.get("tokenizer.chat_template"), str):
         tokenizer.chat_template = template
     return tokenizer
-
-
-def _from_json(text: str) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(text)
 
 
 def build(header: Header) -> "Tokenizer":
@@ -103,7 +91,7 @@ def build(header: Header) -> "Tokenizer":
 
     Raises UserError as `read_tokenizer`.
     """
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, processors
 
     shown, kind = header.path.name, header.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -111,26 +99,34 @@ def build(header: Header) -> "Tokenizer":
             f"{shown}: tokenizer.ggml.model must be gpt2 or llama, found {kind!r}; give the original model directory"
         )
     tokens = _strings(header, "tokens")
-    types = header.metadata.get("tokenizer.ggml.token_type")
-    if types is not None and (not isinstance(types, np.ndarray) or len(types) != len(tokens)):
-        raise UserError(f"{shown}: tokenizer.ggml.token_type must have a number for each of {len(tokens)} tokens")
-    kinds = [NORMAL] * len(tokens) if types is None else [int(t) for t in types]
+    kinds = [NORMAL] * len(tokens)
+    if header.metadata.get("tokenizer.ggml.token_type") is not None:
+        kinds = [int(number) for number in _numbers(header, "token_type", len(tokens))]
     built = _byte_level(header, tokens) if kind == "gpt2" else _sentencepiece(header, tokens)
     pairs = list(zip(tokens, kinds, strict=True))
     built.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in pairs if k == CONTROL])
     built.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in pairs if k == USER_DEFINED])
     first = header.metadata.get("tokenizer.ggml.bos_token_id")
     if header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and isinstance(first, int):
-        _begin_with(built, tokens, first)
+        if not 0 <= first < len(tokens):
+            raise UserError(f"tokenizer.ggml.bos_token_id must be one of {len(tokens)} tokens, found {first}")
+        begin = tokens[first]
+        built.post_processor = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, first)])
     return built
 
 
 def _strings(header: Header, key: str) -> list[str]:
     found = header.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(found, list) or not found:
-        raise UserError(
-            f"{header.path.name}: tokenizer.ggml.{key} must be a list of strings, found {type(found).__name__}"
-        )
+        what = type(found).__name__
+        raise UserError(f"{header.path.name}: tokenizer.ggml.{key} must be a list of strings, found {what}")
+    return found
+
+
+def _numbers(header: Header, key: str, count: int) -> NDArray[Any]:
+    found = header.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, np.ndarray) or len(found) != count:
+        raise UserError(f"{header.path.name}: tokenizer.ggml.{key} must have a number for each of {count} tokens")
     return found
 
 
@@ -147,7 +143,7 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
     lines = _strings(header, "merges")
     if any(line.count(" ") != 1 for line in lines):
         raise UserError(f"{header.path.name}: tokenizer.ggml.merges must be pairs with a space between")
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     built = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole))
     steps: list[Any] = [
@@ -166,11 +162,7 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
 def _sentencepiece(header: Header, tokens: list[str]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise UserError(
-            f"{header.path.name}: tokenizer.ggml.scores must have a number for each of {len(tokens)} tokens"
-        )
+    scores = _numbers(header, "scores", len(tokens))
     unknown = header.metadata.get("tokenizer.ggml.unknown_token_id", 0)
     name = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -193,13 +185,3 @@ def merges_by_score(vocabulary: dict[str, int], scores: list[float]) -> list[tup
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     return [(left, right) for *_, left, right in sorted(found)]
-
-
-def _begin_with(built: "Tokenizer", tokens: list[str], first: int) -> None:
-    """Puts the token that begins a text before every text."""
-    from tokenizers import processors
-
-    if not 0 <= first < len(tokens):
-        raise UserError(f"tokenizer.ggml.bos_token_id must be one of {len(tokens)} tokens, found {first}")
-    begin = tokens[first]
-    built.post_processor = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, first)])
