@@ -9,19 +9,13 @@ from runtime.errors import UserError
 
 # A Llama file with these keys leaves nothing to a default that only transformers knows …
 _SPELLED_OUT = ("llama",)
-_KEYS: dict[str, type | tuple[type, ...]] = {
-    "num_hidden_layers": int,
-    "hidden_size": int,
-    "num_attention_heads": int,
-    "num_key_value_heads": int,
-    "intermediate_size": int,
-    "vocab_size": int,
-    "max_position_embeddings": int,
-    "head_dim": int,
+_KEYS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"), (int,)),
+    **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings", "head_dim"), (int,)),
     "rms_norm_eps": (int, float),
-    "hidden_act": str,
-    "tie_word_embeddings": bool,
-    "rope_parameters": dict,
+    "hidden_act": (str,),
+    "tie_word_embeddings": (bool,),
+    "rope_parameters": (dict,),
 }
 # … given that these are absent or false: they change what the others mean.
 _PLAIN = ("use_sliding_window", "sliding_window", "rope_scaling", "layer_types", "auto_map")
@@ -34,18 +28,15 @@ def configuration(checkpoint: Checkpoint) -> Any:
     all. Raises UserError for a type that is no causal language model, and for what cannot be read.
     """
     values = checkpoint.config
-    if _complete(values):
-        return SimpleNamespace(**values)
-    return transformers_configuration(checkpoint)
+    return SimpleNamespace(**values) if _complete(values) else transformers_configuration(checkpoint)
 
 
 def _complete(values: dict[str, Any]) -> bool:
     if values.get("model_type") not in _SPELLED_OUT or any(values.get(key) for key in _PLAIN):
         return False
-    for key, kind in _KEYS.items():
-        # A bool is an int to Python, and a mistake here.
-        if not isinstance(values.get(key), kind) or (kind is int and isinstance(values[key], bool)):
-            return False
+    # By type, not isinstance: a bool is an int to Python, and a mistake here.
+    if not all(type(values.get(key)) in kinds for key, kinds in _KEYS.items()):
+        return False
     rope = values["rope_parameters"]
     plain = rope.get("rope_type") == "default" and isinstance(rope.get("rope_theta"), int | float)
     return plain and set(rope) == {"rope_type", "rope_theta"}
@@ -119,13 +110,7 @@ class Architecture:
     dense_layers: tuple[int, ...] = ()
 
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-}
+_SILU, _GELU_TANH = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 def describe(config: dict[str, Any]) -> Architecture | None:
@@ -146,7 +131,7 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     gemma = kind == "gemma"
     # Gemma's first configs say "gelu" in hidden_act and mean the tanh form.
     act = config.get("hidden_activation") or ("gelu_pytorch_tanh" if gemma else config.get("hidden_act", "silu"))
-    if act not in _ACTIVATIONS:
+    if act not in _SILU + _GELU_TANH:
         return None
     return Architecture(
         model_type=kind,
@@ -160,7 +145,7 @@ def describe(config: dict[str, Any]) -> Architecture | None:
         max_positions=config.get("max_position_embeddings", 2048),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", gemma)),
-        activation=_ACTIVATIONS[act],
+        activation="silu" if act in _SILU else "gelu_tanh",
         norm_offset=1.0 if gemma else 0.0,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         query_key_norm=kind in ("qwen3", "qwen3_moe"),

@@ -8,10 +8,8 @@ medusa.safetensors   heads.K.layers.L.weight (hidden, hidden) and heads.K.layers
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -67,12 +65,13 @@ class Description:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the weights' file, and its shape."""
         found: dict[str, tuple[int, ...]] = {}
+        square = (self.hidden_size, self.hidden_size)
         for head in range(self.heads):
             for layer in range(self.layers):
-                found[f"heads.{head}.layers.{layer}.weight"] = (self.hidden_size, self.hidden_size)
+                found[f"heads.{head}.layers.{layer}.weight"] = square
                 found[f"heads.{head}.layers.{layer}.bias"] = (self.hidden_size,)
             if self.shared:
-                found[f"heads.{head}.mix.weight"] = (self.hidden_size, self.hidden_size)
+                found[f"heads.{head}.mix.weight"] = square
             else:
                 found[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
         return found
@@ -91,38 +90,33 @@ def read_description(folder: Path) -> Description:
         raise UserError(
             f"{shown}: version must be {VERSION}, found {version!r}; train the heads again with this Specpress"
         )
+    again = "train the heads again, or copy the file again"
     kinds = {field.name: field.type for field in fields(Description)}
     for key in sorted(kinds.keys() ^ data.keys()):
-        raise UserError(
-            f"{shown}: the key {key} is {'missing' if key in kinds else 'unknown'}; train the heads again, or copy the "
-            "file again"
-        )
+        raise UserError(f"{shown}: the key {key} is {'missing' if key in kinds else 'unknown'}; {again}")
     for key, kind in kinds.items():
         if kind in (int, bool, str) and type(data[key]) is not kind:
             raise UserError(f"{shown}: {key} must be of type {kind.__name__}, found {data[key]!r}; copy the file again")
+    choices = data["choices"]
+    if not isinstance(choices, list) or not all(isinstance(path, list) for path in choices):
+        raise UserError(f"{shown}: choices must be a list of lists of ranks; {again}")
+    if any(type(rank) is not int for path in choices for rank in path):
+        raise UserError(f"{shown}: choices must hold whole numbers; {again}")
     try:
-        return Description(**{**data, "choices": _choices(data["choices"])})
+        return Description(**data | {"choices": tuple(tuple(path) for path in choices)})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{shown}: {error}; train the heads again, or copy the file again") from error
-
-
-def _choices(value: Any) -> tuple[Choice, ...]:
-    if not isinstance(value, list) or not all(isinstance(path, list) for path in value):
-        raise ValueError("choices must be a list of lists of ranks")
-    if any(type(rank) is not int for path in value for rank in path):
-        raise ValueError("choices must hold whole numbers")
-    return tuple(tuple(path) for path in value)
+        raise UserError(f"{shown}: {error}; {again}") from error
 
 
 def read_weights(folder: Path, description: Description) -> dict[str, Tensor]:
     """The tensors of medusa.safetensors, as stored. Raises UserError naming one that is missing or misshapen."""
     shards = Shards(folder, WEIGHTS)
     for name, shape in description.shapes().items():
-        found = shards.entry(name).shape if name in shards else None
+        found = shards.entry(name).shape if name in shards else "none"
         if found != shape:
             raise UserError(
-                f"{folder.name}/{WEIGHTS}: {DESCRIPTION} implies the tensor {name} of shape {shape}, found "
-                f"{'none' if found is None else found}; the two files do not belong together"
+                f"{folder.name}/{WEIGHTS}: {DESCRIPTION} implies the tensor {name} of shape {shape}, found {found}; the"
+                " two files do not belong together"
             )
     return {name: shards[name] for name in description.shapes()}
 
@@ -138,12 +132,8 @@ def require_target(description: Description, folder: Path, model: Path) -> None:
 
 def weights_digest(model: Path) -> str:
     """SHA-256 of the names and contents of a model directory's weight files."""
-    return _digest(open_checkpoint(model).shards.files)
-
-
-def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for file in sorted(files):
+    for file in sorted(open_checkpoint(model).shards.files):
         with file.open("rb") as opened:
             digest.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

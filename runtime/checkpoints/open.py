@@ -41,12 +41,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _older_quantization(directory: Path) -> dict[str, Any] | None:
     """What files of their own say where config.json says nothing: AutoGPTQ's and AutoAWQ's first form."""
-    if (directory / "quantize_config.json").is_file():
-        return {"quant_method": "gptq"} | read_json(inside(directory, "quantize_config.json", "quantize_config.json"))
-    if (directory / "quant_config.json").is_file():
-        found = read_json(inside(directory, "quant_config.json", "quant_config.json"))
-        renamed = {new: found[old] for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")) if old in found}
-        return {"quant_method": "awq"} | found | renamed
+    for method, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):
+        if (directory / name).is_file():
+            found = read_json(inside(directory, name, name))
+            renamed = {"w_bit": "bits", "q_group_size": "group_size"} if method == "awq" else {}
+            return {"quant_method": method} | found | {renamed[key]: found[key] for key in renamed if key in found}
     return None
 
 

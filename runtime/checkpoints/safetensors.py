@@ -72,16 +72,15 @@ class Shards(Mapping[str, Tensor]):
         Raises UserError for a missing, truncated or foreign file, or a tensor that the index promises in vain.
         """
         self.directory = directory
-        names = _weight_map(directory) if file is None else None
-        self.files: tuple[Path, ...] = tuple(
-            inside(directory, name, "config.json" if file else SINGLE if names is None else INDEX)
-            for name in sorted(set(names.values()) if names is not None else [file or SINGLE])
-        )
+        places = _weight_map(directory) if file is None else {}
+        said_by = "config.json" if file else INDEX if places else SINGLE
+        names = sorted(set(places.values())) or [file or SINGLE]
+        self.files: tuple[Path, ...] = tuple(inside(directory, name, said_by) for name in names)
         entries = {name: entry for file in self.files for name, entry in _header(file).items()}
-        for name, file in (names or {}).items():
+        for name, file in places.items():
             if name not in entries or entries[name].file != directory / file:
                 raise UserError(f"{directory.name}/{file}: tensor {name} is missing, though {INDEX} places it there")
-        self._entries = {name: entries[name] for name in sorted(names if names is not None else entries)}
+        self._entries = {name: entries[name] for name in sorted(places or entries)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -96,9 +95,8 @@ class Shards(Mapping[str, Tensor]):
         """File, dtype and shape of a tensor. Raises UserError where there is none."""
         if name not in self._entries:
             held = f"{self.directory.name}/{self.files[0].name if len(self.files) == 1 else INDEX}"
-            raise UserError(
-                f"{held}: tensor {name} is missing; the checkpoint is incomplete or of another architecture"
-            )
+            why = "the checkpoint is incomplete or of another architecture"
+            raise UserError(f"{held}: tensor {name} is missing; {why}")
         return self._entries[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -114,8 +112,8 @@ class Shards(Mapping[str, Tensor]):
         return tensor
 
 
-def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Tensor name → file name, or None for a checkpoint of one file."""
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name → file name; empty for a checkpoint of one file."""
     if (directory / INDEX).exists():
         names = read_json(inside(directory, INDEX, INDEX)).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
@@ -125,16 +123,15 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
                 raise UserError(f"{directory.name}/{INDEX}: {file!r} is no .safetensors file, and nothing else is read")
         return names
     if (directory / SINGLE).exists():
-        return None
+        return {}
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UserError(
             f"{directory.name} holds only pickled weights ({pickles[0]}), and loading a pickle runs its code; convert a"
             " copy that you trust: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)"
         )
-    raise UserError(
-        f"{directory.name}: neither {SINGLE} nor {INDEX} is there; give a directory with safetensors weights"
-    )
+    neither = f"neither {SINGLE} nor {INDEX} is there"
+    raise UserError(f"{directory.name}: {neither}; give a directory with safetensors weights")
 
 
 def _header(path: Path) -> dict[str, Entry]:
@@ -148,6 +145,5 @@ def _header(path: Path) -> dict[str, Entry]:
                 for piece in [file.get_slice(name)]
             }
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(
-            f"{path.parent.name}/{path.name} is truncated or no safetensors file ({error}); fetch it again"
-        ) from error
+        shown = f"{path.parent.name}/{path.name}"
+        raise UserError(f"{shown} is truncated or no safetensors file ({error}); fetch it again") from error

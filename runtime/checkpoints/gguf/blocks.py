@@ -68,26 +68,6 @@ def _minus(codes: Bytes, zero: int) -> NDArray[np.int8]:
     return codes.view(np.int8) - np.int8(zero)
 
 
-def _q4_0(b: Bytes) -> _Parts:
-    return _minus(_nibbles(b[..., 2:]), 8), _half(b, 0), None
-
-
-def _q4_1(b: Bytes) -> _Parts:
-    return _nibbles(b[..., 4:]), _half(b, 0), -_half(b, 2)
-
-
-def _q5_0(b: Bytes) -> _Parts:
-    return _minus(_nibbles(b[..., 6:]) | _fifth_bits(b, 2), 16), _half(b, 0), None
-
-
-def _q5_1(b: Bytes) -> _Parts:
-    return _nibbles(b[..., 8:]) | _fifth_bits(b, 4), _half(b, 0), -_half(b, 2)
-
-
-def _q8_0(b: Bytes) -> _Parts:
-    return b[..., 2:].view(np.int8), _half(b, 0), None
-
-
 def _k_scales(b: Bytes) -> tuple[Floats, Floats]:
     """Scales and offsets of the eight groups of a Q4_K or Q5_K block: 6-bit numbers times two float16.
 
@@ -104,10 +84,6 @@ def _k_nibbles(packed: Bytes) -> Bytes:
     """(…, 8, 32): of every 32 bytes the low halves are one group and the high halves the next."""
     quarters = packed.reshape(*packed.shape[:-1], 4, 1, 32)
     return np.concatenate((quarters & _LOW, quarters >> 4), axis=-2).reshape(*packed.shape[:-1], 8, 32)
-
-
-def _q4_k(b: Bytes) -> _Parts:
-    return _k_nibbles(b[..., 16:]), *_k_scales(b)
 
 
 def _q5_k(b: Bytes) -> _Parts:
@@ -141,12 +117,12 @@ def _tq2_0(b: Bytes) -> _Parts:
 
 
 _UNPACK: dict[str, Callable[[Bytes], _Parts]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
+    "Q4_0": lambda b: (_minus(_nibbles(b[..., 2:]), 8), _half(b, 0), None),
+    "Q4_1": lambda b: (_nibbles(b[..., 4:]), _half(b, 0), -_half(b, 2)),
+    "Q5_0": lambda b: (_minus(_nibbles(b[..., 6:]) | _fifth_bits(b, 2), 16), _half(b, 0), None),
+    "Q5_1": lambda b: (_nibbles(b[..., 8:]) | _fifth_bits(b, 4), _half(b, 0), -_half(b, 2)),
+    "Q8_0": lambda b: (b[..., 2:].view(np.int8), _half(b, 0), None),
+    "Q4_K": lambda b: (_k_nibbles(b[..., 16:]), *_k_scales(b)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "TQ1_0": _tq1_0,
