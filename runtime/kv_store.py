@@ -48,14 +48,14 @@ class Store:
     @cached_property
     def pointers(self) -> tuple[int, int, int, int, int, int]:
         """Addresses of the four, the number of blocks, and the table's address (0: none)."""
-        return (
-            self.keys.data_ptr(),
-            self.values.data_ptr(),
-            self.key_scale.data_ptr(),
-            self.value_scale.data_ptr(),
-            self.keys.shape[1],
-            0 if self.table is None else self.table.data_ptr(),
-        )
+        keys, values, key_scale, value_scale = (part.data_ptr() for part in self.parts)
+        table = 0 if self.table is None else self.table.data_ptr()
+        return keys, values, key_scale, value_scale, self.keys.shape[1], table
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What has a second dimension of blocks: keys, values and (empty for floats) their scales."""
+        return self.keys, self.values, self.key_scale, self.value_scale
 
     @property
     def capacity(self) -> int:

@@ -59,7 +59,7 @@ def time_kinds(
     held: dict[str, int] = {}
     for kind in kinds:
         store = _filled(allocate(kind, 1, batch * blocks, a.kv_heads, a.head_dim, place.device), place.device)
-        held[kind] = sum(part.nbytes for part in (store.keys, store.values, store.key_scale, store.value_scale))
+        held[kind] = sum(part.nbytes for part in store.parts)
         for width in widths:
             rows = torch.arange(batch * width, dtype=torch.int32, device=place.device)
             request, step = rows // width, rows % width

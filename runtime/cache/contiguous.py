@@ -7,7 +7,6 @@ rounded keys and values, its own included, so rolling back is exact.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,11 +35,9 @@ class KeyValueCache(ABC):
         Raises ValueError for a factor of another shape or with entries that are not positive.
         """
         if key_factor is not None:
-            shape, least = (layers, kv_heads, head_dim), float(key_factor.min())
-            if tuple(key_factor.shape) != shape or not 0 < least <= float(key_factor.max()) < float("inf"):
-                raise ValueError(
-                    f"key_factor must be {shape} and positive, found {list(key_factor.shape)} from {least}"
-                )
+            shape, found, least = (layers, kv_heads, head_dim), key_factor.shape, float(key_factor.min())
+            if tuple(found) != shape or not 0 < least <= float(key_factor.max()) < float("inf"):
+                raise ValueError(f"key_factor must be {shape} and positive, found {list(found)} from {least}")
         self.layers, self.kv_heads, self.head_dim, self.device = layers, kv_heads, head_dim, device
         self.quantizer = Quantizer(kind, key_factor)
         self.kind = kind
@@ -166,20 +163,17 @@ class KeyValueCache(ABC):
         try:
             return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
         except (RuntimeError, MemoryError) as error:
-            raise self._refused(blocks * KEY_BLOCK, error) from error
-
-    def _refused(self, tokens: int, error: Exception) -> UserError:
-        meant = explained(error)
-        if meant is not None and not isinstance(error, torch.OutOfMemoryError):
-            return meant
-        free = ""
-        if self.device.type == "cuda":
-            free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
-        size = tokens * self.bytes_per_token() / 1e9
-        return UserError(
-            f"a cache of {tokens} tokens needs {size:.1f} GB, which this machine refused{free}; take a smaller kind of"
-            " cache, fewer pages or requests, or a shorter text"
-        )
+            meant = explained(error)
+            if meant is not None and not isinstance(error, torch.OutOfMemoryError):
+                raise meant from error
+            free = ""
+            if self.device.type == "cuda":
+                free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
+            tokens = blocks * KEY_BLOCK
+            raise UserError(
+                f"a cache of {tokens} tokens needs {tokens * self.bytes_per_token() / 1e9:.1f} GB, which this machine"
+                f" refused{free}; take a smaller kind of cache, fewer pages or requests, or a shorter text"
+            ) from error
 
     def _add(self, store: Store, length: int) -> int:
         """A new request's handle."""
@@ -199,10 +193,10 @@ class ContiguousCache(SharesNothing, KeyValueCache):
         """See KeyValueCache: a copy."""
         store = self._store[request]
         try:
-            parts = {name: getattr(store, name).clone() for name in ("keys", "values", "key_scale", "value_scale")}
+            copied = Store(*(part.clone() for part in store.parts))
         except (RuntimeError, MemoryError) as error:
             raise UserError("a copy of a request's cache does not fit this machine's memory") from error
-        return self._add(replace(store, **parts), self._length[request])
+        return self._add(copied, self._length[request])
 
     def _own(self, request: int, blocks: Iterable[int]) -> None:
         """Every block is the request's own."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
-from runtime.cache.contiguous import ContiguousCache, KeyValueCache, blocks_for, blocks_of
+from runtime.cache.contiguous import KeyValueCache, blocks_for, blocks_of
 from runtime.contract import CacheKind
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import KEY_BLOCK
@@ -154,8 +154,7 @@ class PagedCache(KeyValueCache):
 
     def _copy(self, source: int, target: int) -> None:
         """Copies a page in all layers."""
-        m = self._memory
-        for part in (m.keys, m.values, m.key_scale, m.value_scale):
+        for part in self._memory.parts:
             if part.numel():
                 part[:, target] = part[:, source]
 
@@ -186,18 +185,3 @@ def _contents(tokens: Sequence[int], pages: int) -> list[bytes]:
     """The tokens of the first full pages, as `Prefix` has them."""
     array = np.asarray(tokens[: pages * KEY_BLOCK], dtype=np.int64).reshape(pages, KEY_BLOCK)
     return [row.tobytes() for row in array]
-
-
-def new_cache(
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    device: torch.device,
-    kind: CacheKind,
-    pages: int | None,
-    key_factor: Tensor | None = None,
-) -> KeyValueCache:
-    """A paged cache of so many pages; None: a contiguous one. Raises UserError as they do."""
-    if pages is None:
-        return ContiguousCache(layers, kv_heads, head_dim, device, kind, key_factor)
-    return PagedCache(layers, kv_heads, head_dim, device, pages, kind, key_factor)

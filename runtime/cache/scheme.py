@@ -57,14 +57,9 @@ def to_config(config: Mapping[str, Any], kind: CacheKind) -> dict[str, Any]:
     ours = {**config.get("specpress", {}), "kv_cache": {"kind": kind, "tensors": TENSORS}}
     changed = {**config, "specpress": ours}
     if holds_scales(config):
-        plain: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "format": "dense",
-            "quantization_status": "compressed",
-            "config_groups": {},
-            "ignore": [],
-            "global_compression_ratio": None,
-        }
+        plain: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "dense"}
+        plain |= {"quantization_status": "compressed", "config_groups": {}, "ignore": []}
+        plain["global_compression_ratio"] = None
         found = config.get("quantization_config")
         changed["quantization_config"] = (plain if found is None else found) | {"kv_cache_scheme": dict(_STATIC)}
     return changed
@@ -85,11 +80,8 @@ def read(checkpoint: Checkpoint, a: Architecture, device: torch.device) -> Cache
 
 def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.device) -> CacheScheme:
     where = f"{checkpoint.path.name}/{_OURS}"
-    if (
-        not isinstance(said, dict)
-        or said.get("kind") not in ("int8", "int4")
-        or not isinstance(said.get("tensors"), str)
-    ):
+    found = said if isinstance(said, dict) else {}
+    if found.get("kind") not in ("int8", "int4") or not isinstance(found.get("tensors"), str):
         raise UserError(f"{where} must have the kind int8 or int4 and the file of its tensors, found {said!r}")
     tensors = Shards(checkpoint.path, said["tensors"])
     factors = []

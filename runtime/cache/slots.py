@@ -51,21 +51,6 @@ def _require_range(what: str, argument: str, values: Tensor, end: int) -> None:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Adjacent rows first..first+count of one request, written to slots from `start`.
-
-    A chain's slots are its logical positions. In a tree each row has its own list of slots, in the order of the
-    positions on its path; `paths` holds those lists, one per row.
-    """
-
-    request: int
-    first: int
-    count: int
-    start: int
-    paths: tuple[Tensor, ...] | None
-
-
-@dataclass(frozen=True)
 class Reserved:
     """Rows first..first+count of one request, which got the slots from `start`, its length before.
 
@@ -81,22 +66,22 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Layout:
-    """Spans, and the tiles that attention runs on.
+    """The rows of each request, and the tiles that attention runs on: up to TILE rows of a chain, or one of a tree.
 
     gather     (tiles, TILE) row index of each place; empty places repeat a row of their tile and are thrown away.
     positions  (tiles, TILE) last key that the place sees.
     scatter    (T,) flat place of each row.
-    owner      (tiles,) index into `spans`; path (tiles,) index into the span's paths, −1 for a chain.
-    blocks     key blocks that the longest tile needs.
+    owner      whose rows each tile holds.
+    path       per tile the slots that it sees, in the order of the positions on its path: of a chain None, its slots
+               are its positions.
     """
 
-    spans: tuple[Span, ...]
+    requests: list[Reserved]
     gather: Tensor
     positions: Tensor
     scatter: Tensor
-    owner: tuple[int, ...]
-    path: tuple[int, ...]
-    blocks: int
+    owner: list[Reserved]
+    path: list[Tensor | None]
 
 
 def plan(rows: Rows, cache: KeyValueCache) -> Layout:
@@ -105,29 +90,24 @@ def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
     request, or a row's position is not its parent's plus one; OutOfPages where a paged cache does not hold them.
     """
-    spans = _spans(rows, cache)
+    requests = reserve(rows, cache)
     gather: list[list[int]] = []
-    positions: list[list[int]] = []
     scatter = [0] * len(rows)
-    owner: list[int] = []
-    path: list[int] = []
-    at = rows.position.tolist()
-    blocks = 1
-    for number, span in enumerate(spans):
-        size = 1 if span.paths is not None else TILE
-        for begin in range(span.first, span.first + span.count, size):
-            members = list(range(begin, min(begin + size, span.first + span.count)))
+    owner: list[Reserved] = []
+    path: list[Tensor | None] = []
+    for request in requests:
+        end = request.first + request.count
+        for begin in range(request.first, end, TILE if request.parents is None else 1):
+            members = [begin] if request.parents is not None else list(range(begin, min(begin + TILE, end)))
             for place, row in enumerate(members):
                 scatter[row] = len(gather) * TILE + place
-            filled = members + [members[0]] * (TILE - len(members))
-            gather.append(filled)
-            positions.append([at[row] for row in filled])
-            owner.append(number)
-            path.append(begin - span.first if span.paths is not None else -1)
-            blocks = max(blocks, max(at[row] for row in members) // KEY_BLOCK + 1)
-    return Layout(
-        spans, torch.tensor(gather), torch.tensor(positions), torch.tensor(scatter), tuple(owner), tuple(path), blocks
-    )
+            gather.append(members + [begin] * (TILE - len(members)))
+            owner.append(request)
+        path += (
+            [None] * (len(gather) - len(path)) if request.parents is None else _paths(request.parents, request.start)
+        )
+    places = torch.tensor(gather)
+    return Layout(requests, places, rows.position[places], torch.tensor(scatter), owner, path)
 
 
 def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = None) -> list[Reserved]:
@@ -198,13 +178,6 @@ def _parents(position: list[int], parent: list[int], first: int, end: int, lengt
     return None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
 
 
-def _spans(rows: Rows, cache: KeyValueCache) -> tuple[Span, ...]:
-    return tuple(
-        Span(r.request, r.first, r.count, r.start, None if r.parents is None else tuple(_paths(r.parents, r.start)))
-        for r in reserve(rows, cache)
-    )
-
-
 def _paths(parents: list[int], start: int) -> list[Tensor]:
     """Per row: the slots of what came before the forward, then of its ancestors, then its own."""
     out: list[Tensor] = []
@@ -217,20 +190,19 @@ def _paths(parents: list[int], start: int) -> list[Tensor]:
 def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: range) -> tuple[Tensor, Tensor]:
     """Keys and values (tiles, blocks, kv_heads, KEY_BLOCK, d) of some tiles in logical order, equally many blocks."""
     keys, values = [], []
-    blocks = 1
     read: dict[int, tuple[Tensor, Tensor]] = {}
     for tile in tiles:
-        span = layout.spans[layout.owner[tile]]
-        if span.paths is not None:
-            pair = cache.gather(layer, span.request, span.paths[layout.path[tile]])
+        of, path = layout.owner[tile], layout.path[tile]
+        if path is not None:
+            k, v = cache.gather(layer, of.request, path)
         else:
-            if span.request not in read:
-                read[span.request] = cache.read(layer, span.request, span.start + span.count)
-            last = int(layout.positions[tile].max())
-            pair = tuple(part[: last // KEY_BLOCK + 1] for part in read[span.request])  # type: ignore[assignment]
-        keys.append(pair[0])
-        values.append(pair[1])
-        blocks = max(blocks, pair[0].shape[0])
+            if of.request not in read:
+                read[of.request] = cache.read(layer, of.request, of.start + of.count)
+            needed = int(layout.positions[tile].max()) // KEY_BLOCK + 1
+            k, v = (part[:needed] for part in read[of.request])
+        keys.append(k)
+        values.append(v)
+    blocks = max(len(part) for part in keys)
     return _stack(keys, blocks), _stack(values, blocks)
 
 

@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from runtime.cache.contiguous import KeyValueCache
-from runtime.cache.paged import new_cache
+from runtime.cache.contiguous import ContiguousCache, KeyValueCache
+from runtime.cache.paged import PagedCache
 from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
@@ -64,7 +64,8 @@ class BaseDecoder:
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """
         a = self.architecture
-        return new_cache(a.layers, a.kv_heads, a.head_dim, self.device, kind, pages, self.kv.factor(kind))
+        shape, factor = (a.layers, a.kv_heads, a.head_dim, self.device), self.kv.factor(kind)
+        return ContiguousCache(*shape, kind, factor) if pages is None else PagedCache(*shape, pages, kind, factor)
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder."""
@@ -148,9 +149,9 @@ class LlamaDecoder(BaseDecoder):
         a = self.architecture
         count = x.shape[0]
         q, k, v = self.project(x, weights, cos, sin)
-        for span in layout.spans:
-            part = slice(span.first, span.first + span.count)
-            cache.write(layer, span.request, span.start, k[part], v[part])
+        for of in layout.requests:
+            part = slice(of.first, of.first + of.count)
+            cache.write(layer, of.request, of.start, k[part], v[part])
         scaling = a.head_dim**-0.5
         out = []
         for begin in range(0, len(layout.owner), _TILES_AT_ONCE):

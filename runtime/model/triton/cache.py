@@ -186,7 +186,7 @@ class GpuCache(PagedCache):
         before = self._memory
         if self._held or self._pages.known:
             self._memory = self._allocate(total)
-            for old, new in zip(_parts(before), _parts(self._memory), strict=True):
+            for old, new in zip(before.parts, self._memory.parts, strict=True):
                 if old.numel():
                     new[:, : self.pages] = old[:, : self.pages]
         else:
@@ -225,7 +225,3 @@ class GpuCache(PagedCache):
     def _put(self, request: int, block: int, page: int) -> None:
         super()._put(request, block, page)
         self._tables[request, block] = page
-
-
-def _parts(store: Store) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return store.keys, store.values, store.key_scale, store.value_scale
