@@ -12,6 +12,17 @@ from settings import OURS, Setting
 if TYPE_CHECKING:
     from rich.console import Console
 
+_QUALITY = [
+    ("setting", "setting", "s"), ("peer", "peer", "s"), ("peer_excess", "theirs", ">s"), ("our_excess", "ours", ">s"),
+    ("excess_ratio", "ours / theirs", ">s"), ("target", "target", ".2f"), ("peer_divergence", "KL theirs", ">s"),
+    ("our_divergence", "KL ours", ">s"), ("divergence_ratio", "KL ratio", ">s"), ("verdict", "", "s"),
+]  # fmt: skip
+_TIMES = [
+    ("setting", "setting", "s"), ("compressor", "compressor", "s"), ("rounds", "rounds", "d"),
+    ("wall_seconds", "whole process", ".1f"), ("seconds", "compression alone", ".1f"),
+    ("cpu_seconds", "processor", ".1f"), ("peak_mb", "peak MB", ".0f"),
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class QualityRow:
@@ -106,55 +117,38 @@ def time_ratios(taken: Mapping[tuple[str, str], Sequence[Done]]) -> list[TimeRat
 
 def print_quality(console: "Console", rows: Sequence[QualityRow]) -> None:
     """One line a setting."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
     title = "excess log-perplexity over the original, 1000 × nats a token, with 95 % intervals over windows"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for name in ("setting", "peer"):
-        table.add_column(name)
-    for name in ("theirs", "ours", "ours / theirs", "target", "KL theirs", "KL ours", "KL ratio"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for row in rows:
-        both = row.comparison
-        table.add_row(
-            row.setting,
-            row.peer,
-            _scaled(row.peer_excess),
-            _scaled(row.our_excess),
-            _ratio(None if both is None else both.excess_ratio),
-            f"{row.target:.2f}",
-            _scaled(row.peer_divergence),
-            _scaled(row.our_divergence),
-            _ratio(None if both is None else both.divergence_ratio),
-            row.verdict or "-",
-        )
-    console.print(table)
+    lines = [
+        {"setting": row.setting, "peer": row.peer, "target": row.target, "verdict": row.verdict}
+        | {
+            name: _scaled(getattr(row, name))
+            for name in ("peer_excess", "our_excess", "peer_divergence", "our_divergence")
+        }
+        | {
+            name: _ratio(row.comparison and getattr(row.comparison, name))
+            for name in ("excess_ratio", "divergence_ratio")
+        }
+        for row in rows
+    ]
+    console.print(table(_QUALITY, lines, title))
 
 
-def _scaled(figure: Interval | None) -> str:
-    return "-" if figure is None else f"{figure.value * 1e3:.2f} ± {(figure.high - figure.low) / 2 * 1e3:.2f}"
+def _scaled(figure: Interval | None) -> str | None:
+    return None if figure is None else f"{figure.value * 1e3:.2f} ± {(figure.high - figure.low) / 2 * 1e3:.2f}"
 
 
-def _ratio(figure: Interval | None) -> str:
-    return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"
+def _ratio(figure: Interval | None) -> str | None:
+    return None if figure is None else f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"
 
 
 def print_times(console: "Console", rows: Sequence[TimeRow], ratios: Sequence[TimeRatio]) -> None:
     """One line a setting and compressor, then the ratios."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
-    table = Table(title="seconds, medians; memory, the largest", title_justify="left", box=box.SIMPLE)
-    for name in ("setting", "compressor"):
-        table.add_column(name)
-    for name in ("rounds", "whole process", "compression alone", "processor", "peak MB"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        seconds = (f"{value:.1f}" for value in (row.wall_seconds, row.seconds, row.cpu_seconds))
-        table.add_row(row.setting, row.compressor, str(row.rounds), *seconds, f"{row.peak_bytes / 1e6:.0f}")
-    console.print(table)
+    lines = [vars(row) | {"peak_mb": row.peak_bytes / 1e6} for row in rows]
+    console.print(table(_TIMES, lines, "seconds, medians; memory, the largest"))
     for one in ratios:
         console.print(
             f"{one.setting}: ours takes {one.wall:.2f} of {one.peer}'s wall time ({one.wall_min:.2f} to"

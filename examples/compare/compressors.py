@@ -7,22 +7,21 @@
 Each compression is a process of its own; only one computes at any moment.
 """
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from models import interpreters
 from settings import SETTINGS, TIMED, Setting, chosen
 
 from compress.errors import USER_ERRORS
-from runtime.bench.options import writable
+from runtime.bench.options import say, writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from calibration import Text
-    from rich.console import Console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,14 +57,11 @@ def main(
     """Compresses one model with everybody and prints excess log-perplexity, or time, and ratios."""
     with without_traceback(USER_ERRORS):
         settings = chosen(setting, TIMED if time else ("*",))
-        if not peer_python.is_file():
-            raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
+        pythons = interpreters(peer_python, "compressors")
         writable("--json", json_file)
         from calibration import Text
 
         text = Text(source, samples, seq_len, eval_tokens, seed)
-        # absolute, not resolved: an environment's python is a link whose own place says which environment it is
-        pythons = (Path(sys.executable).absolute(), peer_python.absolute())
         if time:
             content = _time(settings, text, pythons, threads, work.absolute(), (shape, blocks, rounds), peers_only)
         else:
@@ -92,12 +88,12 @@ def _quality(
     import excess
     import saved
     import torch
-    from jobs import Bench, compressors
+    from jobs import Bench, wanted
 
     from compress.model.source import default_pair
+    from runtime.bench.output import console
     from runtime.native import default_threads
 
-    console, notes = _consoles()
     model, count = Path(default_pair()[0]).absolute(), threads or default_threads()
     torch.set_num_threads(count)
     drawn = calibration.draw(text, model)
@@ -105,18 +101,19 @@ def _quality(
     windows = calibration.write(drawn.calibration, work)
     folder = work / f"pair-{windows.stem.removeprefix('windows-')}"
     bench = Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
-    jobs = [(s, name) for s in settings for name in compressors(s) if not (peers_only and name != s.peer)]
-    taken = saved.make(bench, folder, jobs, notes.print)
+    jobs = wanted(settings, peers_only)
+    taken = saved.make(bench, folder, jobs, say)
     places = [saved.place(folder, setting, name) for setting, name in jobs]
-    found = excess.evaluate(model, places, drawn.evaluation, notes.print)
+    found = excess.evaluate(model, places, drawn.evaluation, say)
     scores = {(setting.name, name): one for (setting, name), one in zip(jobs, found, strict=True)}
     rows = tables.quality_rows(settings, scores)
-    console.print(
+    out = console(160)
+    out.print(
         f"the embedded pair's target; {drawn.corpus}: {tuple(drawn.calibration.shape)} tokens to calibrate on,"
         f" {tuple(drawn.evaluation.shape)} to evaluate on; float32 evaluation of dense weights\n",
         soft_wrap=True,
     )
-    tables.print_quality(console, rows)
+    tables.print_quality(out, rows)
     about = {"model": "pair", "text": calibration.facts(text, drawn, windows), "threads": count}
     return about | tables.report(rows, taken, settings)
 
@@ -138,6 +135,7 @@ def _time(
 
     from compress.model.source import default_pair
     from runtime.bench.measure import machine
+    from runtime.bench.output import console
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 
@@ -146,30 +144,22 @@ def _time(
         raise UserError(f"--shape: expected one of {', '.join(SHAPES)}, found {shape!r}")
     if blocks is not None and blocks > SHAPES[shape].architecture.layers:
         raise UserError(f"--blocks: {shape} has {SHAPES[shape].architecture.layers}, found {blocks}")
-    console, notes = _consoles()
     count, folder = threads or default_threads(), work / shape
-    notes.print(f"writing {shape} with random weights (removed at the end)")
+    say(f"writing {shape} with random weights (removed at the end)")
     with timed.random_checkpoint(shape, blocks, Path(default_pair()[0]), folder) as model:
         drawn = calibration.draw(text, model)
         windows = calibration.write(drawn.calibration, folder)
         bench = Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
-        taken = timed.measure(bench, settings, rounds, peers_only, notes.print)
-    console.print(
+        taken = timed.measure(bench, settings, rounds, peers_only, say)
+    out = console(160)
+    out.print(
         f"{shape}, {blocks or 'all'} blocks, random weights (time only); {machine()['cpu']}, {count} threads;"
         f" {tuple(drawn.calibration.shape)} tokens; {rounds} interleaved rounds\n",
         soft_wrap=True,
     )
-    tables.print_times(console, tables.time_rows(taken), tables.time_ratios(taken))
+    tables.print_times(out, tables.time_rows(taken), tables.time_ratios(taken))
     about = {"model": shape, "blocks": blocks, "text": calibration.facts(text, drawn, windows), "threads": count}
     return about | tables.report([], taken, settings)
-
-
-def _consoles() -> tuple["Console", "Console"]:
-    """For results, and for what takes time."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else 160
-    return Console(highlight=False, width=width), Console(highlight=False, stderr=True)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@
 Each engine runs in a process of its own, the ones of a scheme take turns, and only one computes at any moment.
 """
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from catalogue import OURS, SCHEMES, Engine
+from models import interpreters, require_native_kernels
 
-from runtime.bench.options import writable
+from runtime.bench.options import numbers, say, writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -47,86 +47,47 @@ def main(
 ) -> None:
     """Runs llama.cpp, OpenVINO, bitsandbytes and Specpress on one shape and prints a table per scheme."""
     with without_traceback():
-        _run(
-            shape,
-            scheme,
-            widths,
-            prefill,
-            context,
-            threads,
-            (rounds, prefill_rounds, repeats),
-            peer_python,
-            work,
-            json_file,
+        if shape not in _SHAPES:
+            raise UserError(f"--shape: expected one of {', '.join(_SHAPES)}, found {shape!r}")
+        chosen = list(dict.fromkeys(scheme or SCHEMES))
+        for name in chosen:
+            if name not in SCHEMES:
+                raise UserError(f"--scheme: expected one of {', '.join(SCHEMES)}, found {name!r}")
+        parsed = numbers("--widths", widths, 16)
+        engines = [engine for name in chosen for engine in SCHEMES[name]]
+        pythons = interpreters(peer_python, "peers", any(engine.peer for engine in engines))
+        writable("--json", json_file)
+
+        # Imported here: torch takes longer to load than `--help` may take.
+        from drive import Plan
+        from models import Workshop, make_peers
+        from tables import print_ratios, print_scheme, ratios, report
+
+        from runtime.bench.measure import machine
+        from runtime.bench.output import console, write
+        from runtime.bench.random_models import SHAPES
+        from runtime.native import default_threads
+
+        require_native_kernels()
+        out = console(120)
+        count = threads or default_threads()
+        vocabulary = SHAPES[shape].config["vocab_size"]
+        plan = Plan(parsed, prefill, context, vocabulary, rounds, prefill_rounds, repeats, count)
+        shop = Workshop(work.absolute() / shape, shape, *pythons, count, say)
+        make_peers(shop, [engine.model for engine in engines if engine.model])
+        out.print(
+            f"{shape}, random weights (speed only); {machine()['cpu']}, {count} threads; context {context}, logits of"
+            f" every row (prefill: of the last one); {rounds} interleaved rounds\n",
+            soft_wrap=True,
         )
-
-
-def _run(
-    shape: str,
-    scheme: list[str] | None,
-    widths: str,
-    prefill: int,
-    context: int,
-    threads: int | None,
-    times: tuple[int, int, int],
-    peer_python: Path,
-    work: Path,
-    json_file: Path | None,
-) -> None:
-    if shape not in _SHAPES:
-        raise UserError(f"--shape: expected one of {', '.join(_SHAPES)}, found {shape!r}")
-    chosen = list(dict.fromkeys(scheme or SCHEMES))
-    for name in chosen:
-        if name not in SCHEMES:
-            raise UserError(f"--scheme: expected one of {', '.join(SCHEMES)}, found {name!r}")
-    parsed = _widths(widths)
-    engines = [engine for name in chosen for engine in SCHEMES[name]]
-    if any(engine.peer for engine in engines) and not peer_python.is_file():
-        raise UserError(f"--peer-python: there is no {peer_python}; `make peers` builds the peers' environment")
-    writable("--json", json_file)
-
-    # Imported here: torch takes longer to load than `--help` may take.
-    from drive import Plan
-    from models import Workshop, make_peers
-    from rich.console import Console
-    from tables import print_ratios, print_scheme, ratios, report
-
-    from runtime.bench.measure import machine
-    from runtime.bench.output import write
-    from runtime.bench.random_models import SHAPES
-    from runtime.native import PATHS, default_threads, usable
-
-    if not any(usable(path)[0] for path in PATHS):
-        raise UserError(f"the native kernels, which are to be compared, do not run here: {usable(PATHS[-1])[1]}")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    notes = Console(highlight=False, stderr=True)
-    count = threads or default_threads()
-    vocabulary = SHAPES[shape].config["vocab_size"]
-    plan = Plan(parsed, prefill, context, vocabulary, *times, threads=count)
-    # absolute, not resolved: an environment's python is a link whose own place says which environment it is
-    python, peer = Path(sys.executable).absolute(), peer_python.absolute()
-    shop = Workshop(work.absolute() / shape, shape, python, peer, count, notes.print)
-    make_peers(shop, [engine.model for engine in engines if engine.model])
-    console.print(
-        f"{shape}, random weights (speed only); {machine()['cpu']}, {count} threads; context {context}, logits of every"
-        f" row (prefill: of the last one); {times[0]} interleaved rounds\n",
-        soft_wrap=True,
-    )
-    compared = []
-    for name in chosen:
-        compared.append(_scheme(shop, name, plan))
-        print_scheme(console, compared[-1])
-    found = [row for one in compared for row in one.rows]
-    print_ratios(console, ratios(found))
-    if json_file is not None:
-        write(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
-
-
-def _widths(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= 16 for part in parts):
-        raise UserError(f"--widths: expected numbers from 1 to 16 with commas between them, found {text!r}")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+        compared = []
+        for name in chosen:
+            compared.append(_scheme(shop, name, plan))
+            print_scheme(out, compared[-1])
+        found = [row for one in compared for row in one.rows]
+        print_ratios(out, ratios(found))
+        if json_file is not None:
+            write(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
 
 
 def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":

@@ -8,17 +8,17 @@ transformers with that library's kernels and by Specpress, in turns; only one pr
 """
 
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
+from models import interpreters
 from settings import TIMED, Setting, chosen
 
 from compress.errors import USER_ERRORS
-from runtime.bench.options import writable
+from runtime.bench.options import say, writable
 from runtime.cli import without_traceback
 from runtime.errors import UserError
 
@@ -62,11 +62,8 @@ def main(
         for one in settings:
             if one.method not in ("gptq", "awq"):
                 raise UserError(f"--setting: expected packed weights (gptq or awq), found {one.name}")
-        if not peer_python.is_file():
-            raise UserError(f"--peer-python: there is no {peer_python}; `make compressors` builds that environment")
+        pythons = interpreters(peer_python, "compressors")
         writable("--json", json_file)
-        # absolute, not resolved: an environment's python is a link whose own place says which environment it is
-        pythons = (Path(sys.executable).absolute(), peer_python.absolute())
         rows = _compare(settings, pythons, (shape, blocks, samples), (prompts, new_tokens, rounds), threads, work)
         if json_file is not None:
             from runtime.bench.measure import machine
@@ -89,7 +86,6 @@ def _compare(
     import jobs
     import timed
     import torch
-    from rich.console import Console
     from rounds import Work
 
     from compress.model.source import default_pair
@@ -100,25 +96,24 @@ def _compare(
     (shape, blocks, samples), (prompts, new_tokens, rounds) = model_of, work_of
     if shape not in SHAPES:
         raise UserError(f"--shape: expected one of {', '.join(SHAPES)}, found {shape!r}")
-    notes = Console(highlight=False, stderr=True)
     count, folder = threads or default_threads(), work.absolute() / shape
     text = calibration.Text("stdlib", samples, 128, 128, 0)
     drawn = torch.randint(3, 1000, (prompts, 16), generator=torch.Generator().manual_seed(0))
     doing = Work(drawn.tolist(), new_tokens, rounds, count)
     rows = []
-    notes.print(f"writing {shape} with random weights (removed at the end)")
+    say(f"writing {shape} with random weights (removed at the end)")
     with timed.random_checkpoint(shape, blocks, Path(default_pair()[0]), folder) as model:
         windows = calibration.write(calibration.draw(text, model).calibration, folder)
         bench = jobs.Bench(model, windows, asdict(text), *pythons, count, folder / "logs")
         for setting in settings:
             out = model.parent / setting.name
-            notes.print(f"{setting.peer} writes {setting.name}")
+            say(f"{setting.peer} writes {setting.name}")
             jobs.run(bench, setting, setting.peer, out)
             # Not every library writes the tokenizer, which decoding asks for even where prompts are ids.
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 if not (out / name).exists():
                     shutil.copyfile(model / name, out / name)
-            rows.append(_row(setting, out, doing, pythons, folder / "logs", notes.print))
+            rows.append(_row(setting, out, doing, pythons, folder / "logs", say))
     where = f"{machine()['cpu']}, {count} threads"
     _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {where}; {rounds} rounds")
     return rows
@@ -152,18 +147,17 @@ def _row(setting: Setting, out: Path, doing: Any, pythons: tuple[Path, Path], lo
 
 
 def _print(rows: list[Row], title: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from runtime.bench.output import Column, console, table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(title + "\n", soft_wrap=True)
-    columns = ("checkpoint", "written by", "its layers in transformers", "ms a token there", "here", "times as fast")
-    table = Table(*columns, box=box.SIMPLE)
-    for row in rows:
-        layers = f"{row.kernels.rpartition('.')[2]}, {row.precision}"
-        table.add_row(row.setting, row.library, layers, f"{row.their_ms:.1f}", f"{row.our_ms:.1f}", f"{row.ratio:.2f}")
-    console.print(table)
+    columns: list[Column] = [
+        ("setting", "checkpoint", "s"), ("library", "written by", "s"),
+        ("layers", "its layers in transformers", "s"), ("their_ms", "ms a token there", ".1f"),
+        ("our_ms", "here", ".1f"), ("ratio", "times as fast", ".2f"),
+    ]  # fmt: skip
+    layers = [f"{row.kernels.rpartition('.')[2]}, {row.precision}" for row in rows]
+    out = console(160)
+    out.print(title + "\n", soft_wrap=True)
+    out.print(table(columns, [vars(row) | {"layers": layer} for row, layer in zip(rows, layers, strict=True)]))
 
 
 if __name__ == "__main__":

@@ -53,9 +53,14 @@ class Done:
     facts: dict[str, str]
 
 
-def compressors(setting: Setting) -> list[str]:
-    """Who can do it: the peer, and ours where we have a recipe for it."""
-    return [setting.peer] if our_recipe(setting) is None else [OURS, setting.peer]
+def wanted(settings: Sequence[Setting], peers_only: bool) -> list[tuple[Setting, str]]:
+    """Each setting with who can do it: ours where we have a recipe for it (and unless peers_only), and the peer."""
+    return [
+        (setting, name)
+        for setting in settings
+        for name in (OURS, setting.peer)
+        if name != OURS or (not peers_only and our_recipe(setting) is not None)
+    ]
 
 
 def run(bench: Bench, setting: Setting, compressor: str, out: Path) -> Done:

@@ -6,6 +6,7 @@ The peers' take minutes to make and are kept; ours takes seconds and is written 
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,22 @@ from pathlib import Path
 from runtime.errors import UserError
 
 HERE = Path(__file__).parent.absolute()
+
+
+def interpreters(peer_python: Path, target: str, needed: bool = True) -> tuple[Path, Path]:
+    """Ours and the peers', which `make target` builds. Raises UserError where that is needed and not there."""
+    if needed and not peer_python.is_file():
+        raise UserError(f"--peer-python: there is no {peer_python}; `make {target}` builds that environment")
+    # absolute, not resolved: an environment's python is a link whose own place says which environment it is
+    return Path(sys.executable).absolute(), peer_python.absolute()
+
+
+def require_native_kernels() -> None:
+    """Raises UserError where they do not run on this machine."""
+    from runtime.native import PATHS, usable
+
+    if not any(usable(path)[0] for path in PATHS):
+        raise UserError(f"the native kernels, which are to be compared, do not run here: {usable(PATHS[-1])[1]}")
 
 
 @dataclass(frozen=True)
@@ -38,10 +55,12 @@ def make_peers(shop: Workshop, models: Sequence[str]) -> None:
     if not missing:
         return
     shop.folder.mkdir(parents=True, exist_ok=True)
+    from runtime.bench.random_models import SHAPES
+
     with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as made:
         room = Path(made)
         config = room / "config.json"
-        config.write_text(json.dumps(_config(shop.shape)))
+        config.write_text(json.dumps(dict(SHAPES[shop.shape].config)))
         files = [name for name in missing if name.endswith(".gguf")]
         if files:
             shop.say(f"making {', '.join(files)} (once; minutes)")
@@ -72,13 +91,6 @@ def our_model(shop: Workshop, scheme: str) -> Iterator[Path]:
     shop.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ours-", dir=shop.folder) as made:
         yield write_shape(shop.shape, scheme, Path(made) / "model", head="int8")
-
-
-def _config(shape: str) -> dict[str, object]:
-    """The shape as a transformers configuration."""
-    from runtime.bench.random_models import SHAPES
-
-    return dict(SHAPES[shape].config)
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -11,6 +11,16 @@ from ways import OURS, PRECISIONS
 if TYPE_CHECKING:
     from rich.console import Console
 
+_COLUMNS = [
+    ("name", "engine, drafter", "s"), ("length", "draft length", ">s"), ("tokens_per_second", "tokens/s", ".0f"),
+    ("tokens_per_second_min", "lowest", ".0f"), ("tokens_per_second_max", "highest", ".0f"),
+    ("over_plain", "over plain", ".2f"), ("cores", "cores", ".2f"), ("differing", "tokens ≠ plain", ">s"),
+    ("agreement", "as fp32", ".0%"),
+]  # fmt: skip
+_RATIOS = [
+    ("theirs", "theirs", "s"), ("us", "ours", "s"), ("ratio", "ratio", ".2f"), ("ratio_min", "lowest", ".2f"),
+    ("ratio_max", "highest", ".2f"), ("same_drafter", "same drafter", ".2f"),
+]  # fmt: skip
 # The unquantised reference, whose texts show that the others run the same model.
 REFERENCE = "transformers"
 
@@ -70,9 +80,8 @@ def rows(found: Sequence[Decoded], work: Work) -> list[Row]:
 
 def _row(one: Decoded, plain: Decoded | None, reference: Decoded | None, work: Work) -> Row:
     rates = _rates(one, work)
-    counts = (
-        None if plain is None else [differing(a.texts, b.texts) for a, b in zip(plain.turns, one.turns, strict=True)]
-    )
+    turns = [] if plain is None else list(zip(plain.turns, one.turns, strict=True))
+    counts = None if plain is None else [differing(a.texts, b.texts) for a, b in turns]
     return Row(
         engine=one.way.engine,
         drafter=one.way.drafter,
@@ -120,10 +129,8 @@ def ratios(found: Sequence[Decoded]) -> list[Ratio]:
     peers = [one for one in found if one.way.engine != OURS]
     out = []
     for engine, drafter in dict.fromkeys((one.way.engine, one.way.drafter) for one in peers):
-        best, theirs = (
-            _fastest(ours),
-            _fastest([o for o in peers if (o.way.engine, o.way.drafter) == (engine, drafter)]),
-        )
+        best = _fastest(ours)
+        theirs = _fastest([o for o in peers if (o.way.engine, o.way.drafter) == (engine, drafter)])
         over = _over(best.turns, theirs.turns)
         same = [one for one in ours if one.way.drafter == drafter]
         out.append(
@@ -148,27 +155,15 @@ def _fastest(among: Sequence[Decoded]) -> Decoded:
 
 def print_ways(console: "Console", found: Sequence[Decoded], made: Sequence[Row]) -> None:
     """One line per way, and beneath what the engines say of themselves."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
-    table = Table(box=box.SIMPLE)
-    table.add_column("engine, drafter")
-    for name in ("draft length", "tokens/s", "lowest", "highest", "over plain", "cores", "tokens ≠ plain", "as fp32"):
-        table.add_column(name, justify="right")
-    for one, row in zip(found, made, strict=True):
-        compared = f"{row.tokens_differing} of {row.tokens_compared}"
-        table.add_row(
-            one.way.name,
-            one.way.length,
-            f"{row.tokens_per_second:.0f}",
-            f"{row.tokens_per_second_min:.0f}",
-            f"{row.tokens_per_second_max:.0f}",
-            "-" if row.over_plain is None else f"{row.over_plain:.2f}",
-            f"{row.cores:.2f}",
-            "-" if row.tokens_compared is None else compared,
-            "-" if row.agreement is None else f"{row.agreement:.0%}",
-        )
-    console.print(table)
+    lines = [
+        vars(row)
+        | {"name": one.way.name, "length": one.way.length}
+        | {"differing": row.tokens_compared and f"{row.tokens_differing} of {row.tokens_compared}"}
+        for one, row in zip(found, made, strict=True)
+    ]
+    console.print(table(_COLUMNS, lines))
     for engine, precision in PRECISIONS.items():
         mine = {one.way.name: one.facts for one in found if one.way.engine == engine}
         if mine:
@@ -190,26 +185,17 @@ def _print_facts(console: "Console", engine: str, precision: str, facts: dict[st
 
 def print_ratios(console: "Console", found: Sequence[Ratio]) -> None:
     """One line per peer and drafter."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
     def way(engine: str, drafter: str, length: int | None) -> str:
         return engine if drafter == "none" else f"{engine}, {drafter} {'own' if length is None else length}"
 
-    table = Table(
-        title="our fastest tokens/s / theirs, each at its best draft length (above 1: ours is faster)",
-        title_justify="left",
-        box=box.SIMPLE,
-    )
-    for name in ("theirs", "ours"):
-        table.add_column(name)
-    for name in ("ratio", "lowest", "highest", "same drafter"):
-        table.add_column(name, justify="right")
-    for r in found:
-        figures = [f"{value:.2f}" for value in (r.ratio, r.ratio_min, r.ratio_max)]
-        figures.append("-" if r.same_drafter is None else f"{r.same_drafter:.2f}")
-        table.add_row(way(r.engine, r.drafter, r.draft_length), way(OURS, r.ours, r.ours_draft_length), *figures)
-    console.print(table)
+    title = "our fastest tokens/s / theirs, each at its best draft length (above 1: ours is faster)"
+    ways = [
+        {"theirs": way(r.engine, r.drafter, r.draft_length), "us": way(OURS, r.ours, r.ours_draft_length)}
+        for r in found
+    ]
+    console.print(table(_RATIOS, [vars(r) | names for r, names in zip(found, ways, strict=True)], title))
 
 
 def report(found: Sequence[Decoded], work: Work, corpus: str) -> dict[str, Any]:

@@ -13,6 +13,12 @@ from runtime.bench.measure import Sample
 if TYPE_CHECKING:
     from rich.console import Console
 
+_COLUMNS = [
+    ("engine", "engine", "s"), ("width", "width", ">s"), ("ms_median", "ms median", ".2f"), ("ms_min", "ms min", ".2f"),
+    ("tokens_per_second", "tokens/s", ".1f"), ("gb_per_second", "GB/s", ".1f"),
+    ("share_of_bandwidth", "of bandwidth", ".0%"), ("over_width_1", "over width 1", ".2f"),
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
@@ -108,25 +114,10 @@ def ratios(all_rows: Sequence[Row]) -> list[Ratio]:
 
 def print_scheme(console: "Console", compared: Compared) -> None:
     """One line per engine and width, and beneath what the engines say of themselves."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
-    table = Table(title=TITLES[compared.scheme], title_justify="left", box=box.SIMPLE)
-    table.add_column("engine")
-    for name in ("width", "ms median", "ms min", "tokens/s", "GB/s", "of bandwidth", "over width 1"):
-        table.add_column(name, justify="right")
-    for row in compared.rows:
-        table.add_row(
-            row.engine,
-            f"prefill {row.width}" if row.prefill else str(row.width),
-            f"{row.ms_median:.2f}",
-            f"{row.ms_min:.2f}",
-            f"{row.tokens_per_second:.1f}",
-            f"{row.gb_per_second:.1f}",
-            "-" if row.share_of_bandwidth is None else f"{row.share_of_bandwidth:.0%}",
-            "-" if row.over_width_1 is None else f"{row.over_width_1:.2f}",
-        )
-    console.print(table)
+    lines = [vars(row) | {"width": f"{'prefill ' if row.prefill else ''}{row.width}"} for row in compared.rows]
+    console.print(table(_COLUMNS, lines, TITLES[compared.scheme]))
     if compared.memory:
         low, middle, high = (f(compared.memory) / 1e9 for f in (min, median, max))
         console.print(f"memory read at {middle:.1f} GB/s ({low:.1f} to {high:.1f})")
@@ -138,18 +129,16 @@ def print_scheme(console: "Console", compared: Compared) -> None:
 
 def print_ratios(console: "Console", found: Sequence[Ratio]) -> None:
     """Schemes down, widths across."""
-    from rich import box
-    from rich.table import Table
+    from runtime.bench.output import table
 
-    columns = list(dict.fromkeys((ratio.prefill, ratio.width) for ratio in found))
-    table = Table(title="best peer's median ms / ours (above 1: ours is faster)", title_justify="left", box=box.SIMPLE)
-    table.add_column("scheme")
-    for prefill, width in columns:
-        table.add_column(f"prefill {width}" if prefill else f"width {width}", justify="right")
-    for scheme in dict.fromkeys(ratio.scheme for ratio in found):
-        cells = {(r.prefill, r.width): f"{r.ratio:.2f} ({r.best_peer})" for r in found if r.scheme == scheme}
-        table.add_row(scheme, *(cells.get(column, "-") for column in columns))
-    console.print(table)
+    columns = [("scheme", "scheme", "s")]
+    lines: dict[str, dict[str, str]] = {}
+    for one in found:
+        work = f"{'prefill' if one.prefill else 'width'} {one.width}"
+        columns += [] if (work, work, ">s") in columns else [(work, work, ">s")]
+        lines.setdefault(one.scheme, {"scheme": one.scheme})[work] = f"{one.ratio:.2f} ({one.best_peer})"
+    title = "best peer's median ms / ours (above 1: ours is faster)"
+    console.print(table(columns, list(lines.values()), title))
 
 
 def report(plan: Plan, compared: Sequence[Compared]) -> dict[str, Any]:
@@ -157,14 +146,8 @@ def report(plan: Plan, compared: Sequence[Compared]) -> dict[str, Any]:
     found = [row for one in compared for row in one.rows]
     return {
         "threads": plan.threads,
-        "protocol": {
-            "weights": "random",
-            "context": plan.context,
-            "prefill": plan.prefill,
-            "rounds": plan.rounds,
-            "prefill_rounds": plan.prefill_rounds,
-            "repeats": plan.repeats,
-        },
+        "protocol": {"weights": "random"}
+        | {key: getattr(plan, key) for key in ("context", "prefill", "rounds", "prefill_rounds", "repeats")},
         "bandwidth": {one.scheme: median(one.memory) if one.memory else None for one in compared},
         "engines": {
             one.scheme: {engine.name: {"weight_bytes": engine.weight_bytes} | engine.facts for engine in one.engines}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from jobs import Bench, Done, compressors, run
+from jobs import Bench, Done, run, wanted
 from settings import Setting
 
 
@@ -58,7 +58,7 @@ def measure(
 
     What was written is removed at once. Raises UserError where a compressor fails.
     """
-    jobs = [(s, name) for s in settings for name in compressors(s) if not (peers_only and name != s.peer)]
+    jobs = wanted(settings, peers_only)
     taken: dict[tuple[str, str], list[Done]] = {(setting.name, name): [] for setting, name in jobs}
     for number in range(rounds):
         turn = number % len(jobs)
