@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -85,16 +86,11 @@ PLANS = {
 
 def config(name: str) -> LlamaConfig:
     """Hidden 512 × 4 layers for the target; the draft has under a tenth of its parameters."""
-    target = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
-    draft = {"hidden_size": 192, "intermediate_size": 352, "num_hidden_layers": 2}
-    heads = (
-        {"num_attention_heads": 8, "num_key_value_heads": 2}
-        if name == "target"
-        else {
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-        }
-    )
+    sizes = {"hidden_size": 192, "intermediate_size": 352, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    if name == "target":
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     return LlamaConfig(
         vocab_size=VOCABULARY,
         head_dim=64,
@@ -105,7 +101,7 @@ def config(name: str) -> LlamaConfig:
         eos_token_id=0,
         pad_token_id=0,
         use_cache=False,
-        **(target if name == "target" else draft),
+        **sizes,
         **heads,
     )
 
@@ -192,14 +188,8 @@ def sample(work: Path, minutes: float, seed: int, prompt: int = 128, new: int = 
         text = windows.take(prompt, 0.3)
         text = text[torch.randperm(len(text))[:rows], :prompt]
         settings = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
-        written = model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            max_new_tokens=new,
-            min_new_tokens=new,
-            use_cache=True,
-            **settings,
-        )
+        lengths = {"max_new_tokens": new, "min_new_tokens": new}
+        written = model.generate(text, attention_mask=torch.ones_like(text), use_cache=True, **lengths, **settings)
         out.append(written.numpy().astype(np.uint16).ravel())
         sampled = not sampled
         np.concatenate(out).tofile(work / "samples.bin")
@@ -230,19 +220,11 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
     model = build("target" if name in ("target", "settle") else "draft", seed)
     if start_from is not None:
         model.load_state_dict(load_file(start_from), strict=False)
-    loss_of: Callable[[Tensor], Tensor]
+    loss_of: Callable[[Tensor], Tensor] = partial(next_token_loss, model)
     if teacher is not None:
         frozen = build("target", seed)
         frozen.load_state_dict(load_file(teacher), strict=False)
-        frozen.requires_grad_(False)
-
-        def loss_of(tokens: Tensor) -> Tensor:
-            return distillation_loss(model, frozen, tokens)
-    else:
-
-        def loss_of(tokens: Tensor) -> Tensor:
-            return next_token_loss(model, tokens)
-
+        loss_of = partial(distillation_loss, model, frozen.requires_grad_(False))
     compiled = torch.compile(loss_of, dynamic=False)
     steps = optimizers(model, plan)
     checkpoint, log = work / f"{name}.checkpoint", work / f"{name}.log.jsonl"

@@ -99,9 +99,6 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 if __name__ == "__main__":
-    chosen = dict(argument.split("=", 1) for argument in sys.argv[3:])
-    make(
-        json.loads(Path(sys.argv[1]).read_text()),
-        {kind: Path(out) for kind, out in chosen.items()},
-        int(sys.argv[2]),
-    )
+    given = dict(argument.split("=", 1) for argument in sys.argv[3:])
+    outs = {kind: Path(out) for kind, out in given.items()}
+    make(json.loads(Path(sys.argv[1]).read_text()), outs, int(sys.argv[2]))

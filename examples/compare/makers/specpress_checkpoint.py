@@ -33,19 +33,8 @@ def ours(model: Path, recipe: Mapping[str, Any], out: Path, text: Mapping[str, A
 
     file = out.with_name(f"{recipe['name']}.yaml")
     file.write_text(yaml.safe_dump(dict(recipe)))
-    compress(
-        model,
-        file,
-        out,
-        report=lambda *_: {},
-        calib=text["source"],
-        samples=text["samples"],
-        seq_len=text["seq_len"],
-        eval_tokens=text["eval_tokens"],
-        seed=text["seed"],
-        threads=threads,
-        speed=False,
-    )
+    drawn = {name: text[name] for name in ("samples", "seq_len", "eval_tokens", "seed")}
+    compress(model, file, out, report=lambda *_: {}, calib=text["source"], threads=threads, speed=False, **drawn)
 
 
 if __name__ == "__main__":

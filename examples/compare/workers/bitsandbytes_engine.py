@@ -1,5 +1,6 @@
 """bitsandbytes NF4 through transformers: an eager forward with its dynamic cache."""
 
+from collections import Counter
 from importlib.metadata import version
 
 import numpy as np
@@ -22,11 +23,11 @@ class BitsAndBytes:
 
     def describe(self) -> Description:
         """Counted before the first forward, which lays the layers out anew."""
-        kinds: dict[str, int] = {}
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Linear):
-                name = type(module).__name__ if isinstance(module.weight, Params4bit) else str(module.weight.dtype)
-                kinds[name] = kinds.get(name, 0) + 1
+        kinds = Counter(
+            type(module).__name__ if isinstance(module.weight, Params4bit) else str(module.weight.dtype)
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.Linear)
+        )
         facts = {
             "version": f"bitsandbytes {version('bitsandbytes')}, transformers {version('transformers')},"
             f" torch {torch.__version__}",
@@ -40,8 +41,7 @@ class BitsAndBytes:
         if self.held[: len(context)] != context.tolist():
             self.clear()
             self._forward(context, 1)
-        surplus = len(self.held) - len(context)
-        if surplus:
+        if surplus := len(self.held) - len(context):
             self.cache.crop(-surplus)
             del self.held[len(context) :]
 

@@ -1,6 +1,7 @@
 """llama.cpp through its C interface: llama_decode of batches whose rows all ask for logits."""
 
 import ctypes
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -42,10 +43,7 @@ class LlamaCpp:
         tensors = gguf.GGUFReader(self.path).tensors
         untied = any(tensor.name == "output.weight" for tensor in tensors)
         read = [tensor for tensor in tensors if not (untied and tensor.name == "token_embd.weight")]
-        kinds: dict[str, int] = {}
-        for tensor in read:
-            if len(tensor.shape) == 2:
-                kinds[tensor.tensor_type.name] = kinds.get(tensor.tensor_type.name, 0) + 1
+        kinds = Counter(tensor.tensor_type.name for tensor in read if len(tensor.shape) == 2)
         facts = {
             "version": f"llama-cpp-python {llama_cpp.__version__}",
             "system": " ".join(self.system.split()),

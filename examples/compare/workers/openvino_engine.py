@@ -1,5 +1,7 @@
 """OpenVINO: the stateful graph that optimum-intel exports, compiled for the CPU as it compiles by default."""
 
+from collections import Counter
+
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
@@ -30,15 +32,7 @@ class OpenVino:
     def describe(self) -> Description:
         """The constants that reach a matrix product, and what the plugin chose."""
         chosen = {"version": ov.get_version(), "matrices": self.matrices}
-        for key in (
-            "INFERENCE_PRECISION_HINT",
-            "KV_CACHE_PRECISION",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-            "INFERENCE_NUM_THREADS",
-        ):
-            value = self.compiled.get_property(key)
-            chosen[key.lower()] = value.get_type_name() if isinstance(value, ov.Type) else str(value)
-        return Description(self.weight_bytes, chosen)
+        return Description(self.weight_bytes, chosen | properties(self.compiled, "DYNAMIC_QUANTIZATION_GROUP_SIZE"))
 
     def restore(self, context: Tokens, width: int) -> None:
         """Variables cannot be cut short, so the context is read again.
@@ -77,6 +71,15 @@ class OpenVino:
         return self.request.get_tensor("logits").data[0]
 
 
+def properties(compiled: ov.CompiledModel, *further: str) -> dict[str, str]:
+    """What the plugin chose: precisions, threads and `further` properties."""
+    values = {}
+    for key in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", *further, "INFERENCE_NUM_THREADS"):
+        value = compiled.get_property(key)
+        values[key.lower()] = value.get_type_name() if isinstance(value, ov.Type) else str(value)
+    return values
+
+
 def _head(graph: ov.Model) -> ov.Node:
     """The matrix product whose result is the logits."""
     node = graph.output("logits").get_node()
@@ -99,7 +102,7 @@ def _slice_before(graph: ov.Model, head: ov.Node) -> None:
 def _weights(graph: ov.Model) -> tuple[int, str]:
     """Bytes of the constants behind all matrix products, and how many products have weights of which type."""
     read: dict[str, int] = {}
-    kinds: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for node in graph.get_ops():
         if node.get_type_name() != "MatMul":
             continue
@@ -107,7 +110,7 @@ def _weights(graph: ov.Model) -> tuple[int, str]:
         read |= {constant.get_friendly_name(): constant.get_byte_size() for constant in constants}
         if constants:  # the largest one holds the weights, the others their scales and zero points
             kind = max(constants, key=lambda constant: constant.get_byte_size()).get_element_type().get_type_name()
-            kinds[kind] = kinds.get(kind, 0) + 1
+            kinds[kind] += 1
     return sum(read.values()), ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 

@@ -5,6 +5,7 @@ import openvino as ov
 import openvino_genai
 
 from workers.generation import Options, serve
+from workers.openvino_engine import properties
 
 # The n-grams of the project's own prompt lookup sample.
 _NGRAM = 3
@@ -38,9 +39,7 @@ class OpenVinoGenAi:
             core.read_model(self.options.target / "openvino_model.xml"), "CPU", dict(self.settings)
         )
         facts = {"version": f"openvino-genai {openvino_genai.__version__}"}
-        for key in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "INFERENCE_NUM_THREADS"):
-            value = compiled.get_property(key)
-            facts[key.lower()] = value.get_type_name() if isinstance(value, ov.Type) else str(value)
+        facts |= properties(compiled)
         if self.options.drafter == "lookup":
             facts["n-grams"] = f"up to {_NGRAM} tokens"
         if self.options.drafter == "model":

@@ -81,16 +81,12 @@ def serve(build: Callable[[Options], Engine]) -> None:
             engine.clear()
             reply({"ms": [_timed(engine.prefill, tokens(options.prefill), 1, options.vocabulary)]})
         else:
-            width = request["width"]
-            engine.restore(context, width)
-            _timed(
-                engine.forward, tokens(width), width, options.vocabulary
-            )  # warm-up: this width's own code and memory
-            ms = []
-            for _ in range(request["repeats"]):
+            width, ms = request["width"], []
+            for _ in range(request["repeats"] + 1):
                 engine.restore(context, width)
                 ms.append(_timed(engine.forward, tokens(width), width, options.vocabulary))
-            reply({"ms": ms})
+            # The first is a warm-up: this width's own code and memory.
+            reply({"ms": ms[1:]})
 
 
 def _timed(forward: Callable[[Tokens], NDArray[np.floating]], tokens: Tokens, rows: int, vocabulary: int) -> float:
