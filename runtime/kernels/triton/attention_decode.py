@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.contract import FLOATS, CacheKind
 from runtime.kernels.triton import interpreted
+from runtime.kernels.triton.attention_softmax import Shape
 from runtime.kernels.triton.attention_splits import combine_kernel, split_kernel
 from runtime.kernels.triton.kv_store import layer_parts
 from runtime.kv_store import VECTOR, Store
@@ -61,6 +62,27 @@ class Heads:
     factor: Tensor | None = None
 
 
+def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sharing: int) -> Shape:
+    """What kernels are compiled for: `count` query heads, tiles of so many rows, `sharing` rows of a request."""
+    in_tile = min(count // heads.kv, tile)
+    return Shape(
+        heads=count,
+        kv_heads=heads.kv,
+        chunks=triton.cdiv(count // heads.kv, in_tile),
+        tile=tile,
+        in_tile=in_tile,
+        tile_rows=max(1, min(tile // in_tile, triton.next_power_of_2(sharing))),
+        dim=dim,
+        wide=-(-dim // VECTOR) * VECTOR,
+        padded=padded(dim),
+        block=key_block(kind, dim),
+        split=SPLIT,
+        window=heads.window or 0,
+        kind=kind,
+        interpreted=interpreted(),
+    )
+
+
 def splits_for(tokens: int) -> int:
     """Splits that rows below position `tokens` need: at least 1."""
     return max(1, -(-tokens // SPLIT))
@@ -81,23 +103,6 @@ def stages(kind: CacheKind, dim: int) -> int:
     if kind == "float32":
         return 2 if padded(dim) <= 128 else 1
     return 3
-
-
-def compiled_for(kind: CacheKind, heads: Heads, dim: int) -> dict[str, int | str | bool]:
-    """What kernels that walk over keys are compiled for, whatever the rows."""
-    return {
-        "DIM": dim,
-        "WIDE": -(-dim // VECTOR) * VECTOR,
-        "PADDED": padded(dim),
-        "BLOCK": key_block(kind, dim),
-        "SPLIT": SPLIT,
-        "WINDOW": heads.window or 0,
-        "KIND": kind,
-        "INTERPRETED": interpreted(),
-        "num_warps": 4,
-        "num_stages": stages(kind, dim),
-        "enable_fp_fusion": False,
-    }
 
 
 def workspace(rows: int, heads: Heads, splits: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -133,9 +138,7 @@ def attend(
     out = torch.empty_like(q) if out is None else out
     if rows == 0:
         return out
-    in_tile = min(count // heads.kv, TILE)
-    chunks = triton.cdiv(count // heads.kv, in_tile)
-    tile_rows = max(1, min(TILE // in_tile, triton.next_power_of_2(sharing)))
+    shape = shape_for(count, dim, kind, heads, TILE, sharing)
     if splits > 1 and room is None:
         room = workspace(rows, heads, splits, q.device)
     mixed, sums = (out, out) if room is None else room
@@ -143,32 +146,25 @@ def attend(
     if tail is not None and not tail.shape[1]:
         tail = None
     assert heads.factor is None or kind not in FLOATS
-    split_kernel[(triton.cdiv(rows, tile_rows), heads.kv * chunks, splits)](
+    split_kernel[(triton.cdiv(rows, shape.tile_rows), heads.kv * shape.chunks, splits)](
         q,
         out,
         mixed,
         sums,
-        *layer_parts(store, layer, kind),
+        layer_parts(store, layer, kind),
         heads.factor,
-        places.table,
-        places.request,
-        places.position,
-        places.start,
-        places.start if tail is None else tail,
+        (places.table, places.request, places.position, places.start, places.start if tail is None else tail),
         rows,
         places.table.shape[1],
         1 if tail is None else tail.shape[1],
         splits,
         heads.scaling / math.log(2.0),
-        HEADS=count,
-        KV_HEADS=heads.kv,
-        CHUNKS=chunks,
-        IN_TILE=in_tile,
-        TILE_ROWS=tile_rows,
-        TILE=TILE,
+        SHAPE=shape,
         TREE=tail is not None,
         ALONE=splits == 1,
-        **compiled_for(kind, heads, dim),
+        num_warps=4,
+        num_stages=stages(kind, dim),
+        enable_fp_fusion=False,
     )
     if splits > 1:
         combine_kernel[(rows, count)](

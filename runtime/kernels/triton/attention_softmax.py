@@ -7,8 +7,39 @@ which is m16n8k16 in all kernels here (wgmma needs 64 rows), so neither its neig
 Sums over keys are products with ones for the same reason: a reduction's order would follow the tile's layout.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+from runtime.contract import CacheKind
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels of attention are compiled for.
+
+    heads, kv_heads  query heads, and those of keys and values; `chunks` tiles serve the query heads of one of these.
+    tile             rows of a tile: `in_tile` query heads of `tile_rows` rows of the forward.
+    dim              dimensions of a head; `wide` as they are stored, `padded` as a tile holds them.
+    block, split     keys of one step, and logical positions of one split.
+    window           last keys that a row sees; 0: all.
+    """
+
+    heads: int
+    kv_heads: int
+    chunks: int
+    tile: int
+    in_tile: int
+    tile_rows: int
+    dim: int
+    wide: int
+    padded: int
+    block: int
+    split: int
+    window: int
+    kind: CacheKind
+    interpreted: bool
 
 
 @triton.jit
@@ -61,135 +92,94 @@ def product(a_high, a_low, b_high, b_low, TWO: tl.constexpr, INTERPRETED: tl.con
 
 
 @triton.jit
-def columns(WIDE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
-    """What the PADDED columns of a tile of values are: dimension, column in the store, and whether it exists.
+def columns(SHAPE: tl.constexpr):
+    """What the columns of a tile of values are: dimension, column in the store, and whether it exists.
 
-    int4 holds dimension i beside i + WIDE / 2 in one byte: the first half of the columns are the low nibbles.
+    int4 holds dimension i beside i + wide / 2 in one byte: the first half of the columns are the low nibbles.
     """
-    at = tl.arange(0, PADDED)
-    if KIND == "int4":
-        column = at % (PADDED // 2)
-        dimension = (at // (PADDED // 2)) * (WIDE // 2) + column
-        exists = column < WIDE // 2
+    at = tl.arange(0, SHAPE.padded)
+    if SHAPE.kind == "int4":
+        column = at % (SHAPE.padded // 2)
+        dimension = (at // (SHAPE.padded // 2)) * (SHAPE.wide // 2) + column
+        exists = column < SHAPE.wide // 2
     else:
         column = at
         dimension = at
-        exists = at < WIDE
+        exists = at < SHAPE.wide
     return dimension, column, exists
 
 
 @triton.jit
-def load_keys(
-    keys,
-    scales,
-    block,
-    inside,
-    head,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Keys (PADDED, n) as float16 terms and scales (n,), of slots `inside` (n,) blocks `block` (a number or (n,)).
+def load_keys(keys, scales, block, inside, head, SHAPE: tl.constexpr):
+    """Keys (padded, n) as float16 terms and scales (n,), of slots `inside` (n,) blocks `block` (a number or (n,)).
 
     Nothing is masked by position: a mask would split the wide loads, and an unseen score is replaced anyway.
     """
-    page = block.to(tl.int64) * KV_HEADS + head
-    d = tl.arange(0, PADDED)
-    exists = d[:, None] < DIM
-    if KIND == "int4":
-        place = page * (DIM * 32) + inside % 32
+    page = block.to(tl.int64) * SHAPE.kv_heads + head
+    d = tl.arange(0, SHAPE.padded)
+    exists = d[:, None] < SHAPE.dim
+    if SHAPE.kind == "int4":
+        place = page * (SHAPE.dim * 32) + inside % 32
         byte = tl.load(keys + d[:, None] * 32 + place[None, :], mask=exists, other=136).to(tl.int32)
         high = (((byte >> (inside // 32 * 4)[None, :]) & 15) - 8).to(tl.float16)
     else:
-        place = page * (DIM * 64) + inside
+        place = page * (SHAPE.dim * 64) + inside
         held = tl.load(keys + d[:, None] * 64 + place[None, :], mask=exists, other=0)
-        if KIND == "float32":
+        if SHAPE.kind == "float32":
             factor, scale = balance(tl.max(tl.abs(held), axis=0))
             high, low = terms(held * factor[None, :])
         else:
             high = held.to(tl.float16)
-    if KIND == "float16":
+    if SHAPE.kind == "float16":
         scale = tl.full(inside.shape, 1.0, tl.float32)
-    elif KIND != "float32":
+    elif SHAPE.kind != "float32":
         scale = tl.load(scales + page * 64 + inside)
-    if KIND != "float32":
+    if SHAPE.kind != "float32":
         low = high
     return high, low, scale
 
 
 @triton.jit
-def load_values(
-    values,
-    scales,
-    block,
-    inside,
-    seen,
-    head,
-    KV_HEADS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Values (n, PADDED) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
-    _, column, exists = columns(WIDE, PADDED, KIND)
-    size: tl.constexpr = WIDE // 2 if KIND == "int4" else WIDE
-    slot = (block.to(tl.int64) * KV_HEADS + head) * 64 + inside
+def load_values(values, scales, block, inside, seen, head, SHAPE: tl.constexpr):
+    """Values (n, padded) as float16 terms and scales (n,); zero where not `seen` (n,), for 0 · ∞ is no number."""
+    _, column, exists = columns(SHAPE)
+    size: tl.constexpr = SHAPE.wide // 2 if SHAPE.kind == "int4" else SHAPE.wide
+    slot = (block.to(tl.int64) * SHAPE.kv_heads + head) * 64 + inside
     there = seen[:, None] & exists[None, :]
     held = tl.load(values + slot[:, None] * size + column[None, :], mask=there, other=0)
-    if KIND == "float32":
+    if SHAPE.kind == "float32":
         factor, scale = balance(tl.max(tl.abs(held), axis=1))
         high, low = terms(held * factor[:, None])
-    elif KIND == "float16":
+    elif SHAPE.kind == "float16":
         high = held
         scale = tl.full(inside.shape, 1.0, tl.float32)
     else:
         scale = tl.load(scales + slot, mask=seen, other=0.0)
-        if KIND == "int4":
-            shift = tl.arange(0, PADDED) // (PADDED // 2) * 4
+        if SHAPE.kind == "int4":
+            shift = tl.arange(0, SHAPE.padded) // (SHAPE.padded // 2) * 4
             high = (((held.to(tl.int32) >> shift[None, :]) & 15) - 8).to(tl.float16)
         else:
             high = held.to(tl.float16)
-    if KIND != "float32":
+    if SHAPE.kind != "float32":
         low = high
     return high, low, scale
 
 
 @triton.jit
-def step(
-    q_high,
-    q_low,
-    q_scale,
-    highest,
-    total,
-    mixed,
-    first,
-    last,
-    active,
-    at,
-    bound,
-    block,
-    inside,
-    keys,
-    key_scale,
-    values,
-    value_scale,
-    head,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """One block of n keys at logical positions `at` (n,), added to (highest (M,), total (M, 16), mixed (M, PADDED)).
+def step(queries, state, first, last, active, at, bound, block, inside, cache, head, SHAPE: tl.constexpr):
+    """One block of n keys at logical positions `at` (n,), added to `state`.
 
+    queries  of `load_queries`; cache: keys, values and their scales; state: (highest (M,), total (M, 16),
+             mixed (M, padded)).
     Rows that are `active` see positions first..last; `bound` is the last position that any of them sees. A row that
     sees no key of the block, or is not active, keeps its bits. (Online softmax: Milakov and Gimelshein, 1805.02867.)
     """
-    two: tl.constexpr = KIND == "float32"
-    k_high, k_low, k_scale = load_keys(keys, key_scale, block, inside, head, KV_HEADS, DIM, PADDED, KIND)
-    score = product(q_high, q_low, k_high, k_low, two, INTERPRETED) * k_scale[None, :] * q_scale[:, None]
+    two: tl.constexpr = SHAPE.kind == "float32"
+    q_high, q_low, q_scale = queries
+    highest, total, mixed = state
+    keys, values, key_scale, value_scale = cache
+    k_high, k_low, k_scale = load_keys(keys, key_scale, block, inside, head, SHAPE)
+    score = product(q_high, q_low, k_high, k_low, two, SHAPE.interpreted) * k_scale[None, :] * q_scale[:, None]
     seen = active[:, None] & (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
     score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(highest, tl.max(score, axis=1))
@@ -199,15 +189,13 @@ def step(
 
     w_high, w_low = terms(weight * 8192.0)
     ones = tl.full((at.shape[0], 16), 1.0, tl.float16)
-    added = product(w_high, w_low, ones, ones, False, INTERPRETED) * 0.0001220703125
-    v_high, v_low, v_scale = load_values(
-        values, value_scale, block, inside, at <= bound, head, KV_HEADS, WIDE, PADDED, KIND
-    )
-    if KIND == "float16":
-        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * 0.0001220703125
+    added = product(w_high, w_low, ones, ones, False, SHAPE.interpreted) * 0.0001220703125
+    v_high, v_low, v_scale = load_values(values, value_scale, block, inside, at <= bound, head, SHAPE)
+    if SHAPE.kind == "float16":
+        part = product(w_high, w_low, v_high, v_low, two, SHAPE.interpreted) * 0.0001220703125
     else:
         w_high, w_low, w_scale = row_terms(weight * v_scale[None, :])
-        part = product(w_high, w_low, v_high, v_low, two, INTERPRETED) * w_scale[:, None]
+        part = product(w_high, w_low, v_high, v_low, two, SHAPE.interpreted) * w_scale[:, None]
     new_total = tl.fma(total, decay[:, None] + tl.zeros_like(total), added)
     new_mixed = tl.fma(mixed, decay[:, None] + tl.zeros_like(mixed), part)
     on = active[:, None]

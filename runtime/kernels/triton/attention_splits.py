@@ -11,24 +11,34 @@ from runtime.kernels.triton.attention_softmax import columns, row_terms, step
 
 
 @triton.jit
-def load_queries(
-    q,
-    factor,
-    row,
-    head,
-    valid,
-    kv_head,
-    scaling,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Queries of rows and heads (M,), scaled, in two float16 terms (M, PADDED), and the terms' power of two (M,)."""
-    d = tl.arange(0, PADDED)
-    there = valid[:, None] & (d[None, :] < DIM)
-    x = tl.load(q + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :], mask=there, other=0.0) * scaling
+def load_tile(tile, places, rows, SHAPE: tl.constexpr):
+    """The rows (M,) of a tile of this program: row of the forward, its place in the tile, query head, whether it is
+    there, its request, first and last position that it sees; and the tile's head of keys and values."""
+    _, request, position, _, _ = places
+    kv_head, chunk = tl.program_id(1) // SHAPE.chunks, tl.program_id(1) % SHAPE.chunks
+    m = tl.arange(0, SHAPE.tile)
+    member = m // SHAPE.in_tile
+    row = tile * SHAPE.tile_rows + member
+    group: tl.constexpr = SHAPE.heads // SHAPE.kv_heads
+    in_group = chunk * SHAPE.in_tile + m % SHAPE.in_tile
+    valid = (member < SHAPE.tile_rows) & (row < rows) & (in_group < group)
+    last = tl.load(position + row, mask=valid, other=-1)
+    first = tl.zeros_like(last)
+    if SHAPE.window:
+        first = tl.maximum(last - SHAPE.window + 1, 0)
+    request_of = tl.load(request + row, mask=valid, other=-1)
+    return row, member, kv_head * group + in_group, valid, request_of, first, last, kv_head
+
+
+@triton.jit
+def load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE: tl.constexpr):
+    """Queries of rows and heads (M,), scaled, in two float16 terms (M, padded), and the terms' power of two (M,)."""
+    d = tl.arange(0, SHAPE.padded)
+    there = valid[:, None] & (d[None, :] < SHAPE.dim)
+    at = (row.to(tl.int64) * SHAPE.heads + head)[:, None] * SHAPE.dim + d[None, :]
+    x = tl.load(q + at, mask=there, other=0.0) * scaling
     if factor is not None:
-        x = x * tl.load(factor + kv_head * DIM + d, mask=d < DIM, other=0.0)[None, :]
+        x = x * tl.load(factor + kv_head * SHAPE.dim + d, mask=d < SHAPE.dim, other=0.0)[None, :]
     return row_terms(x)
 
 
@@ -42,167 +52,91 @@ def join(highest, total, mixed, more_highest, more_total, more_mixed):
 
 
 @triton.jit
+def nothing_seen(SHAPE: tl.constexpr):
+    """The state of a tile's rows before the first key."""
+    tile: tl.constexpr = SHAPE.tile
+    padded: tl.constexpr = SHAPE.padded
+    highest = tl.full((tile,), float("-inf"), tl.float32)
+    return highest, tl.zeros((tile, 16), tl.float32), tl.zeros((tile, padded), tl.float32)
+
+
+@triton.jit
 def one_split(
-    q_high,
-    q_low,
-    q_scale,
-    tile,
-    member,
-    request_of,
-    first,
-    last,
-    begin,
-    keys,
-    key_scale,
-    values,
-    value_scale,
-    table,
-    request,
-    start,
-    tail,
-    rows,
-    blocks,
-    width,
-    kv_head,
-    KV_HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    KIND: tl.constexpr,
-    TREE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """(highest (M,), total (M, 16), mixed (M, PADDED)) of a tile's rows over positions begin .. begin + SPLIT.
+    queries, tile, member, request_of, first, last, begin, cache, places, rows, blocks, width, kv_head,
+    SHAPE: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """(highest (M,), total (M, 16), mixed (M, padded)) of a tile's rows over positions begin .. begin + split.
 
     One pass over the keys for each request that the tile's rows belong to; in a tree one for each row over the blocks
     that hold positions from `start` on.
+
+    places  (table, request, position, start, tail).
     """
-    m: tl.constexpr = q_high.shape[0]
-    highest = tl.full((m,), float("-inf"), tl.float32)
-    total = tl.zeros((m, 16), tl.float32)
-    mixed = tl.zeros((m, PADDED), tl.float32)
-    n = tl.arange(0, BLOCK)
-    for r in range(0, TILE_ROWS):
-        row = tile * TILE_ROWS + r
+    table, request, _, start, tail = places
+    count: tl.constexpr = SHAPE.block
+    state = nothing_seen(SHAPE)
+    n = tl.arange(0, count)
+    for r in range(0, SHAPE.tile_rows):
+        row = tile * SHAPE.tile_rows + r
         mine = tl.load(request + row, mask=row < rows, other=-1)
         before = tl.load(request + row - 1, mask=(row < rows) & (r > 0), other=-2)
         active = (request_of == mine) & (last >= 0) & (mine != before) & (row < rows)
         bound = tl.max(tl.where(active, last, -1))
         lowest = tl.min(tl.where(active, first, 2147483647))
-        low = tl.maximum(begin, lowest // BLOCK * BLOCK)
-        high = tl.minimum(begin + SPLIT, bound + 1)
+        low = tl.maximum(begin, lowest // count * count)
+        high = tl.minimum(begin + SHAPE.split, bound + 1)
         shared = high
         if TREE:
             own = tl.load(start + row, mask=row < rows, other=0)
-            shared = tl.minimum(high, own // BLOCK * BLOCK)
-        for at in range(low, shared, BLOCK):
+            shared = tl.minimum(high, own // count * count)
+        for at in range(low, shared, count):
             block = tl.load(table + mine.to(tl.int64) * blocks + at // 64)
             inside = n
-            if BLOCK < 64:
+            if count < 64:
                 # Said aloud, for wide loads: the compiler does not see it.
-                inside += tl.multiple_of(at % 64, BLOCK)
-            highest, total, mixed = step(
-                q_high, q_low, q_scale, highest, total, mixed, first, last, active, at + n, bound,
-                block, inside, keys, key_scale, values, value_scale, kv_head,
-                KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
-            )  # fmt: skip
+                inside += tl.multiple_of(at % 64, count)
+            state = step(queries, state, first, last, active, at + n, bound, block, inside, cache, kv_head, SHAPE)
         if TREE:
-            for own_row in range(0, TILE_ROWS):
+            for own_row in range(0, SHAPE.tile_rows):
                 only = active & (member == own_row)
                 reach = tl.max(tl.where(only, last, -1))
                 low_own = tl.maximum(low, shared)
-                for at in range(low_own, tl.minimum(high, reach + 1), BLOCK):
+                for at in range(low_own, tl.minimum(high, reach + 1), count):
                     p = at + n
                     there = (p >= own) & (p <= reach)
-                    place = tail + (tile * TILE_ROWS + own_row).to(tl.int64) * width + (p - own)
+                    place = tail + (tile * SHAPE.tile_rows + own_row).to(tl.int64) * width + (p - own)
                     slot = tl.where(p < own, p, tl.load(place, mask=there, other=0))
                     block = tl.load(table + mine.to(tl.int64) * blocks + slot // 64)
-                    highest, total, mixed = step(
-                        q_high, q_low, q_scale, highest, total, mixed, first, last, only, p, reach,
-                        block, slot % 64, keys, key_scale, values, value_scale, kv_head,
-                        KV_HEADS, DIM, WIDE, PADDED, KIND, INTERPRETED,
-                    )  # fmt: skip
-    return highest, total, mixed
+                    state = step(queries, state, first, last, only, p, reach, block, slot % 64, cache, kv_head, SHAPE)
+    return state
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "width", "splits"])
 def split_kernel(
-    q,
-    out,
-    mixed_out,
-    sums_out,
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    factor,
-    table,
-    request,
-    position,
-    start,
-    tail,
-    rows,
-    blocks,
-    width,
-    splits,
-    scaling,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KIND: tl.constexpr,
-    TREE: tl.constexpr,
-    ALONE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, out, mixed_out, sums_out, cache, factor, places, rows, blocks, width, splits, scaling,
+    SHAPE: tl.constexpr, TREE: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    kv_head, chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
-    m = tl.arange(0, TILE)
-    member = m // IN_TILE
-    row = tile * TILE_ROWS + member
-    group: tl.constexpr = HEADS // KV_HEADS
-    in_group = chunk * IN_TILE + m % IN_TILE
-    valid = (member < TILE_ROWS) & (row < rows) & (in_group < group)
-    head = kv_head * group + in_group
-    last = tl.load(position + row, mask=valid, other=-1)
-    begin = split * SPLIT
+    row, member, head, valid, request_of, first, last, kv_head = load_tile(tile, places, rows, SHAPE)
+    begin = split * SHAPE.split
     # A program beyond all of its rows has nothing to do, and nobody reads what it would write.
     if (tl.max(last) >= begin) | ALONE:
-        request_of = tl.load(request + row, mask=valid, other=-1)
-        first = tl.zeros_like(last)
-        if WINDOW:
-            first = tl.maximum(last - WINDOW + 1, 0)
-        q_high, q_low, q_scale = load_queries(
-            q, factor, row, head, valid, kv_head, scaling, HEADS, DIM, PADDED
-        )  # fmt: skip
+        queries = load_queries(q, factor, row, head, valid, kv_head, scaling, SHAPE)
         highest, total, mixed = one_split(
-            q_high, q_low, q_scale, tile, member, request_of, first, last, begin,
-            keys, key_scale, values, value_scale, table, request, start, tail, rows, blocks, width, kv_head,
-            KV_HEADS, TILE_ROWS, DIM, WIDE, PADDED, BLOCK, SPLIT, KIND, TREE, INTERPRETED,
+            queries, tile, member, request_of, first, last, begin, cache, places, rows, blocks, width, kv_head,
+            SHAPE, TREE,
         )  # fmt: skip
-        dimension, _, exists = columns(WIDE, PADDED, KIND)
-        kept = exists & (dimension < DIM)
+        dimension, _, exists = columns(SHAPE)
+        kept = exists & (dimension < SHAPE.dim)
         total = tl.max(total, axis=1)
-        to = row.to(tl.int64) * HEADS + head
+        to = row.to(tl.int64) * SHAPE.heads + head
         if ALONE:
-            finish(out, mixed, total, to, dimension, valid, kept, last < SPLIT, last >= 0, DIM)
+            finish(out, mixed, total, to, dimension, valid, kept, last < SHAPE.split, last >= 0, SHAPE.dim)
         else:
             place = to * splits + split
-            reached = valid & (last >= begin) & (first < begin + SPLIT)
-            tl.store(
-                mixed_out + place[:, None] * DIM + dimension[None, :], mixed, mask=reached[:, None] & kept[None, :]
-            )
+            reached = valid & (last >= begin) & (first < begin + SHAPE.split)
+            there = reached[:, None] & kept[None, :]
+            tl.store(mixed_out + place[:, None] * SHAPE.dim + dimension[None, :], mixed, mask=there)
             tl.store(sums_out + place * 2, highest, mask=reached)
             tl.store(sums_out + place * 2 + 1, total, mask=reached)
 
