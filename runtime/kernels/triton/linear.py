@@ -17,7 +17,7 @@ from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.product_float import float_product
 from runtime.kernels.triton.product_int import add_groups, add_rows, groups_product, rows_product
 from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, quantize, rounding
-from runtime.kernels.triton.unpack import LEFT
+from runtime.kernels.triton.unpack import LEFT, Codes
 from runtime.kernels.triton.weight_layout import Cut
 from runtime.kernels.triton.weights import GpuWeight, upper_weight
 
@@ -128,33 +128,18 @@ class TritonLinear:
         each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS, picks))
         splits = triton.cdiv(cut.units, each)
         target = y if splits == 1 else torch.empty((splits, rows, n), dtype=torch.int32, device=y.device)
-        sums = x.sums if w.offset is not None else None
-        ends = (w.scale, w.offset, w.bias, residual)
+        inputs, weight = _operands(x, w)
         rows_product[(*grid, splits)](
-            *(
-                x.codes,
-                x.step,
-                sums,
-                w.codes,
-                w.lower,
-                w.pairs,
-                *ends,
-                target,
-                None if picks is None else picks.experts,
-            ),
+            *(inputs, weight, residual, target, None if picks is None else picks.experts),
             *(rows, n, cut.stored, cut.units, each),
-            **_codes(w, cut),
-            CHUNK=cut.chunk,
-            PER_BYTE=cut.per_byte,
+            CODES=_codes(w, cut),
             PARTIAL=splits > 1,
-            **_picked(picks, paired),
-            **_launch(tiles),
+            **_launch(tiles, picks, paired),
         )
         if splits > 1:
+            ends = (w.scale, w.offset, w.bias, residual)
             add_rows[(triton.cdiv(n, _REDUCE), rows)](
-                *(target, x.step, sums, *ends, y, rows, n, splits),
-                BLOCK=_REDUCE,
-                **OPTIONS,
+                *(target, *inputs[1:], *ends, y, rows, n, splits), BLOCK=_REDUCE, **OPTIONS
             )
 
     def _groups(
@@ -168,18 +153,14 @@ class TritonLinear:
         apart = splits > 1 and self._parallel(grid, splits, picks) > 1
         target = torch.empty((splits, rows, n), device=y.device) if apart else y
         groups_product[(*grid, splits if apart else 1)](
-            *(x.codes, x.step, x.sums if w.offset is not None else None, w.codes, w.lower, w.pairs),
-            *(w.scale, w.offset, w.bias, residual, target, None if picks is None else picks.experts),
+            *(*_operands(x, w), residual, target, None if picks is None else picks.experts),
             *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
-            **_codes(w, cut),
-            CHUNK=cut.chunk,
-            PER_BYTE=cut.per_byte,
+            CODES=_codes(w, cut),
             UNITS=cut.units,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
-            **_picked(picks, paired),
             STAGES=tiles.stages,
-            **_launch(tiles),
+            **_launch(tiles, picks, paired),
         )
         if apart:
             _add(target, None, w.bias, residual, y)
@@ -198,10 +179,9 @@ class TritonLinear:
             WHOLE=k % tiles.block_k == 0,
             SPLITS=1 if apart else splits,
             PARTIAL=apart,
-            **_picked(picks, paired),
             INTERPRETED=interpreted(),
             BLOCK_K=tiles.block_k,
-            **_launch(tiles),
+            **_launch(tiles, picks, paired),
         )
         if apart:
             _add(target, w.scale, w.bias, residual, y)
@@ -259,19 +239,23 @@ def _add(parts: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Ten
     add_groups[grid](parts, scale, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
 
 
-def _codes(weight: GpuWeight, cut: Cut) -> dict[str, str | int | tuple[str, ...]]:
+def _operands(x: Rounded, w: GpuWeight) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """Inputs and weight as `rows_product` takes them; sums are read where there are offsets."""
+    inputs = (x.codes, x.step, x.sums if w.offset is not None else None)
+    return inputs, (w.codes, w.lower, w.pairs, w.scale, w.offset, w.bias)
+
+
+def _codes(weight: GpuWeight, cut: Cut) -> Codes:
     """How the kernel unpacks."""
     texts = () if interpreted() else unpack.texts(weight.kind, cut.per_byte)
-    return {"KIND": weight.kind, "TEXTS": texts, "LEFT": LEFT.get(weight.kind, 0)}
+    return Codes(weight.kind, cut.chunk, cut.per_byte, LEFT.get(weight.kind, 0), texts)
 
 
-def _picked(picks: Picks | None, paired: bool) -> dict[str, int | bool]:
-    """How the kernel finds its rows."""
-    return {"COUNT": 1 if picks is None else picks.count, "PAIRED": paired}
-
-
-def _launch(tiles: tile_sizes.Tiles) -> dict[str, int | bool]:
+def _launch(tiles: tile_sizes.Tiles, picks: Picks | None, paired: bool) -> dict[str, int | bool]:
+    """How the kernel finds its rows, and how it is launched."""
     return {
+        "COUNT": 1 if picks is None else picks.count,
+        "PAIRED": paired,
         "BLOCK_N": tiles.block_n,
         "BLOCK_T": tiles.block_t,
         "num_warps": tiles.warps,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.triton.expert_rows import rows_of
+from runtime.kernels.triton.product_int import finished
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +46,7 @@ def float_product(
 
     KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).
     scale        (outputs,), or None.
-    picked       None, or the experts of each row (picks.rows_of): the weight is a stack of theirs.
+    picked       None, or the experts of each row (expert_rows.rows_of): the weight is a stack of theirs.
     WHOLE        `inputs` and `inputs_per_split` are multiples of BLOCK_K, so no load has to look at k.
     INTERPRETED  the interpreter's products know no bfloat16, and their bits depend on a row's place: plain sums.
     """
@@ -102,11 +103,7 @@ def float_product(
     else:
         if scale is not None:
             total *= tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
-        if bias is not None:
-            total += tl.load(bias + by_output, mask=n_in, other=0.0)[:, None]
-        if residual is not None:
-            total += tl.load(residual + where, mask=here, other=0.0)
-        tl.store(out + where, total, mask=here)
+        tl.store(out + where, finished(total, bias, residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit

@@ -66,15 +66,8 @@ def add_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def rows_product(
-    x,
-    step,
-    sums,
-    codes,
-    lower,
-    pairs,
-    scale,
-    offset,
-    bias,
+    inputs,
+    weight,
     residual,
     out,
     picked,
@@ -83,11 +76,7 @@ def rows_product(
     stored,
     units,
     units_per_split,
-    KIND: tl.constexpr,
-    TEXTS: tl.constexpr,
-    LEFT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    CODES: tl.constexpr,
     PARTIAL: tl.constexpr,
     COUNT: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -98,60 +87,42 @@ def rows_product(
 
     Integers may be cut anywhere: their sum has no order.
 
-    picked  None, or the experts of each row (picks.rows_of): the weight is a stack of theirs.
+    inputs  (codes, step, sums) as quantize_inputs.Rounded has them.
+    weight  (codes, lower, pairs, scale, offset, bias) as weights.GpuWeight has them.
+    picked  None, or the experts of each row (expert_rows.rows_of): the weight is a stack of theirs.
+    CODES   of unpack.Codes.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
     split = tl.program_id(2)
     n_in = n < outputs
-    inside = tl.arange(0, CHUNK)
-    at = n.to(tl.int64)[:, None] * (units * CHUNK) + inside[None, :]
-    x_at = x + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
+    inside = tl.arange(0, CODES.chunk)
+    at = n.to(tl.int64)[:, None] * (units * CODES.chunk) + inside[None, :]
+    x_at = inputs[0] + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.int32)
     first = split * units_per_split
     last = tl.minimum(first + units_per_split, units)
     by_output = n
     if picked is not None:
-        at += expert * outputs * (units * CHUNK)
+        at += expert * outputs * (units * CODES.chunk)
         by_output = n + expert * outputs
         last = tl.where(works, last, first)
     for unit in range(first, last):
-        packed = tl.load(codes + at + unit * CHUNK, mask=n_in[:, None], other=0)
-        under = packed
-        if KIND == "planes":
-            under = tl.load(lower + at + unit * CHUNK, mask=n_in[:, None], other=0)
-        for part in tl.static_range(PER_BYTE):
-            inputs = tl.load(x_at + (unit * PER_BYTE + part) * CHUNK, mask=t_in[None, :], other=0)
-            total = tl.dot(chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, total, out_dtype=tl.int32)
-    total = total >> LEFT
+        total = unit_product(total, weight, at, x_at, unit, n_in, t_in, CODES)
+    total = total >> CODES.left
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]
     if PARTIAL:
         tl.store(out + split.to(tl.int64) * rows * outputs + where, total, mask=here)
     else:
-        y = scaled(
-            total,
-            step + x_row,
-            sums + x_row if sums is not None else None,
-            scale + by_output,
-            offset + by_output if offset is not None else None,
-            t_in,
-            n_in,
-        )
-        tl.store(out + where, finished(y, bias, residual, where, by_output, n_in, here), mask=here)
+        y = scaled(total, inputs, weight, x_row, by_output, t_in, n_in)
+        tl.store(out + where, finished(y, weight[5], residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def groups_product(
-    x,
-    step,
-    sums,
-    codes,
-    lower,
-    pairs,
-    scale,
-    offset,
-    bias,
+    inputs,
+    weight,
     residual,
     out,
     picked,
@@ -162,11 +133,7 @@ def groups_product(
     columns,
     rounds,
     rounds_per_split,
-    KIND: tl.constexpr,
-    TEXTS: tl.constexpr,
-    LEFT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    CODES: tl.constexpr,
     UNITS: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr,
@@ -179,19 +146,19 @@ def groups_product(
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
     PARTIAL: the program computes one split, and `out` is (splits, rows, outputs) float32. Else it computes all SPLITS
-    and adds them as `add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks
-    are groups of their own (UNITS 0), or a group of UNITS units.
+    and adds them as `add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks are
+    groups of their own (UNITS 0), or a group of UNITS units.
 
-    picked  as rows_product has it.
+    inputs, weight, picked, CODES  as rows_product has them.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row, t, t_in, expert, works = rows_of(rows, picked, COUNT, PAIRED, BLOCK_T)
     n_in = n < outputs
-    inside = tl.arange(0, CHUNK)
+    parts: tl.constexpr = CODES.per_byte
+    inside = tl.arange(0, CODES.chunk)
     at = n.to(tl.int64)[:, None] * row_bytes + inside[None, :]
-    x_at = x + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
-    step_at = step + x_row.to(tl.int64) * columns
-    sums_at = sums + x_row.to(tl.int64) * columns if sums is not None else None
+    x_at = inputs[0] + x_row.to(tl.int64)[None, :] * stored + inside[:, None]
+    by_row = x_row.to(tl.int64) * columns
     by_group, by_output = n, n
     if picked is not None:
         at += expert * outputs * row_bytes
@@ -206,63 +173,62 @@ def groups_product(
             last = tl.where(works, last, first)
         for turn in tl.range(first, last, num_stages=STAGES):
             if UNITS == 0:
-                packed = tl.load(codes + at + turn * CHUNK, mask=n_in[:, None], other=0)
-                under = packed
-                if KIND == "planes":
-                    under = tl.load(lower + at + turn * CHUNK, mask=n_in[:, None], other=0)
-                for part in tl.static_range(PER_BYTE):
-                    group = turn * PER_BYTE + part
-                    inputs = tl.load(x_at + group * CHUNK, mask=t_in[None, :], other=0)
-                    value = tl.dot(chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, out_dtype=tl.int32)
-                    part_sum += scaled(
-                        value >> LEFT,
-                        step_at + group,
-                        sums_at + group if sums_at is not None else None,
-                        scale + group * outputs + by_group,
-                        offset + group * outputs + by_group if offset is not None else None,
-                        t_in,
-                        n_in,
-                    )
+                packed, under = load_unit(weight, at, turn, n_in, CODES)
+                for part in tl.static_range(parts):
+                    group = turn * parts + part
+                    x = tl.load(x_at + group * CODES.chunk, mask=t_in[None, :], other=0)
+                    value = tl.dot(chunk_of(packed, under, weight[2], part, CODES), x, out_dtype=tl.int32)
+                    by = group * outputs + by_group
+                    part_sum += scaled(value >> CODES.left, inputs, weight, by_row + group, by, t_in, n_in)
             else:
                 value = tl.zeros((BLOCK_N, BLOCK_T), tl.int32)
                 for index in range(UNITS):
-                    unit = turn * UNITS + index
-                    packed = tl.load(codes + at + unit * CHUNK, mask=n_in[:, None], other=0)
-                    under = packed
-                    if KIND == "planes":
-                        under = tl.load(lower + at + unit * CHUNK, mask=n_in[:, None], other=0)
-                    for part in tl.static_range(PER_BYTE):
-                        inputs = tl.load(x_at + (unit * PER_BYTE + part) * CHUNK, mask=t_in[None, :], other=0)
-                        value = tl.dot(
-                            chunk_of(packed, under, pairs, part, KIND, TEXTS), inputs, value, out_dtype=tl.int32
-                        )
-                part_sum += scaled(
-                    value >> LEFT,
-                    step_at + turn,
-                    sums_at + turn if sums_at is not None else None,
-                    scale + turn * outputs + by_group,
-                    offset + turn * outputs + by_group if offset is not None else None,
-                    t_in,
-                    n_in,
-                )
+                    value = unit_product(value, weight, at, x_at, turn * UNITS + index, n_in, t_in, CODES)
+                by = turn * outputs + by_group
+                part_sum += scaled(value >> CODES.left, inputs, weight, by_row + turn, by, t_in, n_in)
         total += part_sum
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]
     if PARTIAL:
         tl.store(out + tl.program_id(2).to(tl.int64) * rows * outputs + where, total, mask=here)
     else:
-        tl.store(out + where, finished(total, bias, residual, where, by_output, n_in, here), mask=here)
+        tl.store(out + where, finished(total, weight[5], residual, where, by_output, n_in, here), mask=here)
 
 
 @triton.jit
-def scaled(value, step_at, sums_at, scale_at, offset_at, t_in, n_in):
-    """(value · scale − sum · offset) · step of one group, (outputs, rows) float32."""
-    by_output = tl.load(scale_at, mask=n_in, other=0.0)
-    term = value.to(tl.float32) * by_output[:, None]
-    if offset_at is not None:
-        less = tl.load(offset_at, mask=n_in, other=0.0)
-        term -= tl.load(sums_at, mask=t_in, other=0).to(tl.float32)[None, :] * less[:, None]
-    return term * tl.load(step_at, mask=t_in, other=0.0)[None, :]
+def load_unit(weight, at, unit, n_in, CODES: tl.constexpr):
+    """The bytes (outputs, chunk) of a unit, and those of the lower plane where there is one."""
+    packed = tl.load(weight[0] + at + unit * CODES.chunk, mask=n_in[:, None], other=0)
+    under = packed
+    if CODES.kind == "planes":
+        under = tl.load(weight[1] + at + unit * CODES.chunk, mask=n_in[:, None], other=0)
+    return packed, under
+
+
+@triton.jit
+def unit_product(total, weight, at, x_at, unit, n_in, t_in, CODES: tl.constexpr):
+    """total (outputs, rows) int32 plus a unit's codes times the inputs."""
+    parts: tl.constexpr = CODES.per_byte
+    packed, under = load_unit(weight, at, unit, n_in, CODES)
+    for part in tl.static_range(parts):
+        x = tl.load(x_at + (unit * parts + part) * CODES.chunk, mask=t_in[None, :], other=0)
+        total = tl.dot(chunk_of(packed, under, weight[2], part, CODES), x, total, out_dtype=tl.int32)
+    return total
+
+
+@triton.jit
+def scaled(value, inputs, weight, by_row, by_output, t_in, n_in):
+    """(value · scale − sum · offset) · step of one group, (outputs, rows) float32.
+
+    by_row, by_output  where the rows' steps and sums, and the outputs' scales and offsets stand.
+    """
+    _, step, sums = inputs
+    _, _, _, scale, offset, _ = weight
+    term = value.to(tl.float32) * tl.load(scale + by_output, mask=n_in, other=0.0)[:, None]
+    if offset is not None:
+        less = tl.load(offset + by_output, mask=n_in, other=0.0)
+        term -= tl.load(sums + by_row, mask=t_in, other=0).to(tl.float32)[None, :] * less[:, None]
+    return term * tl.load(step + by_row, mask=t_in, other=0.0)[None, :]
 
 
 @triton.jit

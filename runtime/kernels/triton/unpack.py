@@ -7,6 +7,7 @@ Each text takes words of four bytes (`$1`; of planes `$2` is the lower one) to w
 `unpack.chunk_of` says of single bytes: part 0 is in the lowest bits.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import triton
@@ -79,36 +80,51 @@ def texts(kind: str, parts: int) -> tuple[str, ...]:
 LEFT = {"int4": 4, "ternary": 6}
 
 
+@dataclass(frozen=True)
+class Codes:
+    """How a kernel reads codes: `per_byte` chunks of `chunk` inputs in a unit, sums that are too large by `left` bits.
+
+    texts  PTX that unpacks four bytes at a time, for each chunk; none: byte by byte, as Triton says it.
+    """
+
+    kind: str
+    chunk: int
+    per_byte: int
+    left: int
+    texts: tuple[str, ...]
+
+
 @triton.jit
-def chunk_of(packed, lower, pairs, PART: tl.constexpr, KIND: tl.constexpr, TEXTS: tl.constexpr):
-    """Codes (rows, chunk) int8 of chunk number PART of a unit, times 2 ** LEFT.
+def chunk_of(packed, lower, pairs, PART: tl.constexpr, CODES: tl.constexpr):
+    """Codes (rows, chunk) int8 of chunk number PART of a unit, times 2 ** left.
 
     packed  (rows, chunk) int8: the unit's bytes.
     lower   of planes: the same of the lower plane.
     pairs   of nf4: 256 int16, for every byte its two levels (the first in the low half).
-    TEXTS   what does it four bytes at a time (the functions on words above); none: byte by byte, as Triton says it.
     """
-    if KIND == "int8":
+    if CODES.kind == "int8":
         codes = packed
-    elif len(TEXTS) > 0:
-        if KIND == "planes":
-            codes = tl.inline_asm_elementwise(TEXTS[PART], "=r,r,r", [packed, lower], tl.int8, is_pure=True, pack=4)
+    elif len(CODES.texts) > 0:
+        if CODES.kind == "planes":
+            codes = tl.inline_asm_elementwise(
+                CODES.texts[PART], "=r,r,r", [packed, lower], tl.int8, is_pure=True, pack=4
+            )
         else:
-            codes = tl.inline_asm_elementwise(TEXTS[PART], "=r,r", [packed], tl.int8, is_pure=True, pack=4)
-    elif KIND == "int4":
+            codes = tl.inline_asm_elementwise(CODES.texts[PART], "=r,r", [packed], tl.int8, is_pure=True, pack=4)
+    elif CODES.kind == "int4":
         codes = (packed << 4) if PART == 0 else (packed & -16)
-    elif KIND == "uint4":
+    elif CODES.kind == "uint4":
         codes = (packed & 15) if PART == 0 else ((packed >> 4) & 15)
-    elif KIND == "ternary":
+    elif CODES.kind == "ternary":
         codes = (packed << (6 - 2 * PART)) & -64
-    elif KIND == "nf4":
+    elif CODES.kind == "nf4":
         both = tl.load(pairs + (packed.to(tl.int32) & 255))
         codes = both.to(tl.int8) if PART == 0 else (both >> 8).to(tl.int8)
-    elif KIND == "planes":
+    elif CODES.kind == "planes":
         high = (packed << 4) if PART == 0 else (packed & -16)
         codes = high | ((lower & 15) if PART == 0 else ((lower >> 4) & 15))
     else:
         # The upper plane alone: of q = 16 h + l the middle, 16 h + 8.
-        tl.static_assert(KIND == "upper")
+        tl.static_assert(CODES.kind == "upper")
         codes = ((packed << 4) if PART == 0 else (packed & -16)) | 8
     return codes
