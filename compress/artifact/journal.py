@@ -7,7 +7,7 @@ written after it, so that a damaged one can be put right by hand.
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ COPY = "journal.json.copy"
 _SCHEMA = 4
 
 
-@dataclass
+@dataclass(slots=True)
 class Journal:
     """What is done.
 
@@ -41,47 +41,24 @@ class Journal:
     def commit(self, part: str, record: dict[str, Any], inputs: dict[str, Any] | None = None) -> None:
         """Notes that a part is done, and what goes into the next one. Their files must have been written before."""
         self.parts[part] = record
-        self.inputs = inputs or self.inputs
-        self._write()
+        self.note(inputs=inputs or self.inputs)
 
-    def keep_inputs(self, inputs: dict[str, Any]) -> None:
-        """Notes what goes into the next block."""
-        self.inputs = inputs
-        self._write()
-
-    def keep_scan(self, scan: dict[str, Any], inputs: dict[str, Any] | None) -> None:
-        """Notes how far the look at all blocks has come, and what goes into the next one that is looked at."""
-        self.scan, self.inputs = scan, inputs
-        self._write()
-
-    def commit_stage(self, stage: str, record: dict[str, Any]) -> None:
-        """Notes that a stage on the whole model is done. Its files must have been written before."""
-        self.stages[stage] = record
-        self._write()
-
-    def finish(self) -> None:
-        """Notes that the folder is complete."""
-        self.finished = True
-        self._write()
-
-    def _write(self) -> None:
-        body = {
-            "fingerprint": self.fingerprint,
-            "parts": self.parts,
-            "inputs": self.inputs,
-            "scan": self.scan,
-            "stages": self.stages,
-            "finished": self.finished,
-        }
-        content = _sealed(body)
+    def note(self, **changed: Any) -> None:
+        """Puts new values of fields on disk, those that were changed in place too."""
+        for name, value in changed.items():
+            setattr(self, name, value)
+        content = _sealed({name: getattr(self, name) for name in _FIELDS})
         for name in (NAME, COPY):
             write_atomic(self.folder / name, content)
+
+
+_FIELDS = tuple(one.name for one in fields(Journal) if one.name != "folder")
 
 
 def begin(folder: Path, fingerprint: dict[str, Any]) -> Journal:
     """An empty journal, on disk. `fingerprint`: plain JSON data that everything written depends on."""
     journal = Journal(folder, fingerprint)
-    journal._write()
+    journal.note()
     return journal
 
 
@@ -98,9 +75,7 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
             f"{folder}: --resume needs what the run was started with, but {changed}: undo the change, or start again "
             "with --force"
         )
-    journal = Journal(
-        folder, fingerprint, body["parts"], body["inputs"], body["scan"], body["stages"], body["finished"]
-    )
+    journal = Journal(folder, **{**body, "fingerprint": fingerprint})
     if not journal.finished:
         for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
             _check_file(folder, str(record["file"]), record)
@@ -120,8 +95,7 @@ def _opened(path: Path) -> dict[str, Any]:
         data = json.loads(content)
         schema = data["schema"]
         body: dict[str, Any] = data["body"]
-        fields = [body[key] for key in ("fingerprint", "parts", "inputs", "scan", "stages", "finished")]
-        whole = _sealed(body) == content and isinstance(fields[1], dict)
+        whole = _sealed(body) == content and set(body) == set(_FIELDS) and isinstance(body["parts"], dict)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -93,7 +93,7 @@ class Workspace:
         The journal is marked before anything goes away, so that a run that is killed in here goes on in here.
         """
         if not journal.finished:
-            journal.finish()
+            journal.note(finished=True)
         for pattern in _WORKING:
             for path in sorted(self.folder.glob(pattern)):
                 files.remove(path)
@@ -188,7 +188,8 @@ def opened(workspace: Workspace, fingerprint: dict[str, Any]) -> Iterator[Journa
             _remove_empty(folder.parent, made)
         if isinstance(error, OSError):
             kept = f"; {folder.name} is kept for --resume" if keep else ""
-            raise UserError(f"{_where(error, folder)}: {_reason(error)}{kept}") from error
+            where = error.filename if isinstance(error.filename, (str, os.PathLike)) else folder
+            raise UserError(f"{where}: {_reason(error)}{kept}") from error
         if keep:
             error.add_note(f"{folder.name} is kept for --resume")
         raise
@@ -233,20 +234,17 @@ def _aside(out: Path) -> Path:
     return out.with_name(out.name + ".replaced")
 
 
-def _where(error: OSError, folder: Path) -> str:
-    name = error.filename if isinstance(error.filename, (str, os.PathLike)) else folder
-    return str(name)
+_REASONS = {
+    errno.ENOSPC: "no space left on the device: free some or choose another place with --out",
+    errno.EDQUOT: "the disk quota is used up: free some space or choose another place with --out",
+    errno.EACCES: "no permission to write there: choose another place with --out",
+    errno.EPERM: "no permission to write there: choose another place with --out",
+    errno.EROFS: "the file system is read-only: choose another place with --out",
+}
 
 
 def _reason(error: OSError) -> str:
-    hints = {
-        errno.ENOSPC: "no space left on the device: free some or choose another place with --out",
-        errno.EDQUOT: "the disk quota is used up: free some space or choose another place with --out",
-        errno.EACCES: "no permission to write there: choose another place with --out",
-        errno.EPERM: "no permission to write there: choose another place with --out",
-        errno.EROFS: "the file system is read-only: choose another place with --out",
-    }
-    return hints.get(error.errno or 0, f"the system refused it ({error.strerror or error}): check the path")
+    return _REASONS.get(error.errno or 0, f"the system refused it ({error.strerror or error}): check the path")
 
 
 def _first_missing(folder: Path) -> Path | None:

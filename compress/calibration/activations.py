@@ -7,7 +7,7 @@ product's order of additions is may depend on where its inputs lie.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,10 +31,7 @@ def matmul_precision() -> Iterator[None]:
     that brings oneDNN in also permits it to round factors to bfloat16, which it does on processors with units for such
     matrices (AMX): there products stay as they are, for what a block gives would be off by a percent.
     """
-    if not _keeps_factors():
-        yield
-        return
-    with _onednn():
+    with _onednn() if _keeps_factors() else nullcontext():
         yield
 
 
@@ -150,14 +147,9 @@ def check_window(values: Tensor, number: int, what: str) -> None:
         )
 
 
-def file_name(block: int) -> str:
-    """The file in the partial folder that holds what goes into a block."""
-    return f"inputs-{block:05d}.bin"
-
-
 def save(folder: Path, block: int, windows: Iterable[Tensor], shape: tuple[int, int, int]) -> dict[str, Any]:
     """Writes what goes into block `block`, window by window, and returns the journal's record of it."""
-    name = file_name(block)
+    name = f"inputs-{block:05d}.bin"
     count = 0
     with whole(folder / name, PRIVATE) as opened:
         file = Digesting(opened)

@@ -50,7 +50,7 @@ class Capture:
             setattr(module, leaf, nn.Parameter(value, requires_grad=False))
             self._filled.append((module, leaf))
             if is_embedding:
-                self._hooks.append(module.register_forward_hook(_to_float))
+                self._hooks.append(module.register_forward_hook(lambda module, given, out: out.to(torch.float32)))
 
     def inputs(self, tokens: Tensor) -> Iterator[Tensor]:
         """What goes into block 0, (1, T, D) float32, for each row of tokens (S, T) int64; fills `calls`.
@@ -89,10 +89,6 @@ class Capture:
                 f"another ({len(seen)} of {len(self._layers)} layers called): use a recipe that looks at no text"
             )
         return first.to(torch.float32), [call for _, call in seen]
-
-
-def _to_float(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    return out.to(torch.float32)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,25 +94,21 @@ class _Collector:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        handles = [self.block.linears[path].register_forward_pre_hook(self._hook(path)) for path in self.wants]
+        handles = [self.block.linears[path].register_forward_pre_hook(partial(self._see, path)) for path in self.wants]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, path: str) -> Any:
-        def see(module: nn.Module, given: tuple[Any, ...]) -> None:
-            self._see(path, given[0])
-
-        return see
-
-    def _see(self, path: str, x: Tensor) -> None:
+    def _see(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
+        x: Tensor = given[0]
         first, _ = self.seen.setdefault(id(x), (path, x))
         leader = self.leaders.get(path)
         if leader is None:
             # Only one that has begun in this very window has missed nothing that the leader has seen.
-            shares = first != path and self.wants[first] == self.wants[path] and self._is_fresh(first)
+            is_fresh = self.leaders.get(first) == first and self.began.get(first) == self.window
+            shares = first != path and self.wants[first] == self.wants[path] and is_fresh
             leader = self.leaders[path] = first if shares else path
             self.moments[path] = self.moments[leader] if shares else self._new(path, x)
         if leader == path:
@@ -123,9 +120,6 @@ class _Collector:
         self.calls += 1
         if self.calls == self.last_call:
             raise Enough
-
-    def _is_fresh(self, path: str) -> bool:
-        return self.leaders.get(path) == path and self.began.get(path) == self.window
 
     def _new(self, path: str, x: Tensor) -> "Moments":
         from calib.moments import Moments

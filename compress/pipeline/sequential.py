@@ -169,7 +169,7 @@ class _BlockPipeline:
             outside = sum(self._weights(ns) for _, ns in self.plan.parts if self.blocks.number(ns) is None)
             found = self.journal.scan["influences"]
             dropped = choose(found, weights, outside, self.blocks.depth)
-            self.journal.keep_scan({"influences": found, "dropped": list(dropped)}, None)
+            self.journal.note(scan={"influences": found, "dropped": list(dropped)}, inputs=None)
             files.remove(self.journal.folder / activations.file_name(self.count - 1))
             self.activations = None
             progress("scan", self.count, self.count)
@@ -195,7 +195,7 @@ class _BlockPipeline:
                 pass
         # Windows are of one length: the mean of their means is the mean over tokens.
         influences = [*self.journal.scan.get("influences", []), mathematics.mean(found)]
-        self.journal.keep_scan({"influences": influences}, following)
+        self.journal.note(scan={"influences": influences}, inputs=following)
         if number + 1 < self.count:
             self._forget(number, following)
         release()
@@ -249,7 +249,8 @@ class _BlockPipeline:
         if self.journal.inputs is None:
             shape = (*tokens.shape, _width(capture, tokens))
             first = self.kept[0]
-            self.journal.keep_inputs(activations.save(self.journal.folder, first, capture.inputs(tokens), shape))
+            saved = activations.save(self.journal.folder, first, capture.inputs(tokens), shape)
+            self.journal.note(inputs=saved)
         else:
             # The inputs are as they were saved; how blocks are called does not depend on the text.
             next(capture.inputs(tokens[:1]))

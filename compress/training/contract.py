@@ -164,7 +164,8 @@ def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContex
     _sync(making)
     files.rename(making, out)
     files.sync_folder(home)
-    journal.commit_stage(home.name, {"files": _listed(out), "report": report})
+    journal.stages[home.name] = {"files": _listed(out), "report": report}
+    journal.note()
     # Its checkpoints are of no more use.
     shutil.rmtree(context.work)
     return StageResult(out, report)

@@ -83,7 +83,7 @@ def test_a_journal_does_not_point_outside_its_folder(tmp_path: Path) -> None:
 
 def test_a_finished_run_needs_no_parts_any_more(tmp_path: Path) -> None:
     made = begun(tmp_path)
-    made.finish()
+    made.note(finished=True)
     (tmp_path / "part-0").unlink()
     assert journal.resume(tmp_path, FINGERPRINT).finished
 
