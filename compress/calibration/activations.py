@@ -147,9 +147,14 @@ def check_window(values: Tensor, number: int, what: str) -> None:
         )
 
 
+def file_name(block: int) -> str:
+    """The file in the partial folder that holds what goes into a block."""
+    return f"inputs-{block:05d}.bin"
+
+
 def save(folder: Path, block: int, windows: Iterable[Tensor], shape: tuple[int, int, int]) -> dict[str, Any]:
     """Writes what goes into block `block`, window by window, and returns the journal's record of it."""
-    name = f"inputs-{block:05d}.bin"
+    name = file_name(block)
     count = 0
     with whole(folder / name, PRIVATE) as opened:
         file = Digesting(opened)

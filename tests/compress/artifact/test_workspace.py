@@ -13,15 +13,15 @@ from compress.artifact import files, workspace
 from compress.artifact.workspace import LOCK, holder, locked
 from compress.errors import UserError
 
-HOLD = "import sys; from pathlib import Path; from compress.lock import locked\nwith locked(Path(sys.argv[1])):\n"
-HOLD += "    print('held', flush=True)\n    sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from compress.artifact.workspace import locked\n"
+HOLD += "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
 
 
 def test_another_process_is_refused_and_named(tmp_path: Path) -> None:
     out, folder = tmp_path / "out", tmp_path / "out.partial"
     folder.mkdir()
     command = [sys.executable, "-c", HOLD, str(folder)]
-    root = str(Path(workspace.__file__).parents[1])
+    root = str(Path(workspace.__file__).parents[2])
     other = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env={**os.environ, "PYTHONPATH": root}
     )
