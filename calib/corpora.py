@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ _FILE_SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 # Where a row keeps its text. The first key that is there counts; the middle two hold prompts, whole as they stand.
 _FIELDS = ("text", "prompt", "turns", "content")
 _PROMPT_FIELDS = ("prompt", "turns")
+# A text and the field it was in; a text file has none: "text".
+Row = tuple[str, str]
 _SPLITS = ("train", "validation", "valid", "dev", "test")
 
 
@@ -58,13 +60,13 @@ def load(spec: str | None = None) -> Corpus:
     Raises UserError for a source that is missing, unreadable, not UTF-8, or without text.
     """
     if spec is None or spec == STANDARD_LIBRARY:
-        texts = [text for path, text in standard_library() if is_held_out(path)]
-        if not texts:
+        rows = [(text, "text") for path, text in standard_library() if is_held_out(path)]
+        if not rows:
             raise UserError(
                 "the standard library of this Python has no held-out source files, which are the default text: "
                 "name a text file or a dataset instead"
             )
-        return _corpus("Python standard library (held-out files)", texts, python=platform.python_version())
+        return _corpus("Python standard library (held-out files)", rows, python=platform.python_version())
     path = Path(spec)
     try:
         is_there = path.exists()
@@ -73,16 +75,15 @@ def load(spec: str | None = None) -> Corpus:
     if is_there and path.is_dir():
         return _corpus(path.resolve().name, _read_directory(path))
     if is_there or spec.lower().endswith(_FILE_SUFFIXES) or spec.startswith((".", "/", "~")):
-        texts, fields = _read_file(path)
-        return _corpus(path.name, texts, are_prompts=fields <= set(_PROMPT_FIELDS))
-    texts, fields, name = _read_dataset(spec)
-    return _corpus(name, texts, are_prompts=fields <= set(_PROMPT_FIELDS))
+        return _corpus(path.name, _read_file(path))
+    return _corpus(*_read_dataset(spec))
 
 
-def _corpus(name: str, texts: list[str], python: str | None = None, are_prompts: bool = False) -> Corpus:
-    documents = tuple(text for text in texts if text.strip())
+def _corpus(name: str, found: Iterable[Row], python: str | None = None) -> Corpus:
+    rows = list(found)
+    documents = tuple(text for text, _ in rows if text.strip())
     if not documents:
-        raise UserError(f"{name} holds no text ({len(texts)} empty documents): name a source with text in it")
+        raise UserError(f"{name} holds no text ({len(rows)} empty documents): name a source with text in it")
     digest = hashlib.sha256()
     for index, text in enumerate(documents):
         try:
@@ -93,27 +94,28 @@ def _corpus(name: str, texts: list[str], python: str | None = None, are_prompts:
                 f"{error.start}: remove it"
             ) from error
         digest.update(len(raw).to_bytes(8, "big") + raw)
-    return Corpus(name, documents, digest.hexdigest(), python, len(texts) - len(documents), are_prompts)
+    are_prompts = all(field in _PROMPT_FIELDS for _, field in rows)
+    return Corpus(name, documents, digest.hexdigest(), python, len(rows) - len(documents), are_prompts)
 
 
-def _read_directory(directory: Path) -> list[str]:
+def _read_directory(directory: Path) -> list[Row]:
     paths = sorted(p for p in directory.rglob("*") if p.suffix.lower() in _TEXT_SUFFIXES and p.is_file())
     if not paths:
         raise UserError(f"{directory} has no file that ends in {', '.join(_TEXT_SUFFIXES)}: name one with text files")
-    return [_read_text(path) for path in paths]
+    return [(_read_text(path), "text") for path in paths]
 
 
-def _read_file(path: Path) -> tuple[list[str], set[str]]:
-    """The texts of one file, and the fields they were found in (a text file has none: {"text"})."""
+def _read_file(path: Path) -> Iterable[Row]:
+    """The texts of one file."""
     if not path.exists():
         raise UserError(f"{path} does not exist: name a text file, a directory, a dataset or {STANDARD_LIBRARY!r}")
     name = path.name.lower()
     if name.endswith(_TEXT_SUFFIXES):
-        return [_read_text(path)], {"text"}
+        return [(_read_text(path), "text")]
     if name.endswith((".jsonl", ".jsonl.gz")):
-        return _unzip_fields(_read_jsonl(path))
+        return _read_jsonl(path)
     if name.endswith(".parquet"):
-        return _unzip_fields(_read_parquet(path))
+        return _read_parquet(path)
     raise UserError(f"{path}: expected a file that ends in {', '.join(_FILE_SUFFIXES)}: rename or convert it")
 
 
@@ -129,7 +131,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the file and its permissions") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
+def _read_jsonl(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
@@ -145,7 +147,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
         raise UserError(f"{path} cannot be read after line {number} ({error}): check that it is complete") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -166,7 +168,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
         raise UserError(f"{path} is not a readable Parquet file ({_first_line(error)}): download it again") from error
 
 
-def _read_dataset(spec: str) -> tuple[list[str], set[str], str]:
+def _read_dataset(spec: str) -> tuple[str, Iterator[Row]]:
+    """What the dataset is called, and its texts."""
     name, config, split = parse_dataset_name(spec)
     label = ":".join(part for part in (name, config, split) if part)
     try:
@@ -188,8 +191,7 @@ def _read_dataset(spec: str) -> tuple[list[str], set[str], str]:
         columns = ", ".join(rows.column_names[:10])
         raise UserError(f"dataset {label}: expected a column named text, found {columns}: name another dataset")
     column = rows.select_columns(found[:1])
-    texts, fields = _unzip_fields(_field(row, f"dataset {label}, row {i}") for i, row in enumerate(column, 1))
-    return texts, fields, label
+    return label, (_field(row, f"dataset {label}, row {i}") for i, row in enumerate(column, 1))
 
 
 def parse_dataset_name(spec: str) -> tuple[str, str | None, str]:
@@ -211,7 +213,7 @@ def parse_dataset_name(spec: str) -> tuple[str, str | None, str]:
     return (parts[0], None, parts[1]) if is_split else (parts[0], parts[1], "train")
 
 
-def _field(row: Any, where: str) -> tuple[str, str]:
+def _field(row: Any, where: str) -> Row:
     """The text of one row and the field it was in."""
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: expected an object with a text field, found {type(row).__name__}: correct it")
@@ -225,11 +227,6 @@ def _field(row: Any, where: str) -> tuple[str, str]:
             raise UserError(f"{where}: expected a string in {name!r}, found {type(value).__name__}: correct it")
         return value, name
     raise UserError(f"{where}: expected one of the fields {', '.join(_FIELDS)}, found {', '.join(row) or 'none'}")
-
-
-def _unzip_fields(rows: Iterator[tuple[str, str]]) -> tuple[list[str], set[str]]:
-    pairs = list(rows)
-    return [text for text, _ in pairs], {field for _, field in pairs}
 
 
 def _first_line(error: Exception) -> str:

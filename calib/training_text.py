@@ -195,15 +195,10 @@ def _of_library(measured: Corpus, packages: bool) -> TrainingText:
     return _text(name, taken, python=platform.python_version(), packages=tuple(names), left_out=left_out)
 
 
-def _without_copies(documents: Iterable[str], held: set[int]) -> tuple[list[str], int]:
+def _without_copies(documents: Sequence[str], held: set[int]) -> tuple[list[str], int]:
     """The documents that share little with held-out text, and how many do not."""
-    kept, leaks = [], 0
-    for text in documents:
-        if share(shingles(text), held) > LEAK_SHARE:
-            leaks += 1
-        else:
-            kept.append(text)
-    return kept, leaks
+    kept = [text for text in documents if share(shingles(text), held) <= LEAK_SHARE]
+    return kept, len(documents) - len(kept)
 
 
 def _text(

@@ -65,11 +65,6 @@ class Windows:
         return len(self.calibration)
 
     @property
-    def evaluation_used(self) -> int:
-        """Evaluation windows, E."""
-        return len(self.evaluation)
-
-    @property
     def calibration_tokens(self) -> int:
         """Tokens of all calibration windows."""
         return self.calibration.numel()
@@ -221,8 +216,8 @@ def remainder(
         taken[start : start + packer.body] = True
     edges = np.flatnonzero(np.diff(taken)) + 1
     runs = np.split(before.tokens, edges)
-    flags = [bool(taken[at]) for at in (0, *edges.tolist())] if len(taken) else []
-    return unread, [run for run, used in zip(runs, flags, strict=False) if not used]
+    # Runs that were taken and runs that were not take turns.
+    return unread, [run for run in runs[int(taken[:1].any()) :: 2] if len(run)]
 
 
 def _split(

@@ -58,7 +58,7 @@ def draw(text: Text, model: Path) -> Drawn:
     )
     for option, found, asked in (
         ("--samples", windows.calibration_used, windows.calibration_requested),
-        ("--eval-tokens", windows.evaluation_used, windows.evaluation_requested),
+        ("--eval-tokens", len(windows.evaluation), windows.evaluation_requested),
     ):
         if found < asked:
             raise UserError(

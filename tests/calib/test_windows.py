@@ -152,7 +152,7 @@ def test_what_was_used_is_counted(tokenizer) -> None:
     )
     assert windows.calibration_requested == windows.evaluation_requested == 1000
     assert 0 < windows.calibration_used == len(windows.calibration) < 1000
-    assert 0 < windows.evaluation_used == len(windows.evaluation) < 1000
+    assert 0 < len(windows.evaluation) < 1000
     assert windows.calibration_tokens == windows.calibration_used * 64
 
 
@@ -163,7 +163,8 @@ def test_too_short_a_text_says_how_much_is_there(tokenizer) -> None:
         make_windows(corpus, tokenizer, length=64, calibration=1, evaluation_tokens=64, seed=0)
     assert abs(int(str(raised.value).split("of its ")[1].split()[0]) - total) <= 2
     enough = corpus_of(["only a few words here, again and again. " * 40])
-    assert make_windows(enough, tokenizer, length=64, calibration=1, evaluation_tokens=64, seed=0).evaluation_used == 1
+    one = make_windows(enough, tokenizer, length=64, calibration=1, evaluation_tokens=64, seed=0)
+    assert len(one.evaluation) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"length": 1}, {"calibration": -1}, {"evaluation_tokens": 63}])
