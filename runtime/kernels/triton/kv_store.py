@@ -3,6 +3,8 @@
 Slots are physical: block · 64 + place in the block. Nothing here waits for the device or allocates.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,17 +27,22 @@ def writable_parts(store: Store, layer: int, kind: CacheKind) -> tuple[Tensor, T
     return keys.view(torch.int32) if kind == "int4" else keys, values, key_scale, value_scale
 
 
-def constants(kind: CacheKind, kv_heads: int, dim: int) -> dict[str, int | float | str]:
-    """What kernels that write are compiled for."""
+@dataclass(frozen=True)
+class Written:
+    """What kernels that write keys and values of `dim` dimensions are compiled for; `limit`: the largest code."""
+
+    kv_heads: int
+    dim: int
+    wide: int
+    padded: int
+    kind: CacheKind
+    limit: float
+
+
+def written(kind: CacheKind, kv_heads: int, dim: int) -> Written:
+    """The description of a cache: a head takes `wide` places in it, and `padded` ones in a kernel."""
     wide = -(-dim // VECTOR) * VECTOR
-    return {
-        "KV_HEADS": kv_heads,
-        "DIM": dim,
-        "WIDE": wide,
-        "PADDED": triton.next_power_of_2(wide),
-        "KIND": kind,
-        "LIMIT": LIMITS.get(kind, 0.0),
-    }
+    return Written(kv_heads, dim, wide, triton.next_power_of_2(wide), kind, LIMITS.get(kind, 0.0))
 
 
 def move(store: Store, kind: CacheKind, source: Tensor, target: Tensor) -> None:
@@ -85,78 +92,56 @@ def rounded(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def write_key(
-    x,
-    memory,
-    scales,
-    slot,
-    head,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """One key x (PADDED,), divided by its factors and zero beyond DIM, to a slot (int64)."""
-    d = tl.arange(0, PADDED)
-    page = slot // 64 * KV_HEADS + head
+def write_key(x, memory, scales, slot, head, CACHE: tl.constexpr):
+    """One key x (padded,), divided by its factors and zero beyond dim, to a slot (int64)."""
+    d = tl.arange(0, CACHE.padded)
+    page = slot // 64 * CACHE.kv_heads + head
     inside = slot % 64
-    if KIND == "float32" or KIND == "float16":
-        tl.store(memory + (page * DIM + d) * 64 + inside, x.to(memory.dtype.element_ty), mask=d < DIM)
+    if CACHE.kind == "float32" or CACHE.kind == "float16":
+        tl.store(memory + (page * CACHE.dim + d) * 64 + inside, x.to(memory.dtype.element_ty), mask=d < CACHE.dim)
     else:
-        code, scale = rounded(x, LIMIT)
+        code, scale = rounded(x, CACHE.limit)
         tl.store(scales + page * 64 + inside, scale)
-        if KIND == "int8":
-            tl.store(memory + (page * DIM + d) * 64 + inside, code.to(tl.int8), mask=d < DIM)
+        if CACHE.kind == "int8":
+            tl.store(memory + (page * CACHE.dim + d) * 64 + inside, code.to(tl.int8), mask=d < CACHE.dim)
         else:
             # Keys j and j + 32 share a byte and may be written at once: each flips the bits of its own nibble that
             # change, in one atomic operation, and nobody else changes those.
-            word = memory + (page * DIM + d) * 8 + inside % 32 // 4
+            word = memory + (page * CACHE.dim + d) * 8 + inside % 32 // 4
             shift = (inside % 4 * 8 + inside // 32 * 4).to(tl.int32)
-            held = tl.load(word, mask=d < DIM, other=0)
+            held = tl.load(word, mask=d < CACHE.dim, other=0)
             change = ((held >> shift) ^ (code.to(tl.int32) + 8)) & 15
-            tl.atomic_xor(word, change << shift, mask=d < DIM, sem="relaxed")
+            tl.atomic_xor(word, change << shift, mask=d < CACHE.dim, sem="relaxed")
 
 
 @triton.jit
-def write_value(
-    source,
-    memory,
-    scales,
-    slot,
-    head,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """One value, DIM float32 at `source`, to a slot (int64)."""
-    at = slot // 64 * KV_HEADS + head
+def write_value(source, memory, scales, slot, head, CACHE: tl.constexpr):
+    """One value, dim float32 at `source`, to a slot (int64)."""
+    at = slot // 64 * CACHE.kv_heads + head
     at = at * 64 + slot % 64
-    if KIND == "int4":
-        half: tl.constexpr = WIDE // 2
-        # Two rows: dimension i over dimension i + WIDE / 2, whose codes share a byte.
-        i = tl.arange(0, PADDED // 2)[None, :]
+    if CACHE.kind == "int4":
+        half: tl.constexpr = CACHE.wide // 2
+        padded: tl.constexpr = CACHE.padded
+        # Two rows: dimension i over dimension i + wide / 2, whose codes share a byte.
+        i = tl.arange(0, CACHE.padded // 2)[None, :]
         upper = tl.arange(0, 2)[:, None]
         d = upper * half + i
-        real = (i < half) & (d < DIM)
+        real = (i < half) & (d < CACHE.dim)
         x = tl.load(source + d, mask=real, other=0.0)
-        flat, scale = rounded(tl.reshape(x, (PADDED,)), LIMIT)
-        code = tl.reshape(flat, (2, PADDED // 2)).to(tl.int32) + 8
+        flat, scale = rounded(tl.reshape(x, (padded,)), CACHE.limit)
+        code = tl.reshape(flat, (2, padded // 2)).to(tl.int32) + 8
         # What pads a head stays as memory began: zero bits.
         byte = tl.sum(tl.where(real, code, 0) << (upper * 4), axis=0)
-        i = tl.arange(0, PADDED // 2)
+        i = tl.arange(0, CACHE.padded // 2)
         tl.store(memory + at * half + i, byte.to(tl.uint8), mask=i < half)
         tl.store(scales + at, scale)
     else:
-        d = tl.arange(0, PADDED)
-        x = tl.load(source + d, mask=d < DIM, other=0.0)
-        if KIND == "int8":
-            x, scale = rounded(x, LIMIT)
+        d = tl.arange(0, CACHE.padded)
+        x = tl.load(source + d, mask=d < CACHE.dim, other=0.0)
+        if CACHE.kind == "int8":
+            x, scale = rounded(x, CACHE.limit)
             tl.store(scales + at, scale)
-        tl.store(memory + at * WIDE + d, x.to(memory.dtype.element_ty), mask=d < DIM)
+        tl.store(memory + at * CACHE.wide + d, x.to(memory.dtype.element_ty), mask=d < CACHE.dim)
 
 
 @triton.jit(do_not_specialize=["blocks", "count"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.contract import CacheKind
 from runtime.kernels.triton.exact import inverse_root
-from runtime.kernels.triton.kv_store import constants, writable_parts, write_key, write_value
+from runtime.kernels.triton.kv_store import writable_parts, write_key, write_value, written
 from runtime.kv_store import Store
 
 
@@ -54,17 +54,15 @@ def rotate_and_store(
             sin,
             position,
             slots,
-            *writable_parts(store, layer, kind),
+            writable_parts(store, layer, kind),
             factor,
             q_norm,
             k_norm,
             eps,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
+            *(q.stride(0), k.stride(0), v.stride(0)),
             HEADS=heads,
             HALF=cos.shape[1],
-            **constants(kind, kv_heads, dim),
+            CACHE=written(kind, kv_heads, dim),
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -72,16 +70,7 @@ def rotate_and_store(
 
 
 @triton.jit
-def _rotated(
-    source,
-    weight,
-    eps,
-    cos,
-    sin,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+def _rotated(source, weight, eps, cos, sin, DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
     """One head's DIM numbers at `source`, normed by `weight` where there is one, and rotated: (PADDED,)."""
     d = tl.arange(0, PADDED)
     turned = d < 2 * HALF
@@ -111,10 +100,7 @@ def _rotate_kernel(
     sin,
     position,
     slots,
-    key_memory,
-    value_memory,
-    key_scale,
-    value_scale,
+    memory,
     factor,
     q_norm,
     k_norm,
@@ -124,27 +110,27 @@ def _rotate_kernel(
     v_stride,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
+    key_memory, value_memory, key_scale, value_scale = memory
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.maximum(tl.load(position + row).to(tl.int64), 0) * HALF
     slot = tl.load(slots + row).to(tl.int64)
-    d = tl.arange(0, PADDED)
+    d = tl.arange(0, CACHE.padded)
     if which < HEADS:
-        x = _rotated(q + row * q_stride + which * DIM, q_norm, eps, cos + at, sin + at, DIM, HALF, PADDED)
-        tl.store(out + (row * HEADS + which) * DIM + d, x, mask=d < DIM)
-    elif which < HEADS + KV_HEADS:
+        x = _rotated(
+            q + row * q_stride + which * CACHE.dim, q_norm, eps, cos + at, sin + at, CACHE.dim, HALF, CACHE.padded
+        )
+        tl.store(out + (row * HEADS + which) * CACHE.dim + d, x, mask=d < CACHE.dim)
+    elif which < HEADS + CACHE.kv_heads:
         head = which - HEADS
-        x = _rotated(k + row * k_stride + head * DIM, k_norm, eps, cos + at, sin + at, DIM, HALF, PADDED)
+        x = _rotated(
+            k + row * k_stride + head * CACHE.dim, k_norm, eps, cos + at, sin + at, CACHE.dim, HALF, CACHE.padded
+        )
         if factor is not None:
-            x = tl.div_rn(x, tl.load(factor + head * DIM + d, mask=d < DIM, other=1.0))
-        write_key(x, key_memory, key_scale, slot, head, KV_HEADS, DIM, PADDED, KIND, LIMIT)
+            x = tl.div_rn(x, tl.load(factor + head * CACHE.dim + d, mask=d < CACHE.dim, other=1.0))
+        write_key(x, key_memory, key_scale, slot, head, CACHE)
     else:
-        head = which - HEADS - KV_HEADS
-        source = v + row * v_stride + head * DIM
-        write_value(source, value_memory, value_scale, slot, head, KV_HEADS, DIM, WIDE, PADDED, KIND, LIMIT)
+        head = which - HEADS - CACHE.kv_heads
+        source = v + row * v_stride + head * CACHE.dim
+        write_value(source, value_memory, value_scale, slot, head, CACHE)
