@@ -114,31 +114,17 @@ def _round(
     block = min(triton.next_power_of_2(cut.stored), _BLOCK)
     at_once = tile_sizes.rows_at_once(x.device)
     blocks = triton.cdiv(rows, at_once)
-    y_stride = 0 if y is None else y.stride(0)
-    common = (x, y, weight, how.perm, how.static, codes, step, sums, None if picks is None else picks.experts)
-    scalars = (rows, cut.inputs, cut.stored, x.stride(0), y_stride, eps, shift)
-    count = rows // x.shape[0]
+    source = (x, y, weight, x.stride(0), 0 if y is None else y.stride(0), eps, shift)
+    experts = None if picks is None else picks.experts
+    common = (source, (how.perm, how.static), codes, step, sums, experts, rows, cut.inputs, cut.stored)
+    constants = {"MODE": mode, "ROWS": at_once, "BLOCK": block, "COUNT": rows // x.shape[0], **OPTIONS}
     if cut.columns == 1:
-        round_rows[(blocks,)](
-            *common, *scalars, MODE=mode, ROWS=at_once, BLOCK=block, COUNT=count, num_warps=8, **OPTIONS
-        )
+        round_rows[(blocks,)](*common, **constants, num_warps=8)
         return Rounded(how, codes, step, sums)
     inside = triton.next_power_of_2(cut.padded)
     groups = min(triton.next_power_of_2(cut.columns), max(1, _TILE // inside))
     round_groups[(blocks, triton.cdiv(cut.columns, groups))](
-        *common,
-        *scalars,
-        cut.group,
-        cut.padded,
-        cut.columns,
-        MODE=mode,
-        ROWS=at_once,
-        BLOCK=block,
-        GROUPS=groups,
-        INSIDE=inside,
-        COUNT=count,
-        num_warps=4,
-        **OPTIONS,
+        *common, cut.group, cut.padded, cut.columns, GROUPS=groups, INSIDE=inside, **constants, num_warps=4
     )
     return Rounded(how, codes, step, sums)
 

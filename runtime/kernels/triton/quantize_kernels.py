@@ -18,11 +18,8 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit(do_not_specialize=["rows"])
 def round_rows(
-    x,
-    y,
-    weight,
-    perm,
-    static,
+    source,
+    how,
     codes,
     step,
     sums,
@@ -30,10 +27,6 @@ def round_rows(
     rows,
     inputs,
     stored,
-    x_stride,
-    y_stride,
-    eps,
-    shift,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -41,24 +34,25 @@ def round_rows(
 ):
     """One step a row: x (rows, inputs) to codes (rows, stored), those beyond the inputs zero.
 
+    source  (x, y, weight, the strides of x and y, eps, shift): what MODE works on.
+    how     (perm, static) of the weight.
     picked  None, or the expert (rows,) int64 of each row, whose order and static step are taken: perm (E, inputs) and
             static (E,). COUNT adjacent rows come from one row of x then.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row_in = row < rows
     inside = tl.arange(0, BLOCK)
-    x_at = (row // COUNT)[:, None] * x_stride
-    y_at = row[:, None] * y_stride
+    perm, static = how
     if picked is not None:
         expert = tl.maximum(tl.load(picked + row, mask=row_in, other=0), 0)
         perm = perm + (expert * inputs)[:, None] if perm is not None else None
         static = static + expert if static is not None else None
-    root = _inverse_root(x, row, row_in, inputs, x_stride, eps, MODE, ROWS, BLOCK)[:, None]
+    root = _inverse_root(source, row, row_in, inputs, MODE, ROWS, BLOCK)[:, None]
     highest = tl.zeros((ROWS, BLOCK), tl.float32)
     bad = tl.zeros((ROWS, BLOCK), tl.int32)
     for start in range(0, inputs, BLOCK):
         at = inside[None, :] + start
-        v = _value(x, y, weight, perm, x_at, y_at, at, row_in[:, None] & (at < inputs), root, shift, MODE)
+        v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
         size = tl.abs(v)
         highest = tl.where(size > highest, size, highest)
         bad |= (v != v).to(tl.int32)
@@ -67,7 +61,7 @@ def round_rows(
     added = tl.zeros((ROWS, BLOCK), tl.int32)
     for start in range(0, stored, BLOCK):
         at = inside[None, :] + start
-        v = _value(x, y, weight, perm, x_at, y_at, at, row_in[:, None] & (at < inputs), root, shift, MODE)
+        v = _value(source, perm, row, at, row_in[:, None] & (at < inputs), root, MODE, COUNT)
         rounded = _rounded(v, inverse[:, None], static)
         added += rounded.to(tl.int32)
         tl.store(codes + row[:, None] * stored + at, rounded, mask=row_in[:, None] & (at < stored))
@@ -77,11 +71,8 @@ def round_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def round_groups(
-    x,
-    y,
-    weight,
-    perm,
-    static,
+    source,
+    how,
     codes,
     step,
     sums,
@@ -89,10 +80,6 @@ def round_groups(
     rows,
     inputs,
     stored,
-    x_stride,
-    y_stride,
-    eps,
-    shift,
     group,
     padded,
     columns,
@@ -105,12 +92,12 @@ def round_groups(
 ):
     """One step a row and group: a program rounds GROUPS groups of ROWS rows; BLOCK is of the norm's sum.
 
-    picked  as round_rows has it.
+    source, how, picked  as round_rows has them.
 
     Each program of a row adds up its norm again, which costs less than a kernel of its own.
     """
     first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    roots = _inverse_root(x, first, first < rows, inputs, x_stride, eps, MODE, ROWS, BLOCK)
+    roots = _inverse_root(source, first, first < rows, inputs, MODE, ROWS, BLOCK)
     root = tl.reshape(tl.broadcast_to(roots[:, None], (ROWS, GROUPS)), (ROWS * GROUPS,))[:, None]
     pair = tl.arange(0, ROWS * GROUPS)
     row = (tl.program_id(0) * ROWS + pair // GROUPS).to(tl.int64)
@@ -119,12 +106,12 @@ def round_groups(
     inside = tl.arange(0, INSIDE)[None, :]
     at = number[:, None] * group + inside
     there = kept[:, None] & (inside < group) & (at < inputs)
+    perm, static = how
     if picked is not None:
         expert = tl.maximum(tl.load(picked + row, mask=kept, other=0), 0)
         perm = perm + (expert * inputs)[:, None] if perm is not None else None
         static = static + expert if static is not None else None
-    x_at = (row // COUNT)[:, None] * x_stride
-    v = _value(x, y, weight, perm, x_at, row[:, None] * y_stride, at, there, root, shift, MODE)
+    v = _value(source, perm, row, at, there, root, MODE, COUNT)
     size = tl.abs(v)
     bad = (v != v).to(tl.int32)
     highest = tl.max(tl.where(bad > 0, 0.0, size), axis=1)
@@ -138,8 +125,9 @@ def round_groups(
 
 
 @triton.jit
-def _inverse_root(x, row, row_in, inputs, x_stride, eps, MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _inverse_root(source, row, row_in, inputs, MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """1 / sqrt(mean(x²) + eps) by row; 1 where there is no norm."""
+    x, _, _, x_stride, _, eps, _ = source
     ones = tl.full((ROWS,), 1.0, tl.float32)
     root = ones
     if MODE == "norm":
@@ -154,8 +142,10 @@ def _inverse_root(x, row, row_in, inputs, x_stride, eps, MODE: tl.constexpr, ROW
 
 
 @triton.jit
-def _value(x, y, weight, perm, x_at, y_at, at, there, root, shift, MODE: tl.constexpr):
-    """What is rounded, at places `at` of the kernels' order in the rows that begin at x_at and y_at; 0 elsewhere."""
+def _value(source, perm, row, at, there, root, MODE: tl.constexpr, COUNT: tl.constexpr):
+    """What is rounded, at places `at` of the kernels' order in the rows `row`; 0 elsewhere."""
+    x, y, weight, x_stride, y_stride, _, shift = source
+    x_at, y_at = (row // COUNT)[:, None] * x_stride, row[:, None] * y_stride
     if perm is not None:
         at = tl.load(perm + at, mask=there, other=0)
     v = tl.load(x + x_at + at, mask=there, other=0.0)
