@@ -42,14 +42,12 @@ class Fold:
     linears   the linear layers that read them; they are to be multiplied.
     others    parameters (last dimension: the channels) that read them too and are multiplied, but not judged: routers,
               experts that are still fused.
-    parent    the module whose output shows what an error in `linears` does.
     offset    of a norm: it multiplies by its weight plus this.
     sharing   query heads that read one key/value head: their channels, `head_dim` a head, must share factors.
     """
 
     previous: str
     linears: tuple[str, ...]
-    parent: str
     others: tuple[str, ...] = ()
     offset: float = 0.0
     start: int = 0
@@ -73,14 +71,14 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     offset = NORM_OFFSET[model_type]
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     readers = _reading(linears, "self_attn.", _ATTENTION_READERS, ("o_proj",))
-    found = [Fold("input_layernorm", readers, "self_attn", offset=offset)]
+    found = [Fold("input_layernorm", readers, offset=offset)]
     found.append(_attention_output(layer, linears))
     # Gemma 2 and 3 norm the attention's output as well, and call the MLP's norm by another name.
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else None
     readers = _reading(linears, "mlp.", _MLP_READERS, ("down_proj", *_ROUTERS))
     others = _mlp_parameters(layer)
     if readers:
-        found.append(Fold(before_mlp or "post_attention_layernorm", readers, "mlp", others, offset))
+        found.append(Fold(before_mlp or "post_attention_layernorm", readers, others, offset))
     found += [_mlp_output(linears, name) for name in linears if name.startswith("mlp.") and _last(name) == "down_proj"]
     return found
 
@@ -180,7 +178,6 @@ def _attention_output(layer: nn.Module, linears: dict[str, nn.Linear]) -> Fold:
     return Fold(
         "self_attn.v_proj" if fused is None else "self_attn.qkv_proj",
         ("self_attn.o_proj",),
-        "self_attn.o_proj",
         start=0 if fused is None else fused.out_features - values,
         sharing=channels // values,
         head_dim=int(layer.get_submodule("self_attn").head_dim),  # type: ignore[arg-type]
@@ -191,6 +188,6 @@ def _mlp_output(linears: dict[str, nn.Linear], down: str) -> Fold:
     """up → down: activation(gate) · up is linear in up."""
     stem = down.removesuffix("down_proj")
     if f"{stem}up_proj" in linears:
-        return Fold(f"{stem}up_proj", (down,), down)
+        return Fold(f"{stem}up_proj", (down,))
     # Fused: the gate's rows come first.
-    return Fold(f"{stem}gate_up_proj", (down,), down, start=linears[f"{stem}gate_up_proj"].out_features // 2)
+    return Fold(f"{stem}gate_up_proj", (down,), start=linears[f"{stem}gate_up_proj"].out_features // 2)
