@@ -78,24 +78,16 @@ def compare(run: Path, losses: Sequence[str], keys: dict[str, Any], source: str,
     target, start = load(run / "model"), load(run / "draft")
     tokenizer, corpus = target.tokenizer, corpora.load()
     separator = tokenizer.eos_token_id
-    windows = make_windows(
-        corpus,
-        tokenizer,
-        length=LENGTH,
-        calibration=HELD_OUT,
-        evaluation_tokens=EVALUATION * LENGTH,
-        seed=seed,
-        separator=separator,
-    )
+    cut = {"length": LENGTH, "calibration": HELD_OUT, "evaluation_tokens": EVALUATION * LENGTH}
+    cut |= {"seed": seed, "separator": separator}
+    windows = make_windows(corpus, tokenizer, **cut)
     texts = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in prompts(corpus, PROMPTS, seed)]
     before = measure(target, start, windows.evaluation, texts, NEW_TOKENS)
     rows = []
     with show() as shown:
-        measured = Measured(None, corpus, tokenizer, LENGTH, HELD_OUT, EVALUATION * LENGTH, seed, separator)
-        text = training_text.gather(source, measured)
-        tokens = training_text.tokenize(
-            text, tokenizer, work / "text", length=LENGTH, separator=separator, progress=shown
-        )
+        text = training_text.gather(source, Measured(None, corpus, tokenizer, **cut))
+        about = {"length": LENGTH, "separator": separator, "progress": shown}
+        tokens = training_text.tokenize(text, tokenizer, work / "text", **about)
         for loss in losses:
             stage = Draft.model_validate({**keys, "loss": loss})
             began = time.monotonic()

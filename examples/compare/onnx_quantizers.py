@@ -143,16 +143,8 @@ def score(floats: Path, folder: Path, name: str, windows: Windows, seconds: floa
     found, _ = measure(load(floats).decoder, load(folder).decoder, windows, seed=0)
     size = sum(path.stat().st_size for path in folder.glob("model.onnx*")) / 1e6
     perplexity = found.perplexity
-    row = Row(
-        name,
-        perplexity.compressed,
-        perplexity.ci95.ratio,
-        found.kl_divergence.mean,
-        found.top1_agreement,
-        size,
-        seconds,
-    )
-    return row, perplexity.original
+    figures = (perplexity.compressed, perplexity.ci95.ratio, found.kl_divergence.mean, found.top1_agreement)
+    return Row(name, *figures, size, seconds), perplexity.original
 
 
 def compare(model: Path, recipes: Sequence[str], block: int, tokens: int, work: Path) -> str:
@@ -162,15 +154,8 @@ def compare(model: Path, recipes: Sequence[str], block: int, tokens: int, work: 
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    windows = make_windows(
-        corpora.load(),
-        tokenizer,
-        length=LENGTH,
-        calibration=16,
-        evaluation_tokens=tokens,
-        seed=0,
-        separator=tokenizer.eos_token_id,
-    )
+    cut = {"length": LENGTH, "calibration": 16, "evaluation_tokens": tokens, "seed": 0}
+    windows = make_windows(corpora.load(), tokenizer, **cut, separator=tokenizer.eos_token_id)
     floats = work / "float"
     export.run("onnx", model, floats)
     rows, original = [], 0.0

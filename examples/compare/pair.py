@@ -5,7 +5,7 @@ The peers' formats are made once for each pair, ours is compressed anew, so that
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +50,25 @@ def make_peer_formats(shop: Workshop, pair: Formats, ways: Sequence["Way"]) -> d
     return made
 
 
+def _once(shop: Workshop, name: str, make: Callable[[Path], None]) -> Path:
+    """The workshop's file or folder of that name; `make` writes it, in an empty folder, where it is not there yet."""
+    out = shop.folder / name
+    if not out.exists():
+        shop.say(f"making {name} (once)")
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as room:
+            make(Path(room) / name)
+            (Path(room) / name).rename(out)
+    return out
+
+
 def _openvino(shop: Workshop, checkpoint: Path) -> Path:
     """int8, as the random models of engines.py are; with the tokenizer, which a pipeline wants."""
-    out = shop.folder / f"openvino-int8-{checkpoint.name}"
-    if not out.exists():
-        shop.say(f"making {out.name} (once)")
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as room:
-            made = Path(room) / out.name
-            run_maker(shop, True, "makers.openvino_model", str(checkpoint), str(made), "int8")
-            run_maker(shop, True, "makers.openvino_tokenizer", str(checkpoint), str(made))
-            made.rename(out)
-    return out
+
+    def make(out: Path) -> None:
+        run_maker(shop, True, "makers.openvino_model", str(checkpoint), str(out), "int8")
+        run_maker(shop, True, "makers.openvino_tokenizer", str(checkpoint), str(out))
+
+    return _once(shop, f"openvino-int8-{checkpoint.name}", make)
 
 
 def _gguf(shop: Workshop, checkpoint: Path) -> Path:
@@ -68,16 +76,12 @@ def _gguf(shop: Workshop, checkpoint: Path) -> Path:
     from compress.export import silent
     from compress.export.gguf.file import write
 
-    out = shop.folder / f"{checkpoint.name}-Q8_0.gguf"
-    if not out.exists():
-        shop.say(f"making {out.name} (once)")
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as room:
-            made = Path(room) / out.name
-            write(checkpoint, Path(room), silent, floats="f32")
-            (source,) = Path(room).glob("*.gguf")
-            run_maker(shop, True, "makers.gguf_quantized", str(source), str(shop.threads), f"Q8_0={made}")
-            made.rename(out)
-    return out
+    def make(out: Path) -> None:
+        write(checkpoint, out.parent, silent, floats="f32")
+        (source,) = out.parent.glob("*.gguf")
+        run_maker(shop, True, "makers.gguf_quantized", str(source), str(shop.threads), f"Q8_0={out}")
+
+    return _once(shop, f"{checkpoint.name}-Q8_0.gguf", make)
 
 
 @contextmanager

@@ -202,11 +202,8 @@ def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: ran
             k, v = (part[:needed] for part in read[of.request])
         keys.append(k)
         values.append(v)
-    blocks = max(len(part) for part in keys)
-    return _stack(keys, blocks), _stack(values, blocks)
+    return _stack(keys), _stack(values)
 
 
-def _stack(parts: list[Tensor], blocks: int) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].unsqueeze(0)
-    return torch.stack([torch.nn.functional.pad(p, (0, 0, 0, 0, 0, 0, 0, blocks - p.shape[0])) for p in parts])
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

@@ -8,7 +8,6 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.errors import UserError
 
 # A Llama file with these keys leaves nothing to a default that only transformers knows …
-_SPELLED_OUT = ("llama",)
 _KEYS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"), (int,)),
     **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings", "head_dim"), (int,)),
@@ -32,7 +31,7 @@ def configuration(checkpoint: Checkpoint) -> Any:
 
 
 def _complete(values: dict[str, Any]) -> bool:
-    if values.get("model_type") not in _SPELLED_OUT or any(values.get(key) for key in _PLAIN):
+    if values.get("model_type") != "llama" or any(values.get(key) for key in _PLAIN):
         return False
     # By type, not isinstance: a bool is an int to Python, and a mistake here.
     if not all(type(values.get(key)) in kinds for key, kinds in _KEYS.items()):
@@ -170,17 +169,13 @@ def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def _experts(config: dict[str, Any], kind: str) -> Experts | None:
-    if kind == "mixtral":
-        return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
-    if kind == "qwen3_moe":
-        return Experts(
-            # Written under the one name by older releases of transformers, under the other by newer ones.
-            config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
-            config["num_experts_per_tok"],
-            config["moe_intermediate_size"],
-            bool(config.get("norm_topk_prob", False)),
-        )
-    return None
+    if kind not in ("mixtral", "qwen3_moe"):
+        return None
+    # qwen3_moe's is written under the one name by older releases of transformers, under the other by newer ones.
+    count = config["num_local_experts"] if kind == "mixtral" or "num_local_experts" in config else config["num_experts"]
+    hidden = config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
+    renormalize = kind == "mixtral" or bool(config.get("norm_topk_prob", False))
+    return Experts(count, config["num_experts_per_tok"], hidden, renormalize)
 
 
 def _dense_layers(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:

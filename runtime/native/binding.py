@@ -22,25 +22,20 @@ BLOCK = 32
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 
 
+def _numbers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int64) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in names]
+
+
 class WeightsStruct(Structure):
     """kernels.h, Weights."""
 
     _fields_ = [
-        ("kind", c_int64),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("group", c_int64),
-        ("group_inputs", c_int64),
-        ("groups", c_int64),
-        ("zero", c_int64),
-        ("scale_type", c_int64),
-        ("codes", c_void_p),
-        ("scale", c_void_p),
-        ("offset", c_void_p),
-        ("sums", c_void_p),
-        ("bias", c_void_p),
-        ("perm", c_void_p),
-        ("input_scale", c_void_p),
+        *_numbers("kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
+        *_pointers("codes", "scale", "offset", "sums", "bias", "perm", "input_scale"),
     ]
 
 
@@ -54,9 +49,7 @@ class MixtureStruct(Structure):
     """decoder.h, Mixture."""
 
     _fields_ = [
-        ("experts", c_int64),
-        ("chosen", c_int64),
-        ("renormalize", c_int64),
+        *_numbers("experts", "chosen", "renormalize"),
         ("router", POINTER(WeightsStruct)),
         ("gate_up", POINTER(ProjectionStruct)),
         ("down", POINTER(POINTER(WeightsStruct))),
@@ -67,10 +60,7 @@ class LayerStruct(Structure):
     """decoder.h, Layer."""
 
     _fields_ = [
-        ("input_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
+        *_pointers("input_norm", "mlp_norm", "query_norm", "key_norm"),
         ("qkv", ProjectionStruct),
         ("out", POINTER(WeightsStruct)),
         ("window", c_int64),
@@ -83,14 +73,7 @@ class LayerStruct(Structure):
 class HeadsStruct(Structure):
     """kernels.h, Heads."""
 
-    _fields_ = [
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("rotated", c_int64),
-        ("cache_kind", c_int64),
-        ("key_factor", c_void_p),
-    ]
+    _fields_ = [*_numbers("heads", "kv_heads", "dim", "rotated", "cache_kind"), *_pointers("key_factor")]
 
 
 class ModelStruct(Structure):
@@ -98,11 +81,7 @@ class ModelStruct(Structure):
 
     _fields_ = [
         ("heads", HeadsStruct),
-        ("layers", c_int64),
-        ("hidden", c_int64),
-        ("intermediate", c_int64),
-        ("vocabulary", c_int64),
-        ("gelu", c_int64),
+        *_numbers("layers", "hidden", "intermediate", "vocabulary", "gelu"),
         ("norm_eps", c_float),
         ("norm_offset", c_float),
         ("embedding_scale", c_float),
@@ -118,14 +97,7 @@ class ModelStruct(Structure):
 class StoreStruct(Structure):
     """kernels.h, Store."""
 
-    _fields_ = [
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scale", c_void_p),
-        ("value_scale", c_void_p),
-        ("blocks", c_int64),
-        ("table", c_void_p),
-    ]
+    _fields_ = [*_pointers("keys", "values", "key_scale", "value_scale"), ("blocks", c_int64), ("table", c_void_p)]
 
 
 class BatchStruct(Structure):
@@ -133,13 +105,7 @@ class BatchStruct(Structure):
 
     _fields_ = [
         ("rows", c_int64),
-        ("tokens", c_void_p),
-        ("request", c_void_p),
-        ("position", c_void_p),
-        ("slot", c_void_p),
-        ("tail_from", c_void_p),
-        ("tail_at", c_void_p),
-        ("tail", c_void_p),
+        *_pointers("tokens", "request", "position", "slot", "tail_from", "tail_at", "tail"),
         ("stores", POINTER(StoreStruct)),
     ]
 

@@ -107,20 +107,16 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Place]:
                 f"{header.path.name}: tensor {name} is of no {architecture} model that is run here; give the original"
                 " model directory"
             )
-        _check_shape(header.path.name, entry, experts if any(p.expert is not None for p in found.values()) else None)
+        expected, sound = "a matrix or a plain vector", len(entry.shape) == 2
+        if any(place.expert is not None for place in found.values()):
+            expected, sound = f"{experts} matrices", len(entry.shape) == 3 and entry.shape[0] == experts
+        elif entry.kind.plain:
+            sound = len(entry.shape) in (1, 2)
+        if not sound:
+            what = f"tensor {name} must be {expected}, found {entry.kind.name} {list(entry.shape)}"
+            raise damaged(header.path.name, what)
         places |= found
     return places
-
-
-def _check_shape(shown: str, entry: TensorEntry, experts: int | None) -> None:
-    """A plain vector, a matrix, or (where `experts` is a number) a matrix for each expert."""
-    if experts is None:
-        sound = len(entry.shape) == 2 or (len(entry.shape) == 1 and entry.kind.plain)
-    else:
-        sound = len(entry.shape) == 3 and entry.shape[0] == experts
-    if not sound:
-        expected = "a matrix or a plain vector" if experts is None else f"{experts} matrices"
-        raise damaged(shown, f"tensor {entry.name} must be {expected}, found {entry.kind.name} {list(entry.shape)}")
 
 
 def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:
