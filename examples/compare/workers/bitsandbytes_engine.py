@@ -40,26 +40,20 @@ class BitsAndBytes:
         """Crops the cache; a negative count is what transformers drops."""
         if self.held[: len(context)] != context.tolist():
             self.clear()
-            self._forward(context, 1)
+            self.forward(context, len(context) - 1)
         if surplus := len(self.held) - len(context):
             self.cache.crop(-surplus)
             del self.held[len(context) :]
-
-    def forward(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One forward, logits of all rows."""
-        return self._forward(tokens, 0)
 
     def clear(self) -> None:
         """A new cache."""
         self.cache = DynamicCache()
         self.held: list[int] = []
 
-    def prefill(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One forward, logits of the last row."""
-        return self._forward(tokens, 1)
-
     @torch.inference_mode()
-    def _forward(self, tokens: Tokens, keep: int) -> NDArray[np.floating]:
+    def forward(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+        """One forward of the model."""
+        keep = len(tokens) - logits_from
         out = self.model(
             input_ids=torch.from_numpy(tokens)[None], past_key_values=self.cache, use_cache=True, logits_to_keep=keep
         )

@@ -56,36 +56,28 @@ class LlamaCpp:
         """Removes what follows the context. The graph of the forward before is reused where the width is the same."""
         if self.held[: len(context)] != context.tolist():
             self.clear()
-            self._decode(context, every_row=False)
+            self.forward(context, len(context) - 1)
         llama_cpp.llama_memory_seq_rm(self.memory, 0, len(context), -1)
         del self.held[len(context) :]
-
-    def forward(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One llama_decode, a logits flag on each row."""
-        return self._decode(tokens, every_row=True)
 
     def clear(self) -> None:
         """Removes the whole sequence."""
         llama_cpp.llama_memory_seq_rm(self.memory, 0, -1, -1)
         self.held.clear()
 
-    def prefill(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One llama_decode, a logits flag on the last row."""
-        return self._decode(tokens, every_row=False)
-
-    def _decode(self, tokens: Tokens, every_row: bool) -> NDArray[np.floating]:
+    def forward(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+        """One llama_decode, a logits flag on each of those rows."""
         batch, count = self.batch, len(tokens)
         batch.n_tokens = count
         for i, token in enumerate(tokens.tolist()):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, len(self.held) + i, 1, 0
-            batch.logits[i] = every_row or i == count - 1
+            batch.logits[i] = i >= logits_from
         if llama_cpp.llama_decode(self.context, batch) != 0:
             raise RuntimeError("llama_decode failed")
         llama_cpp.llama_synchronize(self.context)
         self.held += tokens.tolist()
-        rows = count if every_row else 1
         found = ctypes.cast(llama_cpp.llama_get_logits(self.context), ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(found, (rows, self.vocabulary))
+        return np.ctypeslib.as_array(found, (count - logits_from, self.vocabulary))
 
 
 def require_native(system: str) -> None:

@@ -42,22 +42,15 @@ class OpenVino:
         self.clear()
         parts = (context[:-width], context[-width:]) if width < len(context) else (context,)
         for part in parts:
-            self._infer(part, len(part) - 1)
-
-    def forward(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One inference, logits of all rows."""
-        return self._infer(tokens, 0)
+            self.forward(part, len(part) - 1)
 
     def clear(self) -> None:
         """Variables as they were made."""
         self.request.reset_state()
         self.held = 0
 
-    def prefill(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One inference; only the last row goes through the head."""
-        return self._infer(tokens, len(tokens) - 1)
-
-    def _infer(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+    def forward(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+        """One inference; only those rows go through the head."""
         count = len(tokens)
         inputs = {
             "input_ids": tokens[None],

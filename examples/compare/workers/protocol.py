@@ -50,14 +50,11 @@ class Engine(Protocol):
     def restore(self, context: Tokens, width: int) -> None:
         """The cache holds exactly `context`, and the engine is as after a forward of `width` tokens; not timed."""
 
-    def forward(self, tokens: Tokens) -> NDArray[np.floating]:
-        """Appends the tokens; logits (tokens, vocabulary) of every row, complete and in memory; timed."""
+    def forward(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+        """Appends the tokens; logits (tokens − logits_from, vocabulary) of the rows from there, in memory; timed."""
 
     def clear(self) -> None:
         """The cache is empty; not timed."""
-
-    def prefill(self, tokens: Tokens) -> NDArray[np.floating]:
-        """Appends the tokens; logits (1, vocabulary) of the last row, complete and in memory; timed."""
 
 
 def serve(build: Callable[[Options], Engine]) -> None:
@@ -79,21 +76,22 @@ def serve(build: Callable[[Options], Engine]) -> None:
     for request in requests():
         if request["do"] == "prefill":
             engine.clear()
-            reply({"ms": [_timed(engine.prefill, tokens(options.prefill), 1, options.vocabulary)]})
+            reply({"ms": [_timed(engine, tokens(options.prefill), options.prefill - 1, options.vocabulary)]})
         else:
             width, ms = request["width"], []
             for _ in range(request["repeats"] + 1):
                 engine.restore(context, width)
-                ms.append(_timed(engine.forward, tokens(width), width, options.vocabulary))
+                ms.append(_timed(engine, tokens(width), 0, options.vocabulary))
             # The first is a warm-up: this width's own code and memory.
             reply({"ms": ms[1:]})
 
 
-def _timed(forward: Callable[[Tokens], NDArray[np.floating]], tokens: Tokens, rows: int, vocabulary: int) -> float:
+def _timed(engine: Engine, tokens: Tokens, logits_from: int, vocabulary: int) -> float:
     """Milliseconds of one forward, whose result is looked at afterwards."""
     began = time.perf_counter()
-    logits = forward(tokens)
+    logits = engine.forward(tokens, logits_from)
     ms = (time.perf_counter() - began) * 1e3
+    rows = len(tokens) - logits_from
     if logits.shape != (rows, vocabulary):
         raise ValueError(f"expected logits ({rows}, {vocabulary}), the engine gave {logits.shape}")
     if not np.isfinite(logits).all() or float(np.ptp(logits)) == 0.0:

@@ -40,24 +40,18 @@ class Specpress:
         """Truncates to the context."""
         if self.held[: len(context)] != context.tolist():
             self.clear()
-            self._forward(context, None)
+            self.forward(context, len(context) - 1)
         self.cache.truncate(self.request, len(context))
         del self.held[len(context) :]
-
-    def forward(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One forward of a chain, logits of all rows."""
-        return self._forward(tokens, None)
 
     def clear(self) -> None:
         """Truncates to nothing."""
         self.cache.truncate(self.request, 0)
         self.held.clear()
 
-    def prefill(self, tokens: Tokens) -> NDArray[np.floating]:
-        """One forward of a chain, logits of the last row."""
-        return self._forward(tokens, torch.tensor([len(tokens) - 1]))
-
-    def _forward(self, tokens: Tokens, logits_at: torch.Tensor | None) -> NDArray[np.floating]:
+    def forward(self, tokens: Tokens, logits_from: int) -> NDArray[np.floating]:
+        """One forward of a chain."""
+        logits_at = torch.arange(logits_from, len(tokens)) if logits_from else None
         rows = Rows.chains([(self.request, len(self.held), len(tokens))])
         logits = self.decoder.forward(torch.from_numpy(tokens), rows, self.cache, logits_at).logits
         self.held += tokens.tolist()
