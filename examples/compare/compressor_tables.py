@@ -70,19 +70,13 @@ def quality_rows(settings: Sequence[Setting], scores: Mapping[tuple[str, str], S
     for setting in settings:
         ours, theirs = scores.get((setting.name, OURS)), scores.get((setting.name, setting.peer))
         both = compare(ours, theirs, setting.target) if ours is not None and theirs is not None else None
-        rows.append(
-            QualityRow(
-                setting.name,
-                setting.peer,
-                setting.target,
-                our_excess=None if ours is None else mean(ours.excess),
-                peer_excess=None if theirs is None else mean(theirs.excess),
-                our_divergence=None if ours is None else mean(ours.divergence),
-                peer_divergence=None if theirs is None else mean(theirs.divergence),
-                comparison=both,
-                verdict=None if both is None else both.verdict,
-            )
-        )
+        figures = {
+            f"{whose}_{what}": None if one is None else mean(getattr(one, what))
+            for whose, one in (("our", ours), ("peer", theirs))
+            for what in ("excess", "divergence")
+        }
+        verdict = None if both is None else both.verdict
+        rows.append(QualityRow(setting.name, setting.peer, setting.target, comparison=both, verdict=verdict, **figures))
     return rows
 
 

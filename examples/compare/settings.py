@@ -1,7 +1,7 @@
 """What compressors are compared in: one setting each of GPTQ, AWQ, pruning and SmoothQuant, for ours and for a peer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -52,12 +52,10 @@ OURS = "specpress"
 OUR_MAKER = "makers.specpress_checkpoint"
 
 
-def _gptq(
-    bits: int, group_size: int, order: Literal["none", "inputs", "groups"] = "none", symmetric: bool = True
-) -> Setting:
-    suffix = {"none": "", "inputs": "-order", "groups": "-grouporder"}[order] + ("" if symmetric else "-asym")
-    name = f"gptq-{bits}-g{group_size}{suffix}"
-    return Setting(name, "GPTQModel", "gptq", bits=bits, group_size=group_size, order=order, symmetric=symmetric)
+def _gptq(bits: int, group_size: int, suffix: str = "", **values: Any) -> Setting:
+    return Setting(
+        f"gptq-{bits}-g{group_size}{suffix}", "GPTQModel", "gptq", bits=bits, group_size=group_size, **values
+    )
 
 
 def _awq(group_size: int, symmetric: bool = True) -> Setting:
@@ -71,14 +69,13 @@ def _pruned(method: str, pattern: str = "") -> Setting:
 
 
 _GRIDS = tuple((bits, group_size) for bits in (4, 3, 2) for group_size in (128, 32))
+_ORDERS = (("", "none"), ("-order", "inputs"), ("-grouporder", "groups"))
 SETTINGS: tuple[Setting, ...] = (
-    *(_gptq(*grid, order) for grid in _GRIDS for order in ("none", "inputs", "groups")),
-    _gptq(4, 128, symmetric=False),
-    _gptq(2, 32, symmetric=False),
-    *(
-        replace(_gptq(bits, group), name=f"gptq-{bits}-g{group}-search", search=True)
-        for bits, group in ((3, 128), (2, 32))
-    ),
+    *(_gptq(*grid, suffix, order=order) for grid in _GRIDS for suffix, order in _ORDERS),
+    _gptq(4, 128, "-asym", symmetric=False),
+    _gptq(2, 32, "-asym", symmetric=False),
+    _gptq(3, 128, "-search", search=True),
+    _gptq(2, 32, "-search", search=True),
     _awq(128),
     _awq(128, symmetric=False),
     _awq(32),

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from corpus import STANDARD_LIBRARY, Corpus, collect, megabytes
+from corpus import STANDARD_LIBRARY, collect, megabytes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -81,18 +81,9 @@ def prepare(work: Path, seed: int = 0) -> None:
                 "bytes": sum(len(f.text.encode()) for f in chosen),
                 "tokens": len(stream),
             }
-    (work / "corpus.json").write_text(json.dumps(describe(corpus, sizes), indent=1) + "\n")
-
-
-def describe(corpus: Corpus, sizes: dict) -> dict:
-    """What the model card says of the data."""
-    return {
-        "sha256": corpus.sha256(),
-        "interpreter": sys.version.split()[0],
-        "packages": corpus.packages,
-        "left_out": corpus.left_out,
-        "sizes": sizes,
-    }
+    about = {"sha256": corpus.sha256(), "interpreter": sys.version.split()[0], "packages": corpus.packages}
+    about |= {"left_out": corpus.left_out, "sizes": sizes}
+    (work / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 class Stream:

@@ -235,6 +235,11 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
         for optimizer, kept in zip(steps, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         step, tokens_seen, spent = state["step"], state["tokens"], state["seconds"]
+
+    def keep() -> None:
+        state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in steps]}
+        save(checkpoint, state | {"step": step, "tokens": tokens_seen, "seconds": spent})
+
     windows = Windows(work, seed + 7 * step, plan.own_share)
     last_saved = time.monotonic()
     recent: list[float] = []
@@ -272,25 +277,14 @@ def train(name: str, work: Path, minutes: float, seed: int, start_from: Path | N
             if not math.isfinite(row["loss"]):
                 raise SystemExit("train.py: the loss is not finite")
         if time.monotonic() - last_saved > 180:
-            save(checkpoint, _state(model, steps, step, tokens_seen, spent))
+            keep()
             last_saved = time.monotonic()
-    save(checkpoint, _state(model, steps, step, tokens_seen, spent))
-    weights = {
-        k: v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if "lm_head" not in k
-    }
+    keep()
+    state = {name: value for name, value in model.state_dict().items() if "lm_head" not in name}
+    weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in state.items()}
     save_file(weights, work / f"{name}.safetensors", metadata={"format": "pt"})
     summary = {"plan": asdict(plan), "steps": step, "tokens": tokens_seen, "minutes": round(spent / 60, 1)}
     (work / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-
-
-def _state(model: LlamaForCausalLM, steps: list[torch.optim.Optimizer], step: int, tokens: int, seconds: float) -> dict:
-    return {
-        "model": model.state_dict(),
-        "optimizers": [o.state_dict() for o in steps],
-        "step": step,
-        "tokens": tokens,
-        "seconds": seconds,
-    }
 
 
 def evaluate(work: Path, name: str, length: int = 1024) -> dict:
@@ -307,12 +301,9 @@ def evaluate(work: Path, name: str, length: int = 1024) -> dict:
         stream = np.memmap(work / f"{part}.bin", dtype=np.uint16, mode="r")[:400_000]
         bytes_per_token = sizes[part]["bytes"] / sizes[part]["tokens"]
         rows = torch.from_numpy(stream[: (len(stream) - 1) // length * length].astype(np.int64)).view(-1, length)
-        total, count = 0.0, 0
+        count = len(rows) * (length - 1)
         with torch.inference_mode():
-            for row in rows.split(8):
-                total += next_token_loss(model, row).item() * row.shape[0] * (length - 1)
-                count += row.shape[0] * (length - 1)
-        nats = total / count
+            nats = sum(next_token_loss(model, row).item() * len(row) * (length - 1) for row in rows.split(8)) / count
         out[part] = {
             "bits_per_byte": round(nats / math.log(2) / bytes_per_token, 4),
             "perplexity": round(math.exp(nats), 3),
