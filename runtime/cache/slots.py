@@ -96,16 +96,15 @@ def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     owner: list[Reserved] = []
     path: list[Tensor | None] = []
     for request in requests:
-        end = request.first + request.count
-        for begin in range(request.first, end, TILE if request.parents is None else 1):
-            members = [begin] if request.parents is not None else list(range(begin, min(begin + TILE, end)))
+        end, size = request.first + request.count, TILE if request.parents is None else 1
+        tiles = range(request.first, end, size)
+        path += [None] * len(tiles) if request.parents is None else _paths(request.parents, request.start)
+        for begin in tiles:
+            members = list(range(begin, min(begin + size, end)))
             for place, row in enumerate(members):
                 scatter[row] = len(gather) * TILE + place
             gather.append(members + [begin] * (TILE - len(members)))
             owner.append(request)
-        path += (
-            [None] * (len(gather) - len(path)) if request.parents is None else _paths(request.parents, request.start)
-        )
     places = torch.tensor(gather)
     return Layout(requests, places, rows.position[places], torch.tensor(scatter), owner, path)
 
