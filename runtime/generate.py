@@ -58,6 +58,13 @@ def main(
     corpus: Annotated[
         Path | None, typer.Option(help="For the drafter suffix: a text file that the text may resemble.")
     ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="For the drafter tree: a fixed shape, each node's number of children breadth first, such as 2,2,1,1.",
+            show_default="grows where it is most probable",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")] = 0,
@@ -130,7 +137,7 @@ def main(
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
-        named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options)
+        named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options, tree)
         speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
         stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         _print(prompt, stream, quiet)

@@ -143,24 +143,6 @@ def module_path(tensor: str) -> str | None:
     return f"{tensor[: found.start()]}{mixture}.experts.{found['number']}.{layer}"
 
 
-def tensor_names(tensors: Iterable[str]) -> dict[str, str]:
-    """Path in the unfused model → name in the checkpoint, without ".weight", of every expert's linear layer.
-
-    Raises UserError where two tensors claim one place.
-    """
-    out: dict[str, str] = {}
-    for tensor in tensors:
-        path = module_path(tensor)
-        if path is None:
-            continue
-        if path in out:
-            raise UserError(
-                f"tensor {tensor}: expected one tensor for {path}, found {out[path]}.weight too: remove one of them"
-            )
-        out[path] = tensor.removesuffix(".weight")
-    return out
-
-
 def _is_fused(module: nn.Module) -> bool:
     """Whether a module is fused experts of the known form. Raises UserError for those of another."""
     parameters = dict(module.named_parameters(recurse=False))

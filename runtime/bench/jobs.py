@@ -85,7 +85,7 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             # Random weights have no tokenizers whose vocabularies could differ.
             drafter: Drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
         elif "oracle" not in kinds:
-            drafter = make(model, kinds, draft_model, options.corpus, rule, heads)
+            drafter = make(model, kinds, draft_model, options.corpus, rule, heads, options.tree)
         elif len(kinds) > 1:
             raise UserError("--drafter oracle goes alone: it knows every token")
         elif not sampling.greedy:

@@ -87,6 +87,10 @@ class JobOptions:
     ] = None
     alpha: Alpha = 0.8
     corpus: Annotated[Path | None, typer.Option(help="A text for the drafter suffix.")] = None
+    tree: Annotated[
+        str | None,
+        typer.Option(help="A fixed shape for the drafter tree, such as 2,2,1,1.", show_default="trees that grow"),
+    ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(help="A text or .jsonl file; Spec-Bench's and HumanEval's too.", show_default="random"),

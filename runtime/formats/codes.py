@@ -146,7 +146,11 @@ def _shape(tensors: Tensors, prefix: str) -> tuple[int, int]:
 
 
 def pack_bits(raw: Tensor, bits: int) -> Tensor:
-    """(N, K) uint8 values below 2^bits, K a multiple of 8, to (N, K · bits / 8) uint8 bytes."""
+    """(N, K) uint8 values below 2^bits, K a multiple of 8, to (N, K · bits / 8) uint8 bytes.
+
+    Raises ValueError for other widths than WIDTHS.
+    """
+    _check_width(bits)
     if bits == 8:
         return raw
     if bits == 4:
@@ -159,7 +163,11 @@ def pack_bits(raw: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(octets: Tensor, inputs: int, bits: int) -> Tensor:
-    """(N, at least K · bits / 8) uint8 bytes to (N, K) int8 codes, 2^(bits − 1) taken off each; K = `inputs`."""
+    """(N, at least K · bits / 8) uint8 bytes to (N, K) int8 codes, 2^(bits − 1) taken off each; K = `inputs`.
+
+    Raises ValueError for other widths than WIDTHS.
+    """
+    _check_width(bits)
     if bits == 4:
         return unpack_nibbles(octets, minus=8)[:, :inputs].contiguous()
     if bits == 8:
@@ -169,6 +177,11 @@ def unpack_bits(octets: Tensor, inputs: int, bits: int) -> Tensor:
     index = _fours(octets, fours, bits)
     codes = _table(bits, octets.device).index_select(0, index.flatten()).view(torch.int8)
     return codes.view(octets.shape[0], 4 * fours)[:, :inputs].contiguous()
+
+
+def _check_width(bits: int) -> None:
+    if bits not in WIDTHS:
+        raise ValueError(f"codes of {bits} bits: expected one of {', '.join(map(str, WIDTHS))}")
 
 
 def _fours(octets: Tensor, count: int, bits: int) -> Tensor:

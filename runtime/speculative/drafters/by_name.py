@@ -17,6 +17,7 @@ from runtime.speculative.drafters.nested import NestedDrafter
 from runtime.speculative.drafters.other_tokenizer import model_drafter
 from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
+from runtime.speculative.drafters.tree_growth import Growth, TreeShape
 from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def drafter_by_name(
     corpus: Path | None = None,
     verify: Rule = "coupled",
     options: dict[str, Any] | None = None,
+    tree: str | None = None,
 ) -> NamedDrafter:
     """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
 
@@ -49,6 +51,7 @@ def drafter_by_name(
     corpus   a text file for suffix.
     verify   the rule that will verify.
     options  of `load`, for the draft model.
+    tree     a fixed shape for the drafter tree, "2,2,1,1"; None: its trees grow where they are most probable.
 
     Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
     a file that cannot be read, and an unknown name.
@@ -64,12 +67,14 @@ def drafter_by_name(
         raise UserError(
             f"--corpus is for the drafter suffix, but --drafter is {'+'.join(kinds)}; leave out the corpus."
         )
+    if tree is not None and "tree" not in kinds:
+        raise UserError(f"--tree is for the drafter tree, but --drafter is {'+'.join(kinds)}; leave out the shape.")
     if uses_draft and found is None:
         raise UserError(f"--drafter {name} needs a draft, but {target.path.name} comes without one; give --draft DIR.")
     if kinds == ["none"]:
         return NamedDrafter(None)
     model = load(found, **(options or {})) if uses_draft and found is not None else None
-    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None)
+    made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
     note = f" ({Path(found).name})" if model is not None and found is not None else ""
     if kinds == ["lookup"] and name is None:
         note = " (no draft was given, and the target has none)"
@@ -92,6 +97,7 @@ def make(
     corpus: Path | None = None,
     verify: Rule = "coupled",
     heads: Path | None = None,
+    tree: str | None = None,
 ) -> Drafter:
     """One drafter, or several of which the first that finds something drafts; `draft` is for model and tree.
 
@@ -99,12 +105,18 @@ def make(
 
     Raises UserError as `drafter_by_name`.
     """
-    made = [_make(kind, target, draft, corpus, verify, heads) for kind in kinds]
+    made = [_make(kind, target, draft, corpus, verify, heads, tree) for kind in kinds]
     return made[0] if len(made) == 1 else ChainedDrafter(made)
 
 
 def _make(
-    kind: str, target: "Model", draft: "Model | None", corpus: Path | None, verify: Rule, heads: Path | None
+    kind: str,
+    target: "Model",
+    draft: "Model | None",
+    corpus: Path | None,
+    verify: Rule,
+    heads: Path | None,
+    tree: str | None,
 ) -> Drafter:
     vocab_size = target.decoder.vocab_size
     if kind == "medusa":
@@ -119,7 +131,8 @@ def _make(
         return model_drafter(target, draft, verify)
     if kind == "tree" and draft is not None:
         require_same_vocabulary(target.tokenizer, draft.tokenizer)
-        return TreeDrafter(draft, verify=verify, vocab_size=vocab_size)
+        plan = Growth() if tree is None else TreeShape.parse(tree)
+        return TreeDrafter(draft, plan, verify, vocab_size)
     raise UserError(
         f"drafter must be one of none, model, tree, lookup, suffix, nested, medusa, but is {kind}; choose one of them."
     )

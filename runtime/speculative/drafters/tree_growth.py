@@ -5,11 +5,12 @@ its distribution would not be q any more, and the rule's output not the target's
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
+from runtime.errors import UserError
 from runtime.sampling.candidates import Candidates, Row
 
 # The node that all trees begin at: the text's last token.
@@ -38,18 +39,15 @@ class TreeShape:
             raise ValueError(f"a tree needs at least one node below its root, found {self.children}")
 
     @staticmethod
-    def from_paths(paths: Iterable[Sequence[int]]) -> "TreeShape":
-        """The tree of paths of ranks, as Medusa's choices (2401.10774) give it: (0, 1) is the first child's second.
-
-        Raises ValueError where a path's parent or a sibling of lower rank is missing.
-        """
-        known = {tuple(path) for path in paths}
-        for path in known:
-            parent, rank = path[:-1], path[-1] if path else -1
-            if rank < 0 or (parent and parent not in known) or (rank > 0 and (*parent, rank - 1) not in known):
-                raise ValueError(f"the path {path} lacks its parent or a sibling of lower rank")
-        nodes = [(), *sorted(known, key=lambda path: (len(path), path))]
-        return TreeShape(tuple(sum(path[:-1] == node for path in known) for node in nodes))
+    def parse(text: str) -> "TreeShape":
+        """The tree of "2,2,1,1". Raises UserError for what is no tree."""
+        try:
+            return TreeShape(tuple(int(count) for count in text.split(",")))
+        except ValueError as error:
+            raise UserError(
+                f"--tree: expected the number of children of each node, breadth first, such as 2,2,1,1, found {text!r}"
+                f" ({error}); correct it."
+            ) from error
 
     @property
     def depth(self) -> int:

@@ -38,13 +38,13 @@ def request(tokens: list[int], id_: int = 0, sampling: Sampling | None = None, l
 def test_shapes() -> None:
     shape = TreeShape((2, 1, 0, 3))
     assert shape.depth == 3 and shape.rows == 2
-    assert TreeShape.from_paths([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 2)]).children[:4] == (2, 1, 0, 3)
+    assert TreeShape.parse("2,1,0,3") == shape
     for children in ((), (0, 1), (1, 1, 1, 1, 1, 0, 1), (-1,), (0,)):
         with pytest.raises(ValueError, match="tree"):
             TreeShape(children)
-    for wrong in ([(1,)], [(0,), (1, 0)], [()]):
-        with pytest.raises(ValueError, match="lacks its parent or a sibling"):
-            TreeShape.from_paths(wrong)
+    for wrong in ("", "two", "1,,1", "1;1", "0", "1,0,1", "-1"):
+        with pytest.raises(UserError, match="--tree: expected the number of children"):
+            TreeShape.parse(wrong)
     with pytest.raises(ValueError, match="at least 1"):
         Growth(width=0)
 
