@@ -5,6 +5,7 @@ Every intermediate value of a row is a function of that row and of the keys befo
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from runtime.model.rotary import RotaryTable
 _TILES_AT_ONCE = 32
 
 
-class BaseDecoder:
+class BaseDecoder(ABC):
     """A decoder on Specpress' own kernels: its weights as layers (`parts`), and the facts that every `Decoder` has.
 
     What drafts on the target's own weights (nested, medusa) takes any of these.
@@ -67,9 +68,9 @@ class BaseDecoder:
         shape, factor = (a.layers, a.kv_heads, a.head_dim, self.device), self.kv.factor(kind)
         return ContiguousCache(*shape, kind, factor) if pages is None else PagedCache(*shape, pages, kind, factor)
 
+    @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder."""
-        raise NotImplementedError
 
 
 def sum_of_experts(
