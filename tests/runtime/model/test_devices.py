@@ -15,7 +15,6 @@ from runtime.cache.contiguous import ContiguousCache
 from runtime.devices import explained, explaining, resolve
 from runtime.errors import UserError
 from runtime.generate import app as generate
-from runtime.model import build as runtime_loading
 from runtime.model.reference import LlamaDecoder
 
 PAIR = Path(__file__).parents[3] / "examples" / "pair" / "target"
@@ -98,7 +97,7 @@ def test_other_errors_are_nobody_s_gpu(error: Exception) -> None:
 
 def test_loading_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator's refusal while weights are moved: only a full GPU raises it by itself."""
-    monkeypatch.setattr(runtime_loading, "build", raising(OUT_OF_MEMORY))
+    monkeypatch.setattr("runtime.model.load.build", raising(OUT_OF_MEMORY))
     with pytest.raises(UserError, match=r"the GPU is out of memory: 2\.00 GiB more were needed"):
         load(PAIR)
 
@@ -150,6 +149,6 @@ def test_devices_import_no_torch_before_they_are_asked() -> None:
     """`--help` comes in less than the second that torch takes to load."""
     import subprocess
 
-    code = "import sys, runtime.commands, runtime.bench.gpu.__main__; print('torch' in sys.modules)"
+    code = "import sys, runtime.cli, runtime.bench.__main__, runtime.generate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False", "commands must not load torch"
