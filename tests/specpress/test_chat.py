@@ -125,7 +125,9 @@ STATISTICS = r"\[(\d+) tokens, [\d.]+ tokens/s[^\]]*\]"
 
 
 def test_in_a_terminal(target: Path, terminal: Callable[..., Terminal]) -> None:
-    chat = terminal(str(target), "--max-new-tokens", "900", "--temperature", "1", "--threads", "1")
+    # Plain torch, so that the answer takes seconds and Ctrl-C falls into it.
+    slowly = ("--kernels", "reference", "--drafter", "none", "--threads", "1")
+    chat = terminal(str(target), "--max-new-tokens", "900", "--temperature", "1", *slowly)
     chat.until("no chat template")
     chat.until(PROMPT)
     chat.type("def add(a, b):\n")
