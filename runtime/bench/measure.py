@@ -207,7 +207,7 @@ class Place:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """What a call takes, from its first work on the host until the device has finished."""
-        if not self.is_gpu:
+        if self.device.type == "cpu":
             since = perf_counter()
             call()
             return perf_counter() - since
