@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
-from runtime.formats.schemes import KINDS, Scheme
+from runtime.formats.schemes import KINDS, READERS, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from runtime.formats.packed import PackedWeight
     from runtime.formats.tensors import Tensors
 
-# Who reads the files of a `quant_method`.
-_READERS = {
-    "bitsandbytes": "runtime.formats.llm_int8",
-    "compressed-tensors": "runtime.formats.compressed_tensors",
-    "bitnet": "runtime.formats.ternary",
-    "gptq": "runtime.formats.gptq",
-    "awq": "runtime.formats.awq",
-}
 _WHERE = "config.json: quantization_config"
 
 
@@ -75,19 +67,22 @@ def hf_config(
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
-    from runtime.formats import compressed_tensors, nf4, ternary
+    from runtime.formats import compressed_tensors, nf4
 
-    libraries = {KINDS[scheme.kind].library for scheme in layers.values()}
-    if libraries == {"bitsandbytes"}:
-        return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
-    if libraries == {"bitnet"}:
-        return ternary.hf_config(ignore)
+    kinds = {KINDS[scheme.kind] for scheme in layers.values()}
+    libraries = {kind.library for kind in kinds}
     if len(libraries) > 1:
         raise ValueError(
             "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
             " one library"
         )
-    return compressed_tensors.hf_config(layers, ignore, reordered)
+    if not layers or libraries == {"compressed-tensors"}:
+        return compressed_tensors.hf_config(layers, ignore, reordered)
+    if libraries == {"bitsandbytes"}:
+        return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
+    # A library with one kind of codes: its format file says how it is named.
+    config: dict[str, Any] = kinds.pop().format.hf_config(ignore)
+    return config
 
 
 def check_supported(quantization: Any) -> None:
@@ -97,12 +92,12 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(quantization, dict):
         raise UserError(f"{_WHERE} must be a mapping, found {quantization!r}")
     method = _method(quantization)
-    if not isinstance(method, str) or method not in _READERS:
+    if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
             " compressed-tensors fp8, int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
         )
-    import_module(_READERS[method]).check(quantization)
+    import_module(READERS[method]).check(quantization)
 
 
 def read(
@@ -122,7 +117,7 @@ def read(
     name = f"{prefix}.weight"
     if quantization is not None:
         method = _method(quantization)
-        packed: PackedWeight | None = import_module(_READERS[method]).read(quantization, tensors, prefix, unpack)
+        packed: PackedWeight | None = import_module(READERS[method]).read(quantization, tensors, prefix, unpack)
         if packed is not None:
             return packed
         # These two libraries have no word for int8 rows with scales, which heads are: the tensors speak for them.

@@ -1,5 +1,5 @@
 """Codes as files store them: streams of bits, nibbles, whole zero points, the order of inputs; and the layout that
-compressed-tensors makes of these, `pack-quantized`, with codes of 2, 3, 4 or 8 bits in int32 words:
+compressed-tensors makes of these, `pack-quantized`, with codes of 2 to 8 bits in int32 words:
 
     weight_packed      int32 [N, ceil(K · bits / 32)]: code + 2^(bits − 1), along K, the first in the lowest bits
     weight_scale       [N, G]
@@ -7,7 +7,7 @@ compressed-tensors makes of these, `pack-quantized`, with codes of 2, 3, 4 or 8 
     weight_zero_point  int32 [ceil(N · bits / 32), G]: zero + 2^(bits − 1), along N; only where groups have zero points
     weight_g_idx       int32 [K]: the group of each input; only with activation order
 
-Codes of 3 bits run across the borders of words, as the library packs them since 2026.
+Codes of 3, 5, 6 or 7 bits run across the borders of words, as the library packs them since 2026.
 """
 
 from collections.abc import Iterable
@@ -33,8 +33,6 @@ from runtime.formats.tensors import (
 from runtime.native import binding
 from runtime.native.arena import large
 
-WIDTHS = (2, 3, 4, 8)
-
 
 @dataclass(frozen=True)
 class Words:
@@ -52,7 +50,7 @@ class Words:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """(N, K) int8 codes of 2, 3, 4 or 8 bits to words; a ragged last word is filled up with zero bits."""
+    """(N, K) int8 codes of 2 to 8 bits to words; a ragged last word is filled up with zero bits."""
     raw = (_by_rows(codes).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
     octets = pack_bits(torch.nn.functional.pad(raw, (0, -codes.shape[1] % 32)), bits)
     # Four bytes are a word: the file's words are little-endian, as is every host that safetensors runs on.
@@ -148,7 +146,7 @@ def _shape(tensors: Tensors, prefix: str) -> tuple[int, int]:
 def pack_bits(raw: Tensor, bits: int) -> Tensor:
     """(N, K) uint8 values below 2^bits, K a multiple of 8, to (N, K · bits / 8) uint8 bytes.
 
-    Raises ValueError for other widths than WIDTHS.
+    Raises ValueError for other widths than 2 to 8 bits.
     """
     _check_width(bits)
     if bits == 8:
@@ -156,16 +154,16 @@ def pack_bits(raw: Tensor, bits: int) -> Tensor:
     if bits == 4:
         return raw[:, 0::2] | raw[:, 1::2] << 4
     # Eight codes are `bits` whole bytes.
-    stream = torch.zeros(raw.shape[0], raw.shape[1] // 8, dtype=torch.int32, device=raw.device)
+    stream = torch.zeros(raw.shape[0], raw.shape[1] // 8, dtype=torch.int64, device=raw.device)
     for place in range(8):
-        stream |= raw[:, place::8].to(torch.int32) << bits * place
+        stream |= raw[:, place::8].to(torch.int64) << bits * place
     return torch.stack([(stream >> 8 * byte & 255).to(torch.uint8) for byte in range(bits)], dim=-1).flatten(1)
 
 
 def unpack_bits(octets: Tensor, inputs: int, bits: int) -> Tensor:
     """(N, at least K · bits / 8) uint8 bytes to (N, K) int8 codes, 2^(bits − 1) taken off each; K = `inputs`.
 
-    Raises ValueError for other widths than WIDTHS.
+    Raises ValueError for other widths than 2 to 8 bits.
     """
     _check_width(bits)
     if bits == 4:
@@ -173,6 +171,8 @@ def unpack_bits(octets: Tensor, inputs: int, bits: int) -> Tensor:
     if bits == 8:
         # Turning the top bit takes 128 off, modulo 256.
         return (octets[:, :inputs] ^ 128).contiguous().view(torch.int8)
+    if bits > 4:
+        return _by_shifts(octets, inputs, bits)
     fours = -(-inputs // 4)
     index = _fours(octets, fours, bits)
     codes = _table(bits, octets.device).index_select(0, index.flatten()).view(torch.int8)
@@ -180,8 +180,19 @@ def unpack_bits(octets: Tensor, inputs: int, bits: int) -> Tensor:
 
 
 def _check_width(bits: int) -> None:
-    if bits not in WIDTHS:
-        raise ValueError(f"codes of {bits} bits: expected one of {', '.join(map(str, WIDTHS))}")
+    if not 2 <= bits <= 8:
+        raise ValueError(f"codes of {bits} bits: expected 2 to 8")
+
+
+def _by_shifts(octets: Tensor, inputs: int, bits: int) -> Tensor:
+    """(N, K) int8 codes of 5 to 7 bits, for which a table would be too large: eight of them are `bits` bytes."""
+    eights = -(-inputs // 8)
+    octets = torch.nn.functional.pad(octets, (0, max(0, eights * bits - octets.shape[1])))
+    stream = torch.zeros(octets.shape[0], eights, dtype=torch.int64, device=octets.device)
+    for byte in range(bits):
+        stream |= octets[:, byte : eights * bits : bits].to(torch.int64) << 8 * byte
+    codes = torch.stack([stream >> bits * place & (1 << bits) - 1 for place in range(8)], dim=-1).flatten(1)
+    return (codes[:, :inputs] - (1 << bits - 1)).to(torch.int8)
 
 
 def _fours(octets: Tensor, count: int, bits: int) -> Tensor:

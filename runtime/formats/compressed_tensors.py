@@ -6,17 +6,21 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.errors import UserError
-from runtime.formats import fp8, int4, int8
+from runtime.formats import fp8, int8
 from runtime.formats.codes import stored_bits
 from runtime.formats.packed import Activation, PackedWeight, Scheme
-from runtime.formats.schemes import KINDS
+from runtime.formats.schemes import KINDS, SCHEMES, CodeKind
 from runtime.formats.tensors import Tensors
 
 _WHERE = "config.json: quantization_config"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = r"re:.*\.experts\..*"
-# What each format is read with.
-_BITS = {"pack-quantized": (2, 3, 4, 8), "int-quantized": (8,), "float-quantized": (8,)}
+# The bits that each layout is read with, and the kind of such codes.
+_KINDS: dict[str, dict[int, CodeKind]] = {"pack-quantized": {}, "int-quantized": {}, "float-quantized": {}}
+for _row in SCHEMES.values():
+    if _row.codes.library == "compressed-tensors":
+        for _layout in filter(None, (_row.codes.layout, _row.codes.expert_layout)):
+            _KINDS[_layout][_row.bits] = _row.codes
 # Words for activation order: the first two say that `weight_g_idx` has it, the others that it left no trace.
 _GROUP_ORDER: tuple[Any, ...] = ("group", "dynamic", True)
 _ORDERS: tuple[Any, ...] = (*_GROUP_ORDER, "weight", "static", False, None)
@@ -134,16 +138,17 @@ def check(config: Mapping[str, Any]) -> None:
         if not isinstance(weights, dict):
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
         form = group.get("format") or config.get("format")
-        if not isinstance(form, str) or form not in _BITS:
-            raise UserError(f"{where}: format {form!r} is not read yet; {', '.join(_BITS)} are")
+        if not isinstance(form, str) or form not in _KINDS:
+            raise UserError(f"{where}: format {form!r} is not read yet; {', '.join(_KINDS)} are")
         if form == "float-quantized":
             _check_floats(group, where)
             continue
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
-        if found[0] != "int" or found[1] not in _BITS[form] or not isinstance(found[2], bool):
+        if found[0] != "int" or found[1] not in _KINDS[form] or not isinstance(found[2], bool):
+            widths = " or ".join(map(str, sorted(_KINDS[form])))
             raise UserError(
-                f"{where}.weights: {form} is read with integers of {' or '.join(map(str, _BITS[form]))} bits, found"
-                f" type {found[0]!r}, num_bits {found[1]!r}, symmetric {found[2]!r}"
+                f"{where}.weights: {form} is read with integers of {widths} bits, found type {found[0]!r},"
+                f" num_bits {found[1]!r}, symmetric {found[2]!r}"
             )
         if (order := weights.get("actorder")) not in _ORDERS:
             raise UserError(f"{where}.weights.actorder must be 'group', 'weight', 'static' or null, found {order!r}")
@@ -202,7 +207,10 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
         if bits != 8:
             sizes = {group["weights"].get("group_size") for group in groups}
             per_row = int(tensors[f"{prefix}.weight_shape"][1]) not in sizes
-            return int4.from_tensors(tensors, prefix, unpack, bits=bits, per_row=per_row)
+            found: PackedWeight = _KINDS[form][bits].format.from_tensors(
+                tensors, prefix, unpack, bits=bits, per_row=per_row
+            )
+            return found
     elif fp8.holds(tensors, prefix):
         if not _groups(config, "float-quantized"):
             raise UserError(

@@ -44,6 +44,7 @@ class CodeKind:
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
     outputs      a file takes multiples of so many outputs.
+    product      the kind whose integer products multiply these codes; "": its own.
     scale_bytes  what a stored scale takes; `one_scale`: the tensor has a single one.
     more_bytes   tables and descriptions beside codes and scales.
     """
@@ -59,6 +60,7 @@ class CodeKind:
     is_float: bool = False
     has_planes: bool = False
     outputs: int = 1
+    product: Kind = ""
     scale_bytes: float = 2
     one_scale: bool = False
     more_bytes: int = 0
@@ -118,6 +120,15 @@ KINDS: Mapping[Kind, CodeKind] = {
         outputs=4,
         one_scale=True,
     ),
+}
+
+# Who checks and reads what a `quant_method` of config.json stands for.
+READERS: Mapping[str, str] = {
+    "bitsandbytes": "runtime.formats.llm_int8",
+    "compressed-tensors": "runtime.formats.compressed_tensors",
+    "bitnet": "runtime.formats.ternary",
+    "gptq": "runtime.formats.gptq",
+    "awq": "runtime.formats.awq",
 }
 
 

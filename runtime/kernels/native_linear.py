@@ -102,9 +102,11 @@ def _float(weight: Tensor, bias: Tensor | None, pool: Pool) -> NativeWeight:
 
 def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
-    if kind not in STEPS:
+    row = schemes.KINDS.get(kind)
+    product = "" if row is None else row.product or kind
+    if row is None or product not in STEPS:
         raise ValueError(f"no native kernel for {kind} weights")
-    if weight.planes and not schemes.KINDS[kind].has_planes:
+    if weight.planes and not row.has_planes:
         raise ValueError(f"only int8 weights have planes, found {kind}")
     weight = _readable(weight)
     codes, n, k = weight.codes, *weight.shape
@@ -116,10 +118,10 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
         raise ValueError(f"{k} inputs of {kind} weights could overflow a 32-bit sum (at most {MAX_INPUTS} do not)")
     group = weight.scheme.group_size or k
     groups = -(-k // group)
-    struct = _struct("nested" if weight.planes else kind, n, k, group, groups)
+    struct = _struct("nested" if weight.planes else product, n, k, group, groups)
     scale = _per_group("scale", weight.scale, n, groups)
     # Levels are held as level · 127.
-    scale = _narrowest(scale / 127.0 if schemes.KINDS[kind].levels else scale)
+    scale = _narrowest(scale / 127.0 if row.levels else scale)
     offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
     bias = None if weight.bias is None else _vector("bias", weight.bias, n)
     perm, static = weight.order(), weight.static_step()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from runtime.formats import fp8
+from runtime.formats import dequantize, fp8
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
@@ -81,6 +81,9 @@ def gpu_weight(
     if isinstance(weight, PackedWeight):
         kind = KINDS.get(weight.scheme.kind)
         if kind is not None and kind.is_float and not (planes or weight.planes):
+            # E4M3 has a kernel; other floats are multiplied as what they stand for.
+            if weight.scheme.kind != "fp8":
+                return _float(dequantize(weight), weight.bias, where)
             return _fp8(weight, where)
         return _packed(weight, where, planes or weight.planes)
     return _float(weight, bias, where)
@@ -175,9 +178,10 @@ def _fp8(weight: PackedWeight, device: torch.device) -> GpuWeight:
 
 def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeight:
     kind, (n, k) = weight.scheme.kind, weight.shape
-    if kind not in PER_BYTE:
+    row = KINDS.get(kind)
+    if row is None or (row.product or kind) not in PER_BYTE:
         raise ValueError(f"no Triton kernel for {kind} weights")
-    if planes and not KINDS[kind].has_planes:
+    if planes and not row.has_planes:
         raise ValueError(f"only int8 weights have planes, found {kind}")
     if n < 1 or not 1 <= k <= MAX_INPUTS:
         raise ValueError(
@@ -188,11 +192,11 @@ def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeig
     found = _kind(kind, codes)
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
-    levels = KINDS[kind].levels
+    levels = row.levels
     scale = _by_group("scale", weight.scale / 127.0 if levels else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
-    pairs = _pairs(KINDS[kind].format.INT8_LEVELS).to(device) if levels else None
+    pairs = _pairs(row.format.INT8_LEVELS).to(device) if levels else None
     return GpuWeight(
         "planes" if planes else found,
         (n, k),
@@ -221,7 +225,8 @@ def _kind(kind: str, codes: Tensor) -> str:
     for number, (first, last) in enumerate(KINDS[kind].ranges):
         if first <= low and high <= last:
             # Nibbles may count from 0, too (int4 with zero points), and are other codes then.
-            return f"u{kind}" if number else kind
+            product = KINDS[kind].product or kind
+            return f"u{product}" if number else product
     shown = " or ".join(f"{first}..{last}" for first, last in KINDS[kind].ranges)
     raise ValueError(f"{kind} codes must lie in {shown}, found {low}..{high}")
 

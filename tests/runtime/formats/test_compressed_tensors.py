@@ -21,7 +21,6 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
 from runtime.formats import codes as words
 from runtime.formats import int4, int8
-from runtime.formats.codes import WIDTHS
 from runtime.formats.packed import PackedWeight, Scheme
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -142,7 +141,7 @@ def test_any_weight_survives_the_file_and_the_library_reads_it(data: st.DataObje
     assert torch.equal(theirs, int4.dequantize(packed))
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("inputs", [1, 8, 9, 32, 37, 96])
 def test_words_are_those_of_the_library_along_both_dimensions(bits: int, inputs: int) -> None:
     from compressed_tensors.compressors.pack_quantized import pack_to_int32
