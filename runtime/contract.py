@@ -159,6 +159,14 @@ class Decoder(Protocol):
         """
 
 
+class HasDecoder(Protocol):
+    """Anything with a decoder: what `runtime.load` returns, say."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model over rows."""
+
+
 @runtime_checkable
 class GreedyChains(Protocol):
     """What a decoder may offer besides: a whole greedy draft in one call."""

@@ -13,7 +13,7 @@ from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer, encode
 from runtime.sampling.params import Sampling, require_known
 from runtime.sampling.stopping import Stop, StopStrings, resolve
-from runtime.speculative.draft import Draft, Drafter, Outcome, Request
+from runtime.speculative.draft import Draft, Drafter, EachText, Request
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.other_tokenizer import model_drafter
 from runtime.speculative.verify import Rule
@@ -75,7 +75,7 @@ class CacheOptions:
 CONTIGUOUS = CacheOptions()
 
 
-class NoDrafter:
+class NoDrafter(EachText[None]):
     """Proposes nothing: plain decoding."""
 
     name = "none"
@@ -83,12 +83,6 @@ class NoDrafter:
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """An empty draft each."""
         return [Draft() for _ in requests]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn."""
-
-    def close(self, request: Request) -> None:
-        """Nothing to forget."""
 
 
 class Stream(Iterator[Piece]):

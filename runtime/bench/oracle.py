@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+from runtime.contract import HasDecoder
 from runtime.errors import UserError
 from runtime.sampling.distribution import Logits
 from runtime.sampling.noise import Stream, uniforms
 from runtime.speculative.draft import Request
-from runtime.speculative.drafters.model import Drafting, HasDecoder, ModelDrafter
+from runtime.speculative.drafters.model import Drafting, ModelDrafter
 
 
 class OracleDrafter(ModelDrafter):

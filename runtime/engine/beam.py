@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer, encode
 from runtime.sampling.distribution import argmax_tokens
 from runtime.sampling.stopping import resolve
-from runtime.speculative.drafters.model import PREFILL_ROWS
+from runtime.speculative.drafters.model import prefill
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
@@ -165,11 +165,11 @@ def log_probabilities(logits: Tensor) -> NDArray[np.float64]:
 
 def _prefill(decoder: Decoder, cache: Cache, handle: int, prompt: Sequence[int]) -> Tensor:
     """Feeds the prompt in pieces; (1, V) logits after its last token."""
-    for first in range(0, len(prompt), PREFILL_ROWS):
-        piece = prompt[first : first + PREFILL_ROWS]
-        rows = Rows.chains([(handle, first, len(piece))])
-        logits = decoder.forward(integers(piece), rows, cache, integers([len(piece) - 1])).logits
-    return logits
+    fed = prefill(decoder, cache, handle, prompt, 0)
+    left = len(prompt) - fed
+    return decoder.forward(
+        integers(prompt[fed:]), Rows.chains([(handle, fed, left)]), cache, integers([left - 1])
+    ).logits
 
 
 def _follow(cache: Cache, handles: list[int], parents: Sequence[int]) -> None:

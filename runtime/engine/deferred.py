@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from runtime.contract import Cache, Out, Rows
-from runtime.engine.round import ScheduledRequest
+from runtime.engine.round import ScheduledRequest, aligned
 from runtime.model.on_device import NON_FINITE, DeviceRounds, RowSampling
 from runtime.sampling.distribution import not_finite
 from runtime.speculative.deferred import DeferredDrafter, DeferredDrafts
@@ -31,10 +31,7 @@ class DeferredRound:
         self._decoder, self._drafter, self._batch, self._deferred = decoder, drafter, batch, deferred
         self._began, self._drafted = began, decoder.mark()
         self._drafting = [part for part in batch if part.budget > 0]
-        lengths = [0] * len(self._drafting)
-        for i, count in zip(deferred.chains, deferred.counts, strict=True):
-            lengths[i] = count
-        self.placeholders = self._aligned([Draft.chain([0] * count) for count in lengths])
+        self.placeholders = aligned(batch, [Draft.chain([0] * count) for count in deferred.counts])
 
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, at: Tensor | None) -> Out:
         """The target's forward of `round.forward_rows(batch, placeholders)`, with the drafts' tokens."""
@@ -55,17 +52,12 @@ class DeferredRound:
         drafts = self._drafter.settle([part.state.request for part in self._drafting], self._deferred, tokens)
         for draft, part in zip(drafts, self._drafting, strict=True):
             require_sound(draft, part.budget, logits.shape[1])
-        return require_finite(found), self._aligned(drafts)
+        return require_finite(found), aligned(self._batch, drafts)
 
     @property
     def seconds(self) -> float:
         """What drafting took the device; known once `settle` has waited."""
         return self._decoder.between(self._began, self._drafted)
-
-    def _aligned(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """A draft for each part of the round, from those of the parts with a budget."""
-        found = iter(drafts)
-        return [next(found) if part.budget > 0 else Draft() for part in self._batch]
 
 
 def begin_deferred(decoder: DeviceRounds, drafter: Drafter, batch: Sequence[ScheduledRequest]) -> DeferredRound | None:

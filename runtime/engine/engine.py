@@ -19,9 +19,11 @@ from runtime.contract import Cache, Decoder, Out
 from runtime.engine.deferred import DeferredRound, begin_deferred, require_finite
 from runtime.engine.metrics import Clock, Metrics
 from runtime.engine.round import (
+    NO_DRAFT,
     RequestState,
     ScheduledRequest,
     account,
+    aligned,
     append_accepted,
     forward_rows,
     handle_of,
@@ -39,7 +41,6 @@ from runtime.speculative.verify import Rule, require_sound
 # Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
 PREFILL_ROWS = 512
 MIXED_ROWS = 128
-NO_DRAFT = Draft()
 
 
 class Engine:
@@ -221,8 +222,7 @@ class Engine:
         found = self._drafter.propose([part.state.request for part in drafting], [part.budget for part in drafting])
         for draft, part in zip(found, drafting, strict=True):
             require_sound(draft, part.budget, self._decoder.vocab_size)
-        drafts = iter(found)
-        return [next(drafts) if part.budget > 0 else NO_DRAFT for part in batch], None
+        return aligned(batch, found), None
 
     def _forward(
         self, batch: Sequence[ScheduledRequest], drafts: list[Draft], deferred: DeferredRound | None

@@ -16,6 +16,8 @@ from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller, Drafted, Round
 from runtime.speculative.verify import Acceptance, Rule, coupled, greedy, rejection, typical
 
+NO_DRAFT = Draft()
+
 
 @dataclass(eq=False)
 class RequestState:
@@ -63,6 +65,12 @@ class ScheduledRequest(NamedTuple):
 def handle_of(state: RequestState) -> int:
     assert state.handle is not None
     return state.handle
+
+
+def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[Draft]:
+    """A draft for each part of the round, from those of the parts with a budget."""
+    found = iter(drafts)
+    return [next(found) if part.budget > 0 else NO_DRAFT for part in batch]
 
 
 def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> tuple[Tensor, Rows, Tensor | None]:

@@ -5,24 +5,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
-
-from runtime.contract import CacheKind, Decoder, Rows, integers
+from runtime.contract import HasDecoder, Rows, integers
 from runtime.sampling.distribution import argmax_tokens
 
 # Enough widths to interpolate v for every draft length that the advice considers (0..16).
 WIDTHS = (1, 2, 3, 5, 9, 17)
 _REPEATS, _LEAST_REPEATS = 41, 3
-
-
-class HasDecoder(Protocol):
-    """What `runtime.load` returns, for instance."""
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model over rows."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +24,8 @@ class StepCosts:
     widths: dict[int, float] = field(default_factory=dict)
 
 
-class _Probe:
-    """One model with a text in its cache, from which forwards of any width are timed and rolled back."""
-
-    def __init__(self, model: HasDecoder, text: Sequence[int], widest: int, kind: CacheKind = "float32") -> None:
-        self.decoder, self.text = model.decoder, text
-        self.cache = model.decoder.new_cache(kind)
-        self.handle = self.cache.open(len(text) + widest)
-        rows = Rows.chains([(self.handle, 0, len(text))])
-        self.decoder.forward(torch.tensor(text), rows, self.cache, torch.tensor([len(text) - 1]))
-
-    def milliseconds(self, width: int) -> float:
-        """One forward of `width` rows after the text and the choice of a token after each, as in verifying a draft."""
-        following = [self.text[i % len(self.text)] for i in range(width)]
-        started = time.perf_counter()
-        rows = Rows.chains([(self.handle, len(self.text), width)])
-        out = self.decoder.forward(integers(following), rows, self.cache)
-        argmax_tokens(out.logits, "probed model")
-        self.cache.truncate(self.handle, len(self.text))
-        return (time.perf_counter() - started) * 1000
-
-
 class Prober:
-    """Times the target at several widths after one text, a sample at a time.
+    """Times the target at several widths after one text, which its cache is rolled back to, a sample at a time.
 
     Every sample times each width once, so that a machine that changes its pace changes all alike, and right after an
     untimed forward of that width: decoding repeats one width, and a step after a much wider one can cost twice as much
@@ -66,28 +34,41 @@ class Prober:
 
     def __init__(self, target: HasDecoder, text: Sequence[int], draft_length: int) -> None:
         """`draft_length` + 1 is among the widths."""
+        self._decoder, self._text = target.decoder, text
         room = target.decoder.max_positions - len(text)
-        self._context = len(text)
-        self._widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
-        self._probe = _Probe(target, text, self._widths[-1], target.decoder.kv.kind)
-        self._times: dict[int, list[float]] = {width: [] for width in self._widths}
+        widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
+        self._times: dict[int, list[float]] = {width: [] for width in widths}
+        self._cache = target.decoder.new_cache(target.decoder.kv.kind)
+        self._handle = self._cache.open(len(text) + widths[-1])
+        rows = Rows.chains([(self._handle, 0, len(text))])
+        self._decoder.forward(integers(text), rows, self._cache, integers([len(text) - 1]))
 
     @property
     def samples(self) -> int:
         """Samples taken so far."""
-        return len(self._times[self._widths[0]])
+        return len(next(iter(self._times.values())))
 
     def sample(self) -> None:
         """Times everything once more."""
         for width, times in self._times.items():
-            self._probe.milliseconds(width)
-            times.append(self._probe.milliseconds(width))
+            self._milliseconds(width)
+            times.append(self._milliseconds(width))
 
     def costs(self) -> StepCosts:
         """Medians over the samples, of which there must be one."""
         target_ms = {width: statistics.median(times) for width, times in self._times.items()}
         ratios = {width: spent / target_ms[1] for width, spent in target_ms.items()}
-        return StepCosts(self._context, target_ms, self.samples, ratios)
+        return StepCosts(len(self._text), target_ms, self.samples, ratios)
+
+    def _milliseconds(self, width: int) -> float:
+        """One forward of `width` rows after the text and the choice of a token after each, as in verifying a draft."""
+        following = [self._text[i % len(self._text)] for i in range(width)]
+        started = time.perf_counter()
+        rows = Rows.chains([(self._handle, len(self._text), width)])
+        out = self._decoder.forward(integers(following), rows, self._cache)
+        argmax_tokens(out.logits, "probed model")
+        self._cache.truncate(self._handle, len(self._text))
+        return (time.perf_counter() - started) * 1000
 
 
 def measure_costs(target: HasDecoder, text: Sequence[int], draft_length: int, seconds: float) -> StepCosts:

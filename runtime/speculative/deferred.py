@@ -21,21 +21,19 @@ class DeferredDrafts:
     """Chains whose tokens are still on their way.
 
     tokens  (n, most) int64 on the device, as DeviceRounds.draft returns them.
-    counts  how many of each row's are the draft, 1 or more.
-    chains  which of the requests that were asked for have them, in order.
+    counts  how many tokens are drafted for each of the requests that were asked for; rows are of those with any.
     """
 
     tokens: Tensor
     counts: list[int]
-    chains: list[int]
 
     @property
     def flat(self) -> Tensor:
         """(sum of counts,) the drafts' tokens one after the other."""
-        rows, most = self.tokens.shape
-        if self.counts == [most] * rows:
+        drafted = [count for count in self.counts if count]
+        if drafted == [self.tokens.shape[1]] * len(drafted):
             return self.tokens.flatten()
-        return torch.cat([self.tokens[i, :count] for i, count in enumerate(self.counts)])
+        return torch.cat([row[:count] for row, count in zip(self.tokens, drafted, strict=True)])
 
 
 @runtime_checkable

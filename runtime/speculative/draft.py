@@ -6,13 +6,15 @@ The drafters themselves are in drafters/, one file each.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from runtime.sampling.noise import Memo
 from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import StopStrings
+
+Text = TypeVar("Text")
 
 
 @dataclass
@@ -128,3 +130,17 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has ended: forget it."""
+
+
+class EachText(Generic[Text]):
+    """A drafter's records of the live texts by request; it learns from the texts alone, not from outcomes."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, Text] = {}
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn: the next `propose` reads the texts themselves."""
+
+    def close(self, request: Request) -> None:
+        """Forgets the text."""
+        self._texts.pop(request.id, None)

@@ -105,37 +105,29 @@ def make(
 
     Raises UserError as `drafter_by_name`.
     """
-    made = [_make(kind, target, draft, corpus, verify, heads, tree) for kind in kinds]
+
+    def one(kind: str) -> Drafter:
+        if kind == "medusa":
+            return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
+        if kind == "nested":
+            return NestedDrafter(target, verify)
+        if kind == "lookup":
+            return LookupDrafter()
+        if kind == "suffix":
+            return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
+        if kind == "model" and draft is not None:
+            return model_drafter(target, draft, verify)
+        if kind == "tree" and draft is not None:
+            require_same_vocabulary(target.tokenizer, draft.tokenizer)
+            plan = Growth() if tree is None else TreeShape.parse(tree)
+            return TreeDrafter(draft, plan, verify, target.decoder.vocab_size)
+        raise UserError(
+            "drafter must be one of none, model, tree, lookup, suffix, nested, medusa, "
+            f"but is {kind}; choose one of them."
+        )
+
+    made = [one(kind) for kind in kinds]
     return made[0] if len(made) == 1 else ChainedDrafter(made)
-
-
-def _make(
-    kind: str,
-    target: "Model",
-    draft: "Model | None",
-    corpus: Path | None,
-    verify: Rule,
-    heads: Path | None,
-    tree: str | None,
-) -> Drafter:
-    vocab_size = target.decoder.vocab_size
-    if kind == "medusa":
-        return MedusaDrafter(load_heads(_heads_folder(target, heads), target), verify)
-    if kind == "nested":
-        return NestedDrafter(target, verify)
-    if kind == "lookup":
-        return LookupDrafter()
-    if kind == "suffix":
-        return SuffixDrafter([] if corpus is None else [_tokens(target, corpus)])
-    if kind == "model" and draft is not None:
-        return model_drafter(target, draft, verify)
-    if kind == "tree" and draft is not None:
-        require_same_vocabulary(target.tokenizer, draft.tokenizer)
-        plan = Growth() if tree is None else TreeShape.parse(tree)
-        return TreeDrafter(draft, plan, verify, vocab_size)
-    raise UserError(
-        f"drafter must be one of none, model, tree, lookup, suffix, nested, medusa, but is {kind}; choose one of them."
-    )
 
 
 def _heads_folder(target: "Model", named: Path | None) -> Path:

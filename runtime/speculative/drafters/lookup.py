@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.draft import Draft, EachText, Request
 
 
 @dataclass
@@ -14,7 +14,7 @@ class _Index:
     indexed: int = 1
 
 
-class LookupDrafter:
+class LookupDrafter(EachText[_Index]):
     """Proposes the continuation of the most recent earlier occurrence of the text's longest matching suffix.
 
     Suffixes of `max_ngram` tokens are looked for first, then shorter ones, down to one token. Where the occurrence
@@ -27,23 +27,16 @@ class LookupDrafter:
     def __init__(self, max_ngram: int = 4) -> None:
         if max_ngram < 1:
             raise ValueError(f"max_ngram must be at least 1, but is {max_ngram}")
+        super().__init__()
         self.max_ngram = max_ngram
-        self._indices: dict[int, _Index] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request of exactly its budget, or an empty one where no suffix has occurred before."""
         return [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next `propose` reads the texts themselves."""
-
-    def close(self, request: Request) -> None:
-        """Forgets the text's index."""
-        self._indices.pop(request.id, None)
-
     def _draft(self, request: Request, budget: int) -> Draft:
         tokens = request.tokens
-        index = self._indices.setdefault(request.id, _Index())
+        index = self._texts.setdefault(request.id, _Index())
         self._extend(index, tokens)
         if budget <= 0:
             return Draft()

@@ -3,32 +3,78 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.contract import Decoder, GreedyChains, Rows, integers
+from runtime.contract import Cache, Decoder, GreedyChains, HasDecoder, Rows, integers
 from runtime.model.on_device import NON_FINITE, DeviceRounds
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, pick, race, uniforms
 from runtime.sampling.params import Sampling
 from runtime.speculative.deferred import DeferredDrafts, sampled_on_device
-from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.draft import Draft, EachText, Request
 from runtime.speculative.verify import Rule
 
 # Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
 PREFILL_ROWS = 512
 
 
-class HasDecoder(Protocol):
-    """Anything with a decoder: what `runtime.load` returns, say."""
+def prefill(decoder: Decoder, cache: Cache, handle: int, tokens: Sequence[int], fed: int) -> int:
+    """Feeds a text, of which `fed` tokens are in the cache, until PREFILL_ROWS or fewer are left; how many are fed."""
+    while len(tokens) - fed > PREFILL_ROWS:
+        rows = Rows.chains([(handle, fed, PREFILL_ROWS)])
+        decoder.forward(integers(tokens[fed : fed + PREFILL_ROWS]), rows, cache, integers([]))
+        fed += PREFILL_ROWS
+    return fed
 
-    @property
-    def decoder(self) -> Decoder:
-        """The model over rows."""
+
+class HasHandle(Protocol):
+    """A text in a draft's cache."""
+
+    handle: int
+
+
+Followed = TypeVar("Followed", bound=HasHandle)
+
+
+class DraftModel(EachText[Followed]):
+    """What drafters with a model of their own share: its decoder, and a cache that follows each text.
+
+    model       the draft.
+    verify      the rule that will verify.
+    vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft proposes
+                nothing beyond it, and its distributions have that many columns.
+    """
+
+    def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
+        super().__init__()
+        self._decoder, self._cache = model.decoder, model.decoder.new_cache()
+        self._rule: Rule = verify
+        self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
+
+    def close(self, request: Request) -> None:
+        """Frees the request's cache."""
+        text = self._texts.pop(request.id, None)
+        if text is not None:
+            self._cache.close(text.handle)
+
+    def _affordable(self, request: Request, budget: int, known: int) -> int:
+        """The budget, cut where the draft's positions end; 0 for a token that the draft has no embedding for.
+
+        known  tokens of the text that were looked at before.
+        """
+        if max(request.tokens[known:], default=0) >= self._decoder.vocab_size:
+            return 0
+        # The text and all drafted tokens but the last go through the draft.
+        return max(0, min(budget, self._capacity(request) - len(request.tokens) + 1))
+
+    def _capacity(self, request: Request) -> int:
+        """Tokens of this request that the draft ever sees."""
+        return min(request.prompt_length + request.max_new_tokens, self._decoder.max_positions)
 
 
 @dataclass
@@ -53,32 +99,23 @@ class Drafting:
     probs: list[NDArray[np.float64]] = field(default_factory=list)
 
 
-class ModelDrafter:
-    """Drafts token by token with a model that shares the target's tokenizer.
+class ModelDrafter(DraftModel[_Text]):
+    """Drafts token by token with a model that shares the target's tokenizer; arguments as for `DraftModel`.
 
-    model       the draft.
-    verify      the rule that will verify: greedy requests draft the argmax; `coupled` samples with the noise that the
-                target will use at the same position; `rejection` samples with noise of its own and hands over the
-                distributions.
-    vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft
-                proposes nothing beyond it, and its distributions have that many columns.
-
-    A draft is shorter than its budget where the draft model's positions end.
+    Greedy requests draft the argmax; `coupled` samples with the noise that the target will use at the same position;
+    `rejection` samples with noise of its own and hands over the distributions. A draft is shorter than its budget where
+    the draft model's positions end.
     """
 
     name = "model"
 
     def __init__(self, model: HasDecoder, verify: Rule = "coupled", vocab_size: int | None = None) -> None:
-        self._decoder = model.decoder
+        super().__init__(model, verify, vocab_size)
         self._chains = model.decoder if isinstance(model.decoder, GreedyChains) else None
-        self._rule: Rule = verify
-        self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
-        self._cache = model.decoder.new_cache()
-        self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request: one forward for all missing tokens of all texts, then one per drafted token."""
-        drafting = [Drafting(r, self._affordable(r, b)) for r, b in zip(requests, budgets, strict=True)]
+        drafting = [Drafting(r, n) for r, n in zip(requests, self._lengths(requests, budgets), strict=True)]
         growing = [d for d in drafting if d.budget > 0]
         if growing:
             missing = [self._catch_up(d.request) for d in growing]
@@ -101,35 +138,33 @@ class ModelDrafter:
         decoder = self._decoder
         if not isinstance(decoder, DeviceRounds) or decoder.device != device:
             return None
-        affordable = [self._affordable(r, b) for r, b in zip(requests, budgets, strict=True)]
-        chains = [i for i, budget in enumerate(affordable) if budget > 0]
-        growing, counts = [requests[i] for i in chains], [affordable[i] for i in chains]
+        counts = self._lengths(requests, budgets)
+        growing = [request for request, count in zip(requests, counts, strict=True) if count]
         if not growing or not all(sampled_on_device(request.sampling, self._rule) for request in growing):
             return None
         pieces = [self._catch_up(request) for request in growing]
         texts = [self._texts[request.id] for request in growing]
         tokens, rows = _rows(texts, pieces)
         limit = min(self._vocab_size, decoder.vocab_size)
-        drafted = decoder.draft(tokens, rows, self._cache, counts, limit, [request.sampling for request in growing])
+        steps, samplings = [count for count in counts if count], [request.sampling for request in growing]
+        drafted = decoder.draft(tokens, rows, self._cache, steps, limit, samplings)
         for text, piece in zip(texts, pieces, strict=True):
             text.fed += piece
-        return DeferredDrafts(drafted, counts, chains)
+        return DeferredDrafts(drafted, counts)
 
     def settle(
         self, requests: Sequence[Request], deferred: DeferredDrafts, tokens: Sequence[Sequence[int]]
     ) -> list[Draft]:
         """See DeferredDrafter."""
-        drafts = [Draft() for _ in requests]
-        for i, count, row in zip(deferred.chains, deferred.counts, tokens, strict=True):
-            drafted = list(row[:count])
+        drafts, found = [], iter(tokens)
+        for request, count in zip(requests, deferred.counts, strict=True):
+            drafted = list(next(found)[:count]) if count else []
             if NON_FINITE in drafted:
                 raise not_finite("draft")
-            self._texts[requests[i].id].fed += drafted[:-1]
-            drafts[i] = Draft.chain(drafted)
+            if drafted:
+                self._texts[request.id].fed += drafted[:-1]
+            drafts.append(Draft.chain(drafted))
         return drafts
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
 
     def revise(self, request: Request, length: int) -> None:
         """Says that the request's tokens have changed from index `length` on, which those of a text never do."""
@@ -137,23 +172,10 @@ class ModelDrafter:
             text = self._texts[request.id]
             text.agreed = min(text.agreed, length)
 
-    def close(self, request: Request) -> None:
-        """Frees the request's cache."""
-        text = self._texts.pop(request.id, None)
-        if text is not None:
-            self._cache.close(text.handle)
-
-    def _affordable(self, request: Request, budget: int) -> int:
-        """The budget, cut where the draft's positions end; 0 for a token that the draft has no embedding for."""
-        known = self._texts[request.id].agreed if request.id in self._texts else 0
-        if max(request.tokens[known:], default=0) >= self._decoder.vocab_size:
-            return 0
-        # The text and all drafted tokens but the last go through the draft.
-        return min(budget, self._capacity(request) - len(request.tokens) + 1)
-
-    def _capacity(self, request: Request) -> int:
-        """Tokens of this request that the draft ever sees."""
-        return min(request.prompt_length + request.max_new_tokens, self._decoder.max_positions)
+    def _lengths(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[int]:
+        """Tokens to draft for each request."""
+        known = [self._texts[request.id].agreed if request.id in self._texts else 0 for request in requests]
+        return [self._affordable(*one) for one in zip(requests, budgets, known, strict=True)]
 
     def _catch_up(self, request: Request) -> list[int]:
         """Rolls the cache back to where it and the text part, feeds all but the last piece, and returns that piece."""
@@ -167,8 +189,7 @@ class ModelDrafter:
             common += 1
         self._cache.truncate(text.handle, common)
         del text.fed[common:]
-        while len(tokens) - len(text.fed) > PREFILL_ROWS:
-            self._feed([request], [tokens[len(text.fed) : len(text.fed) + PREFILL_ROWS]])
+        text.fed += tokens[common : prefill(self._decoder, self._cache, text.handle, tokens, common)]
         text.agreed = len(tokens)
         return tokens[len(text.fed) :]
 

@@ -4,20 +4,13 @@ The draft reads half of the target's bytes and needs no second model and no weig
 its own, which its coarser weights make.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
-from runtime.contract import Decoder
+from runtime.contract import Decoder, HasDecoder
 from runtime.errors import UserError
 from runtime.model.reference import BaseDecoder
-from runtime.speculative.drafters.model import HasDecoder, ModelDrafter
+from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.verify import Rule
-
-
-@dataclass(frozen=True)
-class _View:
-    """What ModelDrafter wants of a model."""
-
-    decoder: Decoder
 
 
 class NestedDrafter(ModelDrafter):
@@ -32,7 +25,7 @@ class NestedDrafter(ModelDrafter):
     name = "nested"
 
     def __init__(self, target: HasDecoder, verify: Rule = "coupled") -> None:
-        super().__init__(_View(upper_half(target)), verify)
+        super().__init__(SimpleNamespace(decoder=upper_half(target)), verify)
 
 
 def upper_half(target: HasDecoder) -> Decoder:

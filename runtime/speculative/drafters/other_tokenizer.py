@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
+from runtime.contract import HasDecoder
 from runtime.sampling.detokenize import same_vocabulary
 from runtime.sampling.params import Sampling
-from runtime.speculative.draft import Draft, Outcome, Request
-from runtime.speculative.drafters.model import HasDecoder, ModelDrafter
+from runtime.speculative.draft import Draft, EachText, Request
+from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.verify import Rule
 
 # Tokens of a text that new ones are encoded and decoded after: some tokenizers write a word otherwise at a beginning.
@@ -33,7 +34,7 @@ class _Text:
     room: int
 
 
-class ReencodedDrafter:
+class ReencodedDrafter(EachText[_Text]):
     """Drafts text with a model whose tokenizer is not the target's.
 
     A round decodes the request's text, encodes it for the draft (whose cache keeps the part that stays the same), lets
@@ -46,10 +47,10 @@ class ReencodedDrafter:
 
     def __init__(self, model: Drafting, target_tokenizer: Any) -> None:
         """Raises UserError where the model has no tokenizer."""
+        super().__init__()
         self._theirs, self._ours = model.tokenizer, target_tokenizer
         self._positions = model.decoder.max_positions
         self._model = ModelDrafter(model)
-        self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One chain per request, of as much as the draft writes in budgets[i] of its own tokens."""
@@ -70,9 +71,6 @@ class ReencodedDrafter:
                 tokens = tokens[len(held) :][: budgets[i]]
                 drafts[i] = Draft.chain(tokens)
         return drafts
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next `propose` reads the texts themselves."""
 
     def close(self, request: Request) -> None:
         """Frees the request's cache."""
@@ -102,12 +100,8 @@ class ReencodedDrafter:
             known = self._texts[request.id] = _Text(Request(request.id, [], 0, Sampling(), 0), 2 * needed)
             known.shadow.max_new_tokens = known.room
         shadow = known.shadow
-        common = 0
-        for old, new in zip(shadow.tokens, tokens, strict=False):
-            if old != new:
-                break
-            common += 1
-        self._model.revise(shadow, common)
+        pairs = zip(shadow.tokens, tokens, strict=False)
+        self._model.revise(shadow, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
         shadow.tokens = tokens
         return shadow
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.speculative.draft import Draft, Outcome, Request
+from runtime.speculative.draft import Draft, EachText, Request
 
 # The state of the empty stretch, and the suffix link of that state.
 ROOT = 0
@@ -142,7 +142,7 @@ class _Text:
     length: int = 0
 
 
-class SuffixDrafter:
+class SuffixDrafter(EachText[_Text]):
     """Continues the text's longest suffix that has come before, in the text itself or in a corpus.
 
     corpus     token lists that texts may resemble; they are read once, here, and take about half a kilobyte a token.
@@ -160,8 +160,8 @@ class SuffixDrafter:
         """Raises ValueError unless 1 ≤ min_match ≤ max_match."""
         if not 1 <= min_match <= max_match:
             raise ValueError(f"1 ≤ min_match ≤ max_match is expected, but they are {min_match} and {max_match}")
+        super().__init__()
         self.min_match, self.max_match = min_match, max_match
-        self._texts: dict[int, _Text] = {}
         self._corpus = SuffixAutomaton(max_match)
         for tokens in corpus:
             for token in tokens:
@@ -174,13 +174,6 @@ class SuffixDrafter:
         A chain ends before its budget where nothing of min_match tokens at its end has a continuation.
         """
         return [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next `propose` reads the texts themselves."""
-
-    def close(self, request: Request) -> None:
-        """Forgets the text's automaton."""
-        self._texts.pop(request.id, None)
 
     def _draft(self, request: Request, budget: int) -> Draft:
         text = self._texts.get(request.id)

@@ -1,6 +1,8 @@
 """Token trees from a draft model: several continuations, verified in one forward of the target.
 
-`TreeCache` feeds texts and trees to the draft, `TreeDrafter` grows the trees (tree_growth.py) from its logits.
+The trees grow (tree_growth.py) from the draft's logits. A row sees all that its request's cache held before the
+forward, so a tree never stays there: each level is fed with its ancestors, which costs rows but no forwards. Of the
+last tree, what the text took of it is kept.
 """
 
 from collections.abc import Sequence
@@ -10,14 +12,14 @@ from typing import assert_never
 import numpy as np
 from torch import Tensor
 
-from runtime.contract import Decoder, Rows, integers
+from runtime.contract import HasDecoder, Rows, integers
 from runtime.model.on_device import RanksRows, RowSampling
 from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, uniforms
 from runtime.speculative.deferred import sampled_on_device
-from runtime.speculative.draft import Draft, Outcome, Request
-from runtime.speculative.drafters.model import PREFILL_ROWS, HasDecoder, stacked
+from runtime.speculative.draft import Draft, Request
+from runtime.speculative.drafters.model import DraftModel, prefill, stacked
 from runtime.speculative.drafters.tree_growth import (
     ROOT,
     DrawnTree,
@@ -43,87 +45,6 @@ class _Text:
     branches: list[tuple[int, int]] = field(default_factory=list)
 
 
-class TreeCache:
-    """Feeds texts and trees to a decoder. A row sees all that its request's cache held before the forward, so a tree
-    never stays: each level is fed with its ancestors, which costs rows but no forwards. Of the last tree, what the text
-    took of it is kept.
-    """
-
-    def __init__(self, decoder: Decoder, tree_rows: int) -> None:
-        """`tree_rows`: the most rows of one tree in one forward."""
-        self._decoder, self._tree_rows = decoder, tree_rows
-        self._cache = decoder.new_cache()
-        self._texts: dict[int, _Text] = {}
-
-    def fed(self, request: Request) -> int:
-        """How many tokens of the request's text are in the cache."""
-        return self._texts[request.id].fed if request.id in self._texts else 0
-
-    def feed_texts(self, requests: Sequence[Request]) -> Tensor:
-        """Feeds what is missing of each text, its last token in any case; logits (requests, V) after them."""
-        tokens: list[int] = []
-        spans, ends = [], []
-        for request in requests:
-            text = self._follow(request)
-            while len(request.tokens) - text.fed > PREFILL_ROWS:
-                piece = request.tokens[text.fed : text.fed + PREFILL_ROWS]
-                rows = Rows.chains([(text.handle, text.fed, PREFILL_ROWS)])
-                self._decoder.forward(integers(piece), rows, self._cache, integers([]))
-                text.fed += PREFILL_ROWS
-            spans.append((text.handle, text.fed, len(request.tokens) - text.fed))
-            tokens += request.tokens[text.fed :]
-            ends.append(len(tokens) - 1)
-            text.fed = len(request.tokens)
-        return self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, integers(ends)).logits
-
-    def feed_trees(self, requests: Sequence[Request], trees: Sequence[Tree], wanted: Sequence[Sequence[int]]) -> Tensor:
-        """Feeds the wanted nodes of each tree behind its text; logits (nodes, V), tree by tree in the order given.
-
-        The texts are complete in the cache: `feed_texts` came before.
-        """
-        tokens: list[int] = []
-        handles: list[int] = []
-        positions: list[int] = []
-        parents: list[int] = []
-        at: list[int] = []
-        for request, tree, nodes in zip(requests, trees, wanted, strict=True):
-            text, base = self._texts[request.id], len(tokens)
-            self._cache.truncate(text.handle, text.fed)
-            needed = _with_ancestors(tree, nodes)
-            places = {node: i for i, node in enumerate(needed)} | {ROOT: -1}
-            text.branches = [(tree.tokens[node], places[tree.parents[node]]) for node in needed]
-            tokens += [token for token, _ in text.branches]
-            handles += [text.handle] * len(needed)
-            positions += [text.fed - 1 + tree.depth(node) for node in needed]
-            parents += [base + parent if parent >= 0 else -1 for _, parent in text.branches]
-            at += [base + places[node] for node in nodes]
-        rows = Rows(integers(handles), integers(positions), integers(parents))
-        return self._decoder.forward(integers(tokens), rows, self._cache, integers(at)).logits
-
-    def close(self, request: Request) -> None:
-        """Frees the request's cache."""
-        text = self._texts.pop(request.id, None)
-        if text is not None:
-            self._cache.close(text.handle)
-
-    def _follow(self, request: Request) -> _Text:
-        """Rolls the request's cache back to its text without the last token: what the text took of the tree stays."""
-        text = self._texts.get(request.id)
-        if text is None:
-            room = min(request.prompt_length + request.max_new_tokens, self._decoder.max_positions) + self._tree_rows
-            text = self._texts[request.id] = _Text(self._cache.open(room))
-        # The text's last token is fed in any case: the draft starts from its logits.
-        text.fed = min(text.fed, len(request.tokens) - 1)
-        path = _taken(text.branches, request.tokens[text.fed : -1])
-        if path == list(range(len(path))):
-            self._cache.truncate(text.handle, text.fed + len(path))
-        else:
-            self._cache.keep(text.handle, text.fed, path)
-        text.fed += len(path)
-        text.branches = []
-        return text
-
-
 def _taken(branches: Sequence[tuple[int, int]], tokens: Sequence[int]) -> list[int]:
     """The path in the tree, from the root on, that the tokens follow."""
     path: list[int] = []
@@ -147,19 +68,15 @@ def _with_ancestors(tree: Tree, nodes: Sequence[int]) -> list[int]:
     return sorted(needed)
 
 
-class TreeDrafter:
-    """Drafts trees with a model that shares the target's tokenizer.
+class TreeDrafter(DraftModel[_Text]):
+    """Drafts trees with a model that shares the target's tokenizer; arguments as for `DraftModel`, and
 
-    model       the draft.
-    plan        a `TreeShape`, the tree's shape as data; or a `Growth`, trees that grow where they are most probable.
-    verify      the rule that will verify. Requests that do not sample, and `typical`: a node's children are its most
-                probable tokens. `coupled`: those of highest probability with the target's noise at that position; the
-                first is what the draft itself would sample. `rejection`: draws without replacement, with noise of
-                their own; each comes with the distribution that it was really drawn from.
-    vocab_size  the target's number of logits, where it differs from the draft's (padded embeddings): the draft proposes
-                nothing beyond it, and its distributions have that many columns.
+    plan  a `TreeShape`, the tree's shape as data; or a `Growth`, trees that grow where they are most probable.
 
-    A level of the tree is one forward of the draft. The budget counts nodes.
+    Requests that do not sample, and `typical`: a node's children are its most probable tokens. `coupled`: those of
+    highest probability with the target's noise at that position; the first is what the draft itself would sample.
+    `rejection`: draws without replacement, with noise of their own; each comes with the distribution that it was really
+    drawn from. A level of the tree is one forward of the draft. The budget counts nodes.
     """
 
     name = "tree"
@@ -171,55 +88,84 @@ class TreeDrafter:
         verify: Rule = "coupled",
         vocab_size: int | None = None,
     ) -> None:
+        super().__init__(model, verify, vocab_size)
         self.plan = plan
-        self._decoder = model.decoder
-        self._rule: Rule = verify
-        self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
-        self._cache = TreeCache(model.decoder, plan.rows)
         self._branch = max(plan.children) if isinstance(plan, TreeShape) else plan.branch
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """One tree per request: one forward for all missing tokens of all texts, then one per level of all trees."""
         begun = [self._begin(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        growing = [(request, tree) for request, tree in zip(requests, begun, strict=True) if tree is not None]
-        wanted = [[ROOT] for _ in growing]
+        growing = [(request, tree, [ROOT]) for request, tree in zip(requests, begun, strict=True) if tree is not None]
         if growing:
-            logits = self._cache.feed_texts([request for request, _ in growing])
+            logits = self._feed_texts([request for request, *_ in growing])
         while growing:
-            level = [
-                (request, growth.tree, node)
-                for (request, growth), nodes in zip(growing, wanted, strict=True)
-                for node in nodes
-            ]
+            level = [(request, growth.tree, node) for request, growth, nodes in growing for node in nodes]
             children = iter(self._children(level, logits))
-            left = []
-            for (request, growth), nodes in zip(growing, wanted, strict=True):
-                found = dict(zip(nodes, children, strict=False))
-                left.append((request, growth, growth.expand(found)))
-            growing = [(request, growth) for request, growth, nodes in left if nodes]
-            wanted = [nodes for _, _, nodes in left if nodes]
+            wanted = [growth.expand(dict(zip(nodes, children, strict=False))) for _, growth, nodes in growing]
+            growing = [(*one[:2], nodes) for one, nodes in zip(growing, wanted, strict=True) if nodes]
             if growing:
-                trees = [growth.tree for _, growth in growing]
-                logits = self._cache.feed_trees([request for request, _ in growing], trees, wanted)
+                logits = self._feed_trees(growing)
         return [Draft() if tree is None else self._draft(tree) for tree in begun]
-
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next `propose` compares the cache with the texts themselves."""
-
-    def close(self, request: Request) -> None:
-        """Frees the request's cache."""
-        self._cache.close(request)
 
     def _begin(self, request: Request, budget: int) -> Growing | None:
         """An empty tree; None without a budget, where the draft's positions end, or for a token it does not know."""
-        # The text and all nodes but the deepest go through the draft.
-        depth = min(budget, self._decoder.max_positions - len(request.tokens) + 1)
-        if depth < 1 or max(request.tokens[self._cache.fed(request) :], default=0) >= self._decoder.vocab_size:
+        depth = self._affordable(request, budget, self._texts[request.id].fed if request.id in self._texts else 0)
+        if depth < 1:
             return None
         if isinstance(self.plan, TreeShape):
             return ShapedTree(self.plan, budget, depth)
         drawing = self._rule == "rejection" and not request.sampling.greedy
         return (DrawnTree if drawing else RankedTree)(self.plan, budget, depth)
+
+    def _feed_texts(self, requests: Sequence[Request]) -> Tensor:
+        """Feeds what is missing of each text, its last token in any case; logits (requests, V) after them."""
+        tokens: list[int] = []
+        spans, ends = [], []
+        for request in requests:
+            text = self._follow(request)
+            text.fed = prefill(self._decoder, self._cache, text.handle, request.tokens, text.fed)
+            spans.append((text.handle, text.fed, len(request.tokens) - text.fed))
+            tokens += request.tokens[text.fed :]
+            ends.append(len(tokens) - 1)
+            text.fed = len(request.tokens)
+        return self._decoder.forward(integers(tokens), Rows.chains(spans), self._cache, integers(ends)).logits
+
+    def _feed_trees(self, growing: Sequence[tuple[Request, Growing, list[int]]]) -> Tensor:
+        """Feeds the nodes that each tree wants behind its text, which is fed; logits (nodes, V), tree by tree."""
+        tokens: list[int] = []
+        handles: list[int] = []
+        positions: list[int] = []
+        parents: list[int] = []
+        at: list[int] = []
+        for request, growth, nodes in growing:
+            text, tree, base = self._texts[request.id], growth.tree, len(tokens)
+            self._cache.truncate(text.handle, text.fed)
+            needed = _with_ancestors(tree, nodes)
+            places = {node: i for i, node in enumerate(needed)} | {ROOT: -1}
+            text.branches = [(tree.tokens[node], places[tree.parents[node]]) for node in needed]
+            tokens += [token for token, _ in text.branches]
+            handles += [text.handle] * len(needed)
+            positions += [text.fed - 1 + tree.depth(node) for node in needed]
+            parents += [base + parent if parent >= 0 else -1 for _, parent in text.branches]
+            at += [base + places[node] for node in nodes]
+        rows = Rows(integers(handles), integers(positions), integers(parents))
+        return self._decoder.forward(integers(tokens), rows, self._cache, integers(at)).logits
+
+    def _follow(self, request: Request) -> _Text:
+        """Rolls the request's cache back to its text without the last token: what the text took of the tree stays."""
+        text = self._texts.get(request.id)
+        if text is None:
+            text = self._texts[request.id] = _Text(self._cache.open(self._capacity(request) + self.plan.rows))
+        # The text's last token is fed in any case: the draft starts from its logits.
+        text.fed = min(text.fed, len(request.tokens) - 1)
+        path = _taken(text.branches, request.tokens[text.fed : -1])
+        if path == list(range(len(path))):
+            self._cache.truncate(text.handle, text.fed + len(path))
+        else:
+            self._cache.keep(text.handle, text.fed, path)
+        text.fed += len(path)
+        text.branches = []
+        return text
 
     def _children(self, level: Sequence[tuple[Request, Tree, int]], logits: Tensor) -> list[Candidates]:
         """The children of a level's nodes, after logits (nodes, V). Reads the device once, where they lie on one.

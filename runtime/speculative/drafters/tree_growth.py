@@ -5,10 +5,10 @@ its distribution would not be q any more, and the rule's output not the target's
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 from runtime.errors import UserError
 from runtime.sampling.candidates import Candidates, Row
@@ -129,29 +129,33 @@ class Tree:
         return self.candidates[self.parents[node]].proposal(self.ranks[node])
 
 
-class Growing(Protocol):
-    """A tree in the making: begins with the candidates of the root."""
+class Growing(ABC):
+    """A tree in the making, of at most `budget` nodes: begins with the candidates of the root."""
 
-    tree: Tree
+    def __init__(self, budget: int) -> None:
+        self.tree = Tree()
+        self._budget = budget
 
+    @abstractmethod
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
         """Takes the candidates of the nodes that were asked for; the nodes whose candidates are needed next, or []."""
 
     def draft_nodes(self) -> list[int]:
         """The nodes that the draft consists of, parents first and siblings in order."""
+        return list(range(len(self.tree.tokens)))
 
 
-class ShapedTree:
+class ShapedTree(Growing):
     """Grows in a given shape, cut to its first `budget` nodes and to `depth` levels.
 
     A node that has fewer candidates than the shape asks for has fewer children.
     """
 
     def __init__(self, shape: TreeShape, budget: int, depth: int) -> None:
-        self.tree = Tree()
+        super().__init__(budget)
         self._counts = shape.children
         self._first = list(accumulate(shape.children, initial=1))  # number of each node's first child; the root is 0
-        self._budget, self._depth = budget, depth
+        self._depth = depth
         self._numbers = {ROOT: 0}
 
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
@@ -167,10 +171,6 @@ class ShapedTree:
                     wanted += [child] if self._has_children(child) else []
         return wanted
 
-    def draft_nodes(self) -> list[int]:
-        """All nodes."""
-        return list(range(len(self.tree.tokens)))
-
     def _has_children(self, node: int) -> bool:
         number = self._numbers[node]
         if number >= len(self._counts) or self.tree.depth(node) >= self._depth:
@@ -178,7 +178,7 @@ class ShapedTree:
         return self._counts[number] > 0 and self._first[number] <= self._budget
 
 
-class RankedTree:
+class RankedTree(Growing):
     """EAGLE-2's growth (2406.16858) for proposals that are no draws.
 
     Each level expands the most probable of the new nodes; at the end the `budget` nodes of highest joint probability
@@ -186,8 +186,8 @@ class RankedTree:
     """
 
     def __init__(self, growth: Growth, budget: int, depth: int) -> None:
-        self.tree = Tree()
-        self._width, self._budget, self._depth = growth.width, budget, min(depth, growth.depth)
+        super().__init__(budget)
+        self._width, self._depth = growth.width, min(depth, growth.depth)
 
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
         """See Growing."""
@@ -208,7 +208,7 @@ class RankedTree:
         return sorted(range(len(joints)), key=lambda node: (-joints[node], node))[: self._budget]
 
 
-class DrawnTree:
+class DrawnTree(Growing):
     """Growth for draws: the next draw is made where it promises most, and every draw stays in the tree.
 
     A draw's promise is the joint probability that its token will have, expected before the draw. So each decision to
@@ -218,8 +218,8 @@ class DrawnTree:
     """
 
     def __init__(self, growth: Growth, budget: int, depth: int) -> None:
-        self.tree = Tree()
-        self._width, self._budget, self._left = growth.width, budget, min(depth, growth.depth, budget)
+        super().__init__(budget)
+        self._width, self._left = growth.width, min(depth, growth.depth, budget)
         # The next draw at each node that has candidates: highest promise first, then the older node.
         self._draws: list[tuple[float, int, int]] = []
 
@@ -239,10 +239,6 @@ class DrawnTree:
             return []
         joints = self.tree.joints
         return sorted(sorted(new, key=lambda node: (-joints[node], node))[: self._width])
-
-    def draft_nodes(self) -> list[int]:
-        """All nodes."""
-        return list(range(len(self.tree.tokens)))
 
     def _offer(self, node: int, rank: int) -> None:
         promises = self.tree.candidates[node].promises

@@ -320,12 +320,12 @@ def test_a_drafter_that_fails_in_the_middle_of_a_round(pair: tuple[Model, Model]
             running.add(one, Metrics())
         with pytest.raises(RuntimeError, match="boom"):
             finish(running)
-        assert cache.pages_free < 9 and drafter._indices
+        assert cache.pages_free < 9 and drafter._texts
         if going_on:
             finish(running)
             assert [one.new_tokens for one in requests] == [alone_for_real(target, one) for one in requests]
         running.close()
-        assert not running.busy and cache.pages_free == 9 and not drafter._indices
+        assert not running.busy and cache.pages_free == 9 and not drafter._texts
 
 
 class Interrupted:
