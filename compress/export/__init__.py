@@ -4,8 +4,8 @@ An exporter is a function `(model, out, progress) -> Exported`: `model` is the a
 `runtime.checkpoints.open.open_checkpoint` takes), `out` an empty folder that it fills, `progress` counts layers as
 `progress("export NAME", done, total)`. It repacks calibrated codes wherever its form can hold them; where it rounds
 again it says so, layer by layer, in `Exported.losses`; where it can do neither it raises UserError. `run` makes the
-folder, so that a failed export leaves nothing. A module may also have `refusal(kinds) -> str | None`, which says before
-a run begins why layers of these kinds (runtime.formats.packed.Kind, as a frozenset) cannot be exported.
+folder, so that a failed export leaves nothing. Its module has `refusal(kinds) -> str | None`, too, which says before a
+run begins why layers of these kinds (runtime.formats.packed.Kind, as a frozenset) cannot be exported.
 """
 
 import importlib
@@ -95,13 +95,23 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def told(*sentences: object) -> tuple[str, ...]:
+    """The sentences that there are: `told(slow and "It is slow.")` is empty where `slow` is false or None."""
+    return tuple(sentence for sentence in sentences if sentence and isinstance(sentence, str))
+
+
+def refusal(name: str, kinds: Collection[str]) -> str | None:
+    """Why a form cannot hold layers of these kinds; None where it can."""
+    if "fp8" in kinds and name != "compressed-tensors":
+        return "expected weights other than fp8, which compressed-tensors alone holds"
+    why: str | None = importlib.import_module(FORMATS[name].split(":")[0]).refusal(frozenset(kinds))
+    return why
+
+
 def check_kinds(names: Sequence[str], kinds: Collection[str]) -> None:
     """Raises UserError where one of the forms cannot hold layers of these kinds: known before any work is done."""
     for name in check_exports(names):
-        if "fp8" in kinds and name != "compressed-tensors":
-            raise UserError(f"export {name}: expected weights other than fp8, which compressed-tensors alone holds")
-        refusal = getattr(importlib.import_module(FORMATS[name].split(":")[0]), "refusal", None)
-        if refusal is not None and (why := refusal(frozenset(kinds))) is not None:
+        if (why := refusal(name, kinds)) is not None:
             raise UserError(f"export {name}: {why}")
 
 
@@ -160,6 +170,8 @@ __all__ = [
     "Progress",
     "check_kinds",
     "names_in",
+    "refusal",
     "run",
     "silent",
+    "told",
 ]

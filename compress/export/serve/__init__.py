@@ -1,8 +1,9 @@
 """Ready-made commands and configuration files for other engines: `SERVE.md` and `serve/` of a run folder.
 
-One module per engine, with `KEY`, `TITLE`, `PACKAGE`, `section(facts) -> Section`, `uses(section)`, the keys that a
-section needs an engine to accept, and `installed()`, the keys that the engine itself says it accepts (ImportError where
-it is not there). keys/<engine>.json holds the documented ones, with the version that they were read from.
+One module per engine, with `KEY`, `TITLE`, `PACKAGE`, `section(facts) -> Section` and `installed()`, the keys that the
+engine itself says it accepts (ImportError where it is not there). Of a section's options and of the keys in its files
+`TABLES` names those whose values have keys of their own, or are names that the engine knows: in which table they stand.
+keys/<engine>.json holds the documented tables, with the version that they were read from.
 
 Nothing here is covered by the manifest: users change ports and sizes in it.
 """
@@ -37,15 +38,15 @@ def write(run: Path) -> list[Section]:
     """
     facts = read(run)
     made = sections(facts)
-    texts = {file.path: file.text for section in made for file in section.files}
+    texts = {run / file.path: file.text for section in made for file in section.files}
     folder = run / FOLDER
-    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
-        if path.is_file() and path.suffix in (".yaml", ".json") and f"{FOLDER}/{path.name}" not in texts:
-            remove(path)
     folder.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        write_atomic(run / name, text.encode())
-    write_atomic(run / PAGE, markdown(facts, made).encode())
+    for path in (*folder.glob("*.yaml"), *folder.glob("*.json")):
+        if path.is_file() and path not in texts:
+            remove(path)
+    texts[run / PAGE] = markdown(facts, made)
+    for path, text in texts.items():
+        write_atomic(path, text.encode())
     return made
 
 

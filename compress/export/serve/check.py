@@ -1,9 +1,10 @@
 """Whether engines accept the keys of what was generated for them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from compress.errors import UserError
 from compress.export.serve import module, sections
-from compress.export.serve.parts import ConfigFile, Section, documented
+from compress.export.serve.parts import ConfigFile, Section, Use, documented
 from compress.export.serve.run_facts import read
 
 
@@ -44,16 +45,44 @@ def check(run: Path) -> list[Checked]:
     An engine that is installed is asked itself; for tables that it does not show, and where it is not installed, the
     documented ones count. Raises UserError for a file that cannot be read.
     """
-    return [check_section(_as_on_disk(run, section)) for section in sections(read(run))]
+    made = sections(read(run))
+    return [check_section(replace(one, files=tuple(_on_disk(run, file) for file in one.files))) for one in made]
 
 
 def check_section(section: Section) -> Checked:
     """Compares one engine's keys."""
     engine = module(section.engine)
-    used = list(dict.fromkeys(engine.uses(section))) if section.loads else []
+    used = dict.fromkeys(_uses(section, engine.TABLES))
     known, against = _known(engine)
     unknown = tuple(f"{table}: {key}" for table, key in used if key not in known.get(table, frozenset()))
     return Checked(section.title, len(used), unknown, against)
+
+
+def _uses(section: Section, tables: Mapping[str, str]) -> Iterator[Use]:
+    """What a section needs its engine to accept."""
+    for command in section.commands:
+        words = command.words[3:] if command.words[:2] == ("python", "-m") else command.words
+        if command.table:
+            yield from ((command.table, word) for word in words if word.startswith("-"))
+        for option, value in pairwise(words):
+            if option in tables:
+                yield from _keys(tables[option], json.loads(value) if value.startswith("{") else value, tables)
+    for file in section.files:
+        yield from _keys(file.tables.get("", ""), file.content, {**tables, **file.tables})
+    yield from section.code_uses
+
+
+def _keys(table: str, value: Any, tables: Mapping[str, str]) -> Iterator[Use]:
+    """The keys of a mapping, of each in a list and of what they hold; else the value, a name that the engine knows."""
+    if isinstance(value, Mapping):
+        yield from ((table, str(key)) for key in value if table)
+        for key, item in value.items():
+            yield from _keys(tables.get(key, ""), item, tables)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _keys(table, item, tables)
+    elif table and value is not None:
+        yield table, str(value)
 
 
 def _known(engine: ModuleType) -> tuple[Mapping[str, frozenset[str]], str]:
@@ -62,12 +91,12 @@ def _known(engine: ModuleType) -> tuple[Mapping[str, frozenset[str]], str]:
     by_table = f"documented keys of {engine.TITLE} {recorded.version}"
     try:
         own = engine.installed()
-    except ImportError as error:
-        if find_spec(engine.PACKAGE) is None:
-            return tables, f"{by_table}; {engine.PACKAGE} is not installed"
-        return tables, f"{by_table}; {engine.PACKAGE} is installed and cannot be imported: {_short(error)}"
     except Exception as error:  # engines ask for GPUs, programs and much else when they are looked at
-        return tables, f"{by_table}; {engine.PACKAGE} is installed and cannot be asked: {_short(error)}"
+        missing = isinstance(error, ImportError)
+        if missing and find_spec(engine.PACKAGE) is None:
+            return tables, f"{by_table}; {engine.PACKAGE} is not installed"
+        how = "imported" if missing else "asked"
+        return tables, f"{by_table}; {engine.PACKAGE} is installed and cannot be {how}: {_short(error)}"
     rest = sorted(set(tables) - set(own))
     also = f"; {', '.join(rest)}: {by_table}" if rest else ""
     return tables | own, f"asked the installed {engine.TITLE} itself{also}"
@@ -77,12 +106,8 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
 
-def _as_on_disk(run: Path, section: Section) -> Section:
-    """The section with its files' contents as users may have changed them."""
-    return replace(section, files=tuple(_read(run, file) for file in section.files))
-
-
-def _read(run: Path, file: ConfigFile) -> ConfigFile:
+def _on_disk(run: Path, file: ConfigFile) -> ConfigFile:
+    """The file with its content as users may have changed it."""
     path = run / file.path
     if not path.is_file():
         return file

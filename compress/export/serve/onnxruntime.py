@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from compress.export import told
 from compress.export.serve import target
-from compress.export.serve.parts import FOLDER, ConfigFile, Section, Use, documented, keys
+from compress.export.serve.parts import FOLDER, ConfigFile, Section, documented
 from compress.export.serve.run_facts import Facts
 
 KEY, TITLE, PACKAGE = "onnxruntime", "ONNX Runtime GenAI", "onnxruntime_genai"
@@ -38,48 +39,36 @@ config.overlay(json.dumps({{"model": {{"draft": draft}}}}))
 """
 
 
+TABLES = {"speculative": "speculative"}
+_OVERLAY_USES = (("top", "model"), ("model", "draft"), ("decoder", "filename"))
+
+
 def section(facts: Facts) -> Section:
     """ONNX Runtime GenAI's part of the page."""
     if "fp8" in facts.kinds:
-        return Section(
-            KEY, TITLE, False, ("ONNX Runtime GenAI runs ONNX graphs only, and fp8 weights are not exported to it.",)
-        )
+        said = "ONNX Runtime GenAI runs ONNX graphs only, and fp8 weights are not exported to it."
+        return Section(KEY, TITLE, (said,))
     found = target.exported(facts, *_FORMS)
-    drafted = target.drafts(facts)
-    draft = target.exported_draft(facts, found.path.removeprefix("exports/")) if drafted else None
-    file = ConfigFile("how it drafts", _CONFIG, {"speculative": _speculative(facts, drafted)})
-    overlay = "" if draft is None else _OVERLAY.format(folder=draft.path, up="../" * (found.path.count("/") + 1))
-    code = _CODE.format(path=_CONFIG, folder=found.path, overlay=overlay)
-    return Section(KEY, TITLE, True, tuple(_lines(facts)), target.needs(found, draft), (), (file,), code)
-
-
-def _speculative(facts: Facts, drafted: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"max_draft_tokens": min(facts.length, _LONGEST_DRAFT)}
-    if not drafted:
+    draft, overlay = None, ""
+    if target.drafts(facts):
+        draft = target.exported(facts, found.path.removeprefix("exports/"), draft=True)
+        overlay = _OVERLAY.format(folder=draft.path, up="../" * (found.path.count("/") + 1))
+    else:
         low, high = _NGRAMS
         # It counts the token that follows a match, too.
         options |= {"ngram_size": min(max(target.longest_ngram() + 1, low), high), "ngram_chained_lookup": True}
-    return options
-
-
-def _lines(facts: Facts) -> list[str]:
-    said = [
+    lines = told(
         "Runs ONNX graphs only, one text at a time; `onnx` is the export for CPUs, `onnx-fp16` for GPUs. Target and"
-        " draft must be the same of the two."
-    ]
-    if facts.cache is not None:
-        said.append(f"Keys and values are in floats, not in the run's {facts.cache}.")
-    if facts.medusa:
-        said.append("ONNX Runtime GenAI takes no Medusa heads: the run's are not used.")
-    return said + target.drafting_lines(facts)
-
-
-def uses(section: Section) -> list[Use]:
-    """The keys of the file, and of what the code lays over genai_config.json."""
-    used: list[Use] = []
-    for file in section.files:
-        used += keys("top", file.content) + keys("speculative", file.content["speculative"])
-    return used + ([("top", "model"), ("model", "draft"), ("decoder", "filename")] if "overlay" in section.code else [])
+        " draft must be the same of the two.",
+        facts.cache and f"Keys and values are in floats, not in the run's {facts.cache}.",
+        facts.medusa and "ONNX Runtime GenAI takes no Medusa heads: the run's are not used.",
+        *target.drafting_lines(facts),
+    )
+    file = ConfigFile("how it drafts", _CONFIG, {"speculative": options}, {"": "top"})
+    code = _CODE.format(path=_CONFIG, folder=found.path, overlay=overlay)
+    needs = target.needs(found, draft)
+    return Section(KEY, TITLE, lines, needs, (), (file,), code, _OVERLAY_USES if overlay else ())
 
 
 def installed() -> dict[str, frozenset[str]]:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,10 +20,21 @@ Use = tuple[str, str]
 
 @dataclass(frozen=True)
 class Command:
-    """A line for a shell, for the run folder. about: what it is for."""
+    """A line for a shell, for the run folder.
+
+    about  what it is for.
+    text   its words, none of which has spaces, with spaces between.
+    table  of its options; empty: they are not checked.
+    """
 
     about: str
-    words: tuple[str, ...]
+    text: str
+    table: str = "flags"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words, not quoted."""
+        return tuple(self.text.split())
 
     @property
     def line(self) -> str:
@@ -33,11 +44,17 @@ class Command:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file in the run folder. path: from there on, ending in .yaml or .json; content: plain data."""
+    """A file in the run folder.
+
+    path     from there on, ending in .yaml or .json.
+    content  plain data.
+    tables   as an engine's `TABLES`, over which they go; "": of the file's outermost keys.
+    """
 
     about: str
     path: str
     content: Mapping[str, Any]
+    tables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -54,47 +71,39 @@ class Section:
     """One engine's part of the page.
 
     engine    its key among `ENGINES`; title: its name.
-    loads     whether it reads this model in any form; why it does not stands in `lines`.
     lines     what a user has to know: what is not loaded, where, and why.
     needs     commands that make what the others use and is not there yet.
-    code      Python, where the engine is a library.
+    code      Python, where the engine is a library; code_uses: what it needs the engine to accept.
     """
 
     engine: str
     title: str
-    loads: bool
     lines: tuple[str, ...] = ()
     needs: tuple[Command, ...] = ()
     commands: tuple[Command, ...] = ()
     files: tuple[ConfigFile, ...] = ()
     code: str = ""
+    code_uses: tuple[Use, ...] = ()
+
+    @property
+    def loads(self) -> bool:
+        """Whether the engine reads this model in any form; why it does not stands in `lines`."""
+        return bool(self.commands or self.files)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a version of an engine accepts, by table. source: the files that they were read in."""
+    """The keys that a version of an engine accepts, by table."""
 
     version: str
-    source: str
-    tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    tables: Mapping[str, frozenset[str]]
 
 
 @cache
 def documented(engine: str) -> Keys:
     """The tables of keys/<engine>.json."""
     content = json.loads((_KEYS / f"{engine}.json").read_text(encoding="utf-8"))
-    tables = {name: frozenset(keys) for name, keys in content["tables"].items()}
-    return Keys(content["version"], content["source"], tables)
-
-
-def flags(words: Iterable[str], table: str = "flags") -> list[Use]:
-    """The options among a command's words."""
-    return [(table, word.split("=")[0]) for word in words if word.startswith("-")]
-
-
-def keys(table: str, mapping: Any) -> list[Use]:
-    """The keys of a mapping; nothing for anything else."""
-    return [(table, str(key)) for key in mapping] if isinstance(mapping, Mapping) else []
+    return Keys(content["version"], {name: frozenset(keys) for name, keys in content["tables"].items()})
 
 
 def compact(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compress.export.serve import target, vllm
-from compress.export.serve.parts import FOLDER, HOST, Command, ConfigFile, Section, Use, documented, keys
+from compress.export.serve.parts import FOLDER, HOST, Command, ConfigFile, Section, documented
 from compress.export.serve.run_facts import Facts
 
 KEY, TITLE, PACKAGE = "ray_serve", "Ray Serve LLM", "ray"
@@ -16,74 +16,60 @@ _SPLIT = f"{FOLDER}/ray-prefill-decode.yaml"
 _OPENAI, _PAIR = "ray.serve.llm:build_openai_app", "ray.serve.llm:build_pd_openai_app"
 
 
+_TABLES = {
+    "": "deploy",
+    "http_options": "http_options",
+    "applications": "application",
+    "import_path": "import_path",
+    "args": "llm_args",
+}
+TABLES = dict.fromkeys(("llm_configs", "prefill_config", "decode_config"), "llm_config") | {
+    "model_loading_config": "model_loading_config",
+    "deployment_config": "deployment_config",
+    "engine_kwargs": "engine_kwargs",
+    "speculative_config": "speculative_config",
+    "method": "method",
+    "kv_transfer_config": "kv_transfer_config",
+}
+
+
 def section(facts: Facts) -> Section:
     """Ray Serve's part of the page."""
     found = vllm.source(facts)
     if found is None:
-        return Section(KEY, TITLE, False, tuple(vllm.lines(facts, found)))
-    speculative = {"speculative_config": vllm.speculative_config(facts)}
-    transfer = {"kv_transfer_config": dict(vllm.TRANSFER)}
-    one, cut = (
-        {"llm_configs": [_model(facts, found, speculative)]},
-        {"llm_configs": [_model(facts, found, _sizes(facts))]},
-    )
-    pair = {f"{role}_config": _model(facts, found, transfer) for role in ("prefill", "decode")}
+        return Section(KEY, TITLE, vllm.lines(facts, found))
+
+    def model(**engine: Any) -> dict[str, Any]:
+        return {
+            "model_loading_config": {"model_id": facts.name, "model_source": f"./{found.path}"},
+            "engine_kwargs": engine,
+            "deployment_config": {"num_replicas": REPLICAS},
+        }
+
+    sizes = {"tensor_parallel_size": facts.tensor_parallel, "pipeline_parallel_size": facts.pipeline_parallel}
+    experts = {"enable_expert_parallel": True} if facts.experts else {}
+    one = {"llm_configs": [model(speculative_config=vllm.speculative_config(facts))]}
+    cut = {"llm_configs": [model(**sizes, **experts)]}
+    pair = {f"{role}_config": model(kv_transfer_config=vllm.TRANSFER) for role in ("prefill", "decode")}
     files = (
-        ConfigFile(f"{REPLICAS} replicas that decode speculatively", _SPECULATIVE, _deployment(_OPENAI, one)),
-        ConfigFile(f"{REPLICAS} replicas, each over several GPUs", _PARALLEL, _deployment(_OPENAI, cut)),
-        ConfigFile("prefill and decode on different GPUs", _SPLIT, _deployment(_PAIR, pair)),
+        _file(f"{REPLICAS} replicas that decode speculatively", _SPECULATIVE, _OPENAI, one),
+        _file(f"{REPLICAS} replicas, each over several GPUs", _PARALLEL, _OPENAI, cut),
+        _file("prefill and decode on different GPUs", _SPLIT, _PAIR, pair, "pd_args"),
     )
-    commands = tuple(Command(file.about, ("serve", "run", file.path)) for file in files)
-    said = [
+    commands = tuple(Command(file.about, f"serve run {file.path}") for file in files)
+    said = (
         "Ray's workers look for ./model where Ray was started: start it in the run folder, on every machine, or write"
         " full paths. Its engine is vLLM, so what is said of vLLM holds.",
         "accelerator_type is left out: add the GPU's name as Ray knows it where machines differ.",
         "Prefill and decode pass keys and values on by NIXL (package nixl).",
-    ]
-    return Section(KEY, TITLE, True, tuple(said), target.needs(found), commands, files)
+    )
+    return Section(KEY, TITLE, said, target.needs(found), commands, files)
 
 
-def _model(facts: Facts, found: target.Source, engine: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model_loading_config": {"model_id": facts.name, "model_source": f"./{found.path}"},
-        "engine_kwargs": dict(engine),
-        "deployment_config": {"num_replicas": REPLICAS},
-    }
-
-
-def _sizes(facts: Facts) -> dict[str, Any]:
-    sizes: dict[str, Any] = {
-        "tensor_parallel_size": facts.tensor_parallel,
-        "pipeline_parallel_size": facts.pipeline_parallel,
-    }
-    return sizes | ({"enable_expert_parallel": True} if facts.experts else {})
-
-
-def _deployment(path: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    application = {"name": "specpress", "route_prefix": "/", "import_path": path, "args": dict(args)}
-    return {"http_options": {"host": HOST, "port": PORT}, "applications": [application]}
-
-
-def uses(section: Section) -> list[Use]:
-    """Every key of the section's files."""
-    used: list[Use] = []
-    for file in section.files:
-        used += keys("deploy", file.content) + keys("http_options", file.content["http_options"])
-        for application in file.content["applications"]:
-            args = application["args"]
-            used += [*keys("application", application), ("import_path", application["import_path"])]
-            used += keys("pd_args" if "prefill_config" in args else "llm_args", args)
-            for model in args.get("llm_configs") or args.values():
-                used += _model_uses(model)
-    return used
-
-
-def _model_uses(model: Mapping[str, Any]) -> list[Use]:
-    engine = model["engine_kwargs"]
-    used = keys("llm_config", model) + keys("model_loading_config", model["model_loading_config"])
-    used += keys("deployment_config", model["deployment_config"]) + keys("engine_kwargs", engine)
-    used += vllm.speculative_uses(engine.get("speculative_config", {}))
-    return used + keys("kv_transfer_config", engine.get("kv_transfer_config"))
+def _file(about: str, path: str, builder: str, args: Mapping[str, Any], table: str = "llm_args") -> ConfigFile:
+    application = {"name": "specpress", "route_prefix": "/", "import_path": builder, "args": args}
+    content = {"http_options": {"host": HOST, "port": PORT}, "applications": [application]}
+    return ConfigFile(about, path, content, _TABLES | {"args": table})
 
 
 def tables() -> dict[str, frozenset[str]]:

@@ -17,7 +17,7 @@ DRAFTS = "serve/draft"
 Vocabulary = Literal["same", "different", "unknown"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """A run, as engines see it.
 
@@ -32,7 +32,7 @@ class Facts:
     heads, kv_heads, layers, experts, widths, positions   of the model; widths: what tensor parallelism cuts.
     draft        whether the run has one; vocabulary: whether it is the target's.
     medusa       whether the run has Medusa heads.
-    length       γ to serve with; advised: whether a measurement says so; why: its words, or why there are none.
+    length       γ to serve with; why: a measurement's words, or why there are none.
     pays         False where the measurement advises against speculation.
     exports, draft_exports   forms that are there.
     """
@@ -40,12 +40,12 @@ class Facts:
     name: str
     model_type: str
     method: str | None
-    kinds: frozenset[str]
-    bits: tuple[int, ...]
-    group: int
-    activations: Literal["none", "dynamic", "static"]
-    asymmetric: bool
-    reordered: bool
+    kinds: frozenset[str] = frozenset()
+    bits: tuple[int, ...] = ()
+    group: int = 0
+    activations: Literal["none", "dynamic", "static"] = "none"
+    asymmetric: bool = False
+    reordered: bool = False
     cache: str | None
     declared: bool
     heads: int
@@ -58,11 +58,10 @@ class Facts:
     vocabulary: Vocabulary
     medusa: bool
     length: int
-    advised: bool
     why: str
     pays: bool
-    exports: frozenset[str] = frozenset()
-    draft_exports: frozenset[str] = frozenset()
+    exports: frozenset[str]
+    draft_exports: frozenset[str]
 
     @property
     def tensor_parallel(self) -> int:
@@ -81,18 +80,17 @@ def read(run: Path) -> Facts:
     """The facts of a run folder. Raises UserError where it has no model or what it says cannot be read."""
     config = _config(run / "model")
     quantization = config.get("quantization_config") or {}
-    packed = _packed(quantization)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
     hidden = int(config.get("hidden_size") or config.get("n_embd") or 0)
     head_dim = int(config.get("head_dim") or hidden // heads)
     intermediate = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
-    length, advised, why, pays = _draft_length(run)
+    length, why, pays = _draft_length(run)
     declared = quantization.get("kv_cache_scheme") is not None
     cache = (config.get("specpress") or {}).get("kv_cache", {}).get("kind")
     return Facts(
         name=_name(run),
         model_type=re.sub(r"[^A-Za-z0-9_-]", "", str(config.get("model_type", ""))),
-        **packed,
+        **_packed(quantization),
         cache=cache if cache is not None or not declared else "int8",
         declared=declared,
         heads=heads,
@@ -105,7 +103,6 @@ def read(run: Path) -> Facts:
         vocabulary=_vocabulary(run / "model", run / "draft") if (run / "draft").is_dir() else "unknown",
         medusa=(run / "medusa").is_dir(),
         length=length,
-        advised=advised,
         why=why,
         pays=pays,
         exports=_forms(run / "exports"),
@@ -139,23 +136,15 @@ def _name(run: Path) -> str:
 def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     """`Facts`' fields on the weights, from config.json's quantization_config."""
     method = quantization.get("quant_method", "bitsandbytes") if quantization else None
-    plain: dict[str, Any] = {
-        "method": method,
-        "kinds": frozenset(),
-        "bits": (),
-        "group": 0,
-        "activations": "none",
-        "asymmetric": False,
-        "reordered": False,
-    }
     if method == "bitsandbytes":
-        eight = bool(quantization.get("load_in_8bit"))
-        return plain | {"kinds": frozenset({"int8" if eight else "nf4"}), "bits": (8 if eight else 4,)}
+        kind, bits = ("int8", 8) if quantization.get("load_in_8bit") else ("nf4", 4)
+        return {"method": method, "kinds": frozenset({kind}), "bits": (bits,)}
     if method == "bitnet":
-        return plain | {"kinds": frozenset({"ternary"}), "bits": (2,), "activations": "dynamic"}
+        return {"method": method, "kinds": frozenset({"ternary"}), "bits": (2,), "activations": "dynamic"}
     if method in ("gptq", "awq"):
         bits = int(quantization.get("bits", 4))
-        return plain | {
+        return {
+            "method": method,
             "kinds": frozenset({"int8" if bits == 8 else "int4"}),
             "bits": (bits,),
             "group": max(int(quantization.get("group_size", 0)), 0),
@@ -164,16 +153,16 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
         }
     groups = [g for g in (quantization.get("config_groups") or {}).values() if isinstance(g, dict) and g.get("weights")]
     if not groups:
-        return plain | {"method": None if method == "compressed-tensors" else method}
+        return {"method": None if method == "compressed-tensors" else method}
     weights = [group["weights"] for group in groups]
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
-    bits_found = tuple(sorted({int(weight["num_bits"]) for weight in weights}))
-    return plain | {
+    return {
+        "method": method,
         "kinds": frozenset(
             "fp8" if weight.get("type") == "float" else "int8" if weight["num_bits"] == 8 else "int4"
             for weight in weights
         ),
-        "bits": bits_found,
+        "bits": tuple(sorted({int(weight["num_bits"]) for weight in weights})),
         "group": max(int(weight.get("group_size") or 0) for weight in weights),
         "activations": "none" if not inputs else "dynamic" if all(i.get("dynamic") for i in inputs) else "static",
         "asymmetric": not all(weight.get("symmetric", True) for weight in weights),
@@ -181,19 +170,19 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draft_length(run: Path) -> tuple[int, bool, str, bool]:
-    """γ, whether it was measured, in what words, and whether speculation pays."""
+def _draft_length(run: Path) -> tuple[int, str, bool]:
+    """γ, in what words it was measured, and whether speculation pays."""
     speed = (Artifact(run).report if (run / "report.json").is_file() else {}).get("speed") or {}
     asked = speed.get("draft_length") or RunContext.draft_length
     advice = speed.get("advice")
     if not advice:
-        return asked, False, f"Speculation was not measured, so {asked} drafted tokens are a start, not advice.", True
+        return asked, f"Speculation was not measured, so {asked} drafted tokens are a start, not advice.", True
     if not advice["draft_length"]:
-        return asked, True, advice["why"], False
+        return asked, advice["why"], False
     if speed.get("drafter") == "medusa":
         why = f"{advice['why']} That was with the run's Medusa heads; drafters of other kinds start with {asked}."
-        return asked, False, why, True
-    return int(advice["draft_length"]), True, advice["why"], True
+        return asked, why, True
+    return int(advice["draft_length"]), advice["why"], True
 
 
 def _vocabulary(target: Path, draft: Path) -> Vocabulary:

@@ -1,7 +1,8 @@
 """SGLang: `python -m sglang.launch_server`."""
 
+from compress.export import told
 from compress.export.serve import target
-from compress.export.serve.parts import HOST, Command, Section, Use, flags
+from compress.export.serve.parts import HOST, Command, Section
 from compress.export.serve.run_facts import Facts
 
 KEY, TITLE, PACKAGE = "sglang", "SGLang", "sglang"
@@ -9,102 +10,81 @@ PORT, PREFILL_PORT, DECODE_PORT, ROUTER_PORT = 30000, 30001, 30002, 30000
 _BOOTSTRAP = 8998
 _ACCEPTED = frozenset({None, "compressed-tensors", "gptq", "awq", "bitsandbytes"})
 _FORMS = ("compressed-tensors", "gptq", "awq")
-_ON_CPUS = frozenset({None, "compressed-tensors", "gptq", "awq"})
+TABLES = {"--speculative-algorithm": "algorithm", "--disaggregation-mode": "disaggregation_mode"}
 
 
 def section(facts: Facts) -> Section:
     """SGLang's part of the page."""
     found = target.target(facts, _ACCEPTED, _FORMS)
     if found is None:
-        return Section(KEY, TITLE, False, tuple(_lines(facts, found)))
-    start = _serve(facts, found, PORT)
-    commands = [
-        Command("plain", start),
-        Command("speculative", (*start, *_speculative(facts))),
-        Command("on several GPUs", (*start, *_parallel(facts))),
-    ]
-    for role, port in (("prefill", PREFILL_PORT), ("decode", DECODE_PORT)):
-        split = ("--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl")
-        extra = ("--disaggregation-bootstrap-port", str(_BOOTSTRAP)) if role == "prefill" else ("--base-gpu-id", "1")
-        commands.append(
-            Command(f"{role} of a pair that shares the work", (*_serve(facts, found, port), *split, *extra))
-        )
-    commands.append(Command("the router in front of the pair (package sglang-router)", _router()))
-    return Section(KEY, TITLE, True, tuple(_lines(facts, found)), target.needs(found), tuple(commands))
+        return Section(KEY, TITLE, _lines(facts, found))
+    serve = f"python -m sglang.launch_server --model-path ./{found.path} --served-model-name {facts.name} --host {HOST}"
+    sizes = f"--tp-size {facts.tensor_parallel} --pp-size {facts.pipeline_parallel}"
+    experts = f"--ep-size {facts.tensor_parallel}" if facts.experts else ""
+    part, nixl = "of a pair that shares the work", "--disaggregation-transfer-backend nixl"
+    commands = (
+        Command("plain", f"{serve} --port {PORT}"),
+        Command("speculative", f"{serve} --port {PORT} {_speculative(facts)}"),
+        Command("on several GPUs", f"{serve} --port {PORT} {sizes} {experts}"),
+        Command(
+            f"prefill {part}",
+            f"{serve} --port {PREFILL_PORT} --disaggregation-mode prefill {nixl}"
+            f" --disaggregation-bootstrap-port {_BOOTSTRAP}",
+        ),
+        Command(f"decode {part}", f"{serve} --port {DECODE_PORT} --disaggregation-mode decode {nixl} --base-gpu-id 1"),
+        Command(
+            "the router in front of the pair (package sglang-router)",
+            f"python -m sglang_router.launch_router --pd-disaggregation --prefill http://{HOST}:{PREFILL_PORT}"
+            f" {_BOOTSTRAP} --decode http://{HOST}:{DECODE_PORT} --host {HOST} --port {ROUTER_PORT}",
+            table="router_flags",
+        ),
+    )
+    return Section(KEY, TITLE, _lines(facts, found), target.needs(found), commands)
 
 
-def _serve(facts: Facts, found: target.Source, port: int) -> tuple[str, ...]:
-    served = ("python", "-m", "sglang.launch_server", "--model-path", f"./{found.path}", "--served-model-name")
-    return (*served, facts.name, "--host", HOST, "--port", str(port))
-
-
-def _speculative(facts: Facts) -> tuple[str, ...]:
+def _speculative(facts: Facts) -> str:
     # SGLang counts the tokens of a verification: γ drafted ones and the one before them.
-    width = str(facts.length + 1)
+    width = f"--speculative-num-draft-tokens {facts.length + 1}"
     if not target.drafts(facts):
-        return ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", width)
-    words = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "./draft")
-    chain = ("--speculative-num-steps", str(facts.length), "--speculative-eagle-topk", "1")
+        return f"--speculative-algorithm NGRAM {width}"
     # Said, as the draft would otherwise be taken to be quantised as the target is.
+    plain = "--speculative-draft-model-quantization unquant"
     return (
-        *words,
-        *chain,
-        "--speculative-num-draft-tokens",
-        width,
-        "--speculative-draft-model-quantization",
-        "unquant",
+        "--speculative-algorithm STANDALONE --speculative-draft-model-path ./draft"
+        f" --speculative-num-steps {facts.length} --speculative-eagle-topk 1 {width} {plain}"
     )
 
 
-def _parallel(facts: Facts) -> tuple[str, ...]:
-    words = ("--tp-size", str(facts.tensor_parallel), "--pp-size", str(facts.pipeline_parallel))
-    return (*words, *(("--ep-size", str(facts.tensor_parallel)) if facts.experts else ()))
-
-
-def _router() -> tuple[str, ...]:
-    words = ("python", "-m", "sglang_router.launch_router", "--pd-disaggregation")
-    prefill = ("--prefill", f"http://{HOST}:{PREFILL_PORT}", str(_BOOTSTRAP))
-    decode = ("--decode", f"http://{HOST}:{DECODE_PORT}")
-    return (*words, *prefill, *decode, "--host", HOST, "--port", str(ROUTER_PORT))
-
-
-def _lines(facts: Facts, found: target.Source | None) -> list[str]:
-    said = []
-    if facts.method == "bitnet":
-        said.append("SGLang has no bitnet: ternary weights take 4 bits each in the export that stands in for them.")
-    if facts.declared:
-        said.append(f"The {facts.cache} kv_cache_scheme is ignored with a warning: keys and values stay in floats.")
-    elif facts.cache is not None:
-        said.append(f"Keys and values are not kept in {facts.cache} here: the scheme is our runtime's.")
+def _lines(facts: Facts, found: target.Source | None) -> tuple[str, ...]:
+    weights = told(
+        facts.method == "bitnet"
+        and "SGLang has no bitnet: ternary weights take 4 bits each in the export that stands in for them.",
+        f"The {facts.cache} kv_cache_scheme is ignored with a warning: keys and values stay in floats."
+        if facts.declared
+        else target.float_cache_line(facts),
+    )
     if found is None:
-        said.append("So SGLang reads no form of this model: compress with another recipe, or take another engine.")
-        return said
-    if found.path == "model" and facts.method not in _ON_CPUS:
-        said.append("bitsandbytes (and GGUF) run on GPUs only: SGLang's CPU methods leave them out.")
-    elif "fp8" in facts.kinds:
-        said.append("Runs on GPUs.")
-    elif facts.kinds:
-        said.append(
-            "Runs on GPUs; on CPUs with AMX, with --device cpu, where verification is by argmax whatever is sampled."
+        return (
+            *weights,
+            "So SGLang reads no form of this model: compress with another recipe, or take another engine.",
         )
-    if facts.medusa:
-        said.append("SGLang takes no Medusa heads: the run's are not used.")
-    said += target.drafting_lines(facts)
-    if facts.tensor_parallel == 1:
-        said.append("Heads or groups of weights cannot be cut in two, so tensor parallelism stays at 1.")
-    return said
+    return told(
+        *weights,
+        _on_cpus(facts, found),
+        facts.medusa and "SGLang takes no Medusa heads: the run's are not used.",
+        *target.drafting_lines(facts),
+        target.one_part_line(facts),
+    )
 
 
-def uses(section: Section) -> list[Use]:
-    """Every option of the section's commands, and the names given to some."""
-    used: list[Use] = []
-    for command in section.commands:
-        router = "sglang_router.launch_router" in command.words
-        options = flags(command.words[3:], "router_flags" if router else "flags")
-        words = dict(zip(command.words, command.words[1:], strict=False))
-        named = {"--speculative-algorithm": "algorithm", "--disaggregation-mode": "disaggregation_mode"}
-        used += options + [(table, words[flag]) for flag, table in named.items() if flag in words]
-    return used
+def _on_cpus(facts: Facts, found: target.Source) -> str | None:
+    if found.path == "model" and facts.method == "bitsandbytes":
+        return "bitsandbytes (and GGUF) run on GPUs only: SGLang's CPU methods leave them out."
+    if "fp8" in facts.kinds:
+        return "Runs on GPUs."
+    if not facts.kinds:
+        return None
+    return "Runs on GPUs; on CPUs with AMX, with --device cpu, where verification is by argmax whatever is sampled."
 
 
 def installed() -> dict[str, frozenset[str]]:

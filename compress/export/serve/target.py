@@ -1,10 +1,10 @@
 """What an engine is given of a run: which form of the target, which drafter. And the words for it."""
 
-import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
+from compress.export import refusal, told
 from compress.export.serve.parts import Command
 from compress.export.serve.run_facts import DRAFTS, Facts
 from runtime.speculative.drafters.lookup import LookupDrafter
@@ -25,45 +25,19 @@ def target(facts: Facts, accepted: Collection[str | None], forms: Sequence[str])
     """
     if facts.method in accepted:
         return Source("model")
-    for form in forms:
-        if form in facts.exports:
-            return Source(f"exports/{form}")
-    return next((export(form) for form in forms if _possible(form, facts)), None)
+    there = [form for form in forms if form in facts.exports]
+    possible = there or [form for form in forms if refusal(form, facts.kinds) is None]
+    return exported(facts, possible[0]) if possible else None
 
 
-def exported(facts: Facts, *forms: str, file: str = "") -> Source:
-    """The first of the target's forms that is there, else the first, which has to be made."""
-    there = next((form for form in forms if form in facts.exports), None)
-    found = export(forms[0]) if there is None else Source(f"exports/{there}")
-    return Source(f"{found.path}/{file}" if file else found.path, found.need)
-
-
-def exported_draft(facts: Facts, *forms: str, file: str = "") -> Source:
-    """The same of the draft's."""
-    there = next((form for form in forms if form in facts.draft_exports), None)
-    form = there or forms[0]
-    words = ("python", "-m", "compress.export", "draft", "--to", form, "--out", DRAFTS)
-    need = None if there else Command(f"the draft as {form}", words)
-    path = f"{DRAFTS}/{form}"
-    return Source(f"{path}/{file}" if file else path, need)
-
-
-def export(form: str) -> Source:
-    """An export that has to be made."""
-    return Source(f"exports/{form}", Command(f"the model as {form}", _export_words(form)))
-
-
-def _export_words(form: str) -> tuple[str, ...]:
-    return ("python", "-m", "compress.export", ".", "--to", form)
-
-
-def _possible(form: str, facts: Facts) -> bool:
-    from compress.export import FORMATS
-
-    if "fp8" in facts.kinds and form != "compressed-tensors":
-        return False
-    refusal = getattr(importlib.import_module(FORMATS[form].split(":")[0]), "refusal", None)
-    return refusal is None or refusal(facts.kinds) is None
+def exported(facts: Facts, *forms: str, file: str = "", draft: bool = False) -> Source:
+    """The first of the forms of the target, or of its draft, that is there; else the first, which has to be made."""
+    there = facts.draft_exports if draft else facts.exports
+    form = next((form for form in forms if form in there), forms[0])
+    folder, what = (DRAFTS, "draft") if draft else ("exports", "model")
+    words = f"draft --to {form} --out {DRAFTS}" if draft else f". --to {form}"
+    need = Command(f"the {what} as {form}", f"python -m compress.export {words}")
+    return Source(f"{folder}/{form}/{file}".rstrip("/"), None if form in there else need)
 
 
 def needs(*sources: Source | None) -> tuple[Command, ...]:
@@ -98,11 +72,27 @@ def contents(facts: Facts) -> str:
     return f"{text} ({facts.method}{''.join(', ' + detail for detail in details)})"
 
 
-def drafting_lines(facts: Facts) -> list[str]:
+def drafting_lines(facts: Facts) -> tuple[str, ...]:
     """What every engine's user has to know of the drafter."""
-    lines = []
-    if facts.draft and facts.vocabulary == "different":
-        lines.append("The draft's vocabulary is not the target's, so it is not used here: n-grams of the text draft.")
-    elif facts.draft and facts.vocabulary == "unknown":
-        lines.append("A draft must have the target's vocabulary; there is no tokenizer.json to compare: check it.")
-    return lines
+    return told(
+        facts.draft
+        and facts.vocabulary == "different"
+        and "The draft's vocabulary is not the target's, so it is not used here: n-grams of the text draft.",
+        facts.draft
+        and facts.vocabulary == "unknown"
+        and "A draft must have the target's vocabulary; there is no tokenizer.json to compare: check it.",
+    )
+
+
+def float_cache_line(facts: Facts) -> str | None:
+    """For engines that keep keys and values as they like."""
+    if facts.cache is None:
+        return None
+    return f"Keys and values are not kept in {facts.cache} here: the scheme is our runtime's."
+
+
+def one_part_line(facts: Facts) -> str | None:
+    """For engines that cut a model in two."""
+    if facts.tensor_parallel > 1:
+        return None
+    return "Heads or groups of weights cannot be cut in two, so tensor parallelism stays at 1."

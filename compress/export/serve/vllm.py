@@ -1,10 +1,10 @@
 """vLLM: `vllm serve`, on GPUs and, for some formats, on CPUs."""
 
-import json
 from typing import Any
 
+from compress.export import told
 from compress.export.serve import target
-from compress.export.serve.parts import HOST, Command, Section, Use, compact, flags, keys
+from compress.export.serve.parts import HOST, Command, Section, compact
 from compress.export.serve.run_facts import Facts
 
 KEY, TITLE, PACKAGE = "vllm", "vLLM", "vllm"
@@ -13,6 +13,11 @@ ACCEPTED = frozenset({None, "compressed-tensors", "gptq", "awq"})
 # Forms with the same codes, the one that keeps zero points and activation order in every kernel first.
 _FORMS = ("compressed-tensors", "gptq", "awq")
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+TABLES = {
+    "--speculative-config": "speculative_config",
+    "method": "method",
+    "--kv-transfer-config": "kv_transfer_config",
+}
 
 
 def source(facts: Facts) -> target.Source | None:
@@ -27,110 +32,72 @@ def speculative_config(facts: Facts) -> dict[str, Any]:
     """`--speculative-config` for this draft and γ."""
     if target.drafts(facts):
         return {"method": "draft_model", "model": "./draft", "num_speculative_tokens": facts.length}
-    longest = target.longest_ngram()
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": facts.length,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": longest,
-    }
+    looked_up = {"prompt_lookup_min": 1, "prompt_lookup_max": target.longest_ngram()}
+    return {"method": "ngram", "num_speculative_tokens": facts.length, **looked_up}
 
 
 def section(facts: Facts) -> Section:
     """vLLM's part of the page."""
     found = source(facts)
     if found is None:
-        return Section(KEY, TITLE, False, tuple(lines(facts, found)))
-    commands = [
-        Command("plain", (*_serve(facts, found, PORT),)),
-        Command(
-            "speculative",
-            (*_serve(facts, found, PORT), "--speculative-config", compact(speculative_config(facts))),
-        ),
-        Command("on several GPUs", (*_serve(facts, found, PORT), *_parallel(facts))),
-    ]
-    for role, port in (("prefill", PREFILL_PORT), ("decode", DECODE_PORT)):
-        words = (*_serve(facts, found, port), "--kv-transfer-config", compact(TRANSFER))
-        commands.append(Command(f"{role} of a pair that shares the work (NIXL)", words))
-    return Section(KEY, TITLE, True, tuple(lines(facts, found)), target.needs(found), tuple(commands))
-
-
-def _serve(facts: Facts, found: target.Source, port: int) -> tuple[str, ...]:
+        return Section(KEY, TITLE, lines(facts, found))
     # "./": a bare folder name of two parts would be taken for a model of the hub.
-    served = ("vllm", "serve", f"./{found.path}", "--served-model-name", facts.name)
-    return (*served, "--host", HOST, "--port", str(port))
+    serve = f"vllm serve ./{found.path} --served-model-name {facts.name} --host {HOST} --port"
+    sizes = f"--tensor-parallel-size {facts.tensor_parallel} --pipeline-parallel-size {facts.pipeline_parallel}"
+    experts = "--enable-expert-parallel" if facts.experts else ""
+    transfer = f"--kv-transfer-config {compact(TRANSFER)}"
+    commands = (
+        Command("plain", f"{serve} {PORT}"),
+        Command("speculative", f"{serve} {PORT} --speculative-config {compact(speculative_config(facts))}"),
+        Command("on several GPUs", f"{serve} {PORT} {sizes} {experts}"),
+        Command("prefill of a pair that shares the work (NIXL)", f"{serve} {PREFILL_PORT} {transfer}"),
+        Command("decode of a pair that shares the work (NIXL)", f"{serve} {DECODE_PORT} {transfer}"),
+    )
+    return Section(KEY, TITLE, lines(facts, found), target.needs(found), commands)
 
 
-def _parallel(facts: Facts) -> tuple[str, ...]:
-    words = ("--tensor-parallel-size", str(facts.tensor_parallel), "--pipeline-parallel-size")
-    return (*words, str(facts.pipeline_parallel), *(("--enable-expert-parallel",) if facts.experts else ()))
-
-
-def lines(facts: Facts, found: target.Source | None) -> list[str]:
+def lines(facts: Facts, found: target.Source | None) -> tuple[str, ...]:
     """What of this run vLLM, and Ray Serve above it, does not load, and where it runs."""
-    said = []
-    if facts.method == "bitsandbytes":
-        said.append(
-            "bitsandbytes is not among the quantisation methods of this version of vLLM; earlier ones read it on GPUs"
-            " only, and none on CPUs."
-        )
-    if facts.method == "bitnet":
-        said.append("vLLM has no bitnet: ternary weights take 4 bits each in the export that stands in for them.")
-    if facts.declared:
-        said.append(
-            f"vLLM knows caches of 8-bit floats only and stops at this model's {facts.cache} kv_cache_scheme: model/"
-            " itself is not loaded."
-        )
-    elif facts.cache is not None:
-        said.append(f"Keys and values are not kept in {facts.cache} here: the scheme is our runtime's.")
+    weights = told(
+        facts.method == "bitsandbytes"
+        and "bitsandbytes is not among the quantisation methods of this version of vLLM; earlier ones read it on GPUs"
+        " only, and none on CPUs.",
+        facts.method == "bitnet"
+        and "vLLM has no bitnet: ternary weights take 4 bits each in the export that stands in for them.",
+        f"vLLM knows caches of 8-bit floats only and stops at this model's {facts.cache} kv_cache_scheme: model/"
+        " itself is not loaded."
+        if facts.declared
+        else target.float_cache_line(facts),
+    )
     if found is None:
         instead = "serve the original" if not facts.kinds else "compress with an int4 or int8 recipe"
-        said.append(
+        return (
+            *weights,
             f"So vLLM reads no form of this model: {instead}, or take another engine. (A GGUF needs the package"
-            " vllm-gguf-plugin, and a GPU.)"
+            " vllm-gguf-plugin, and a GPU.)",
         )
-        return said
-    said += _on_cpus(facts, found)
-    if facts.medusa:
-        said.append("vLLM took Medusa heads until 0.12 and no longer does: the run's heads are not used.")
-    said += target.drafting_lines(facts)
-    if facts.experts:
-        said.append("Experts are spread over the tensor-parallel GPUs (--enable-expert-parallel).")
-    if facts.tensor_parallel == 1:
-        said.append("Heads or groups of weights cannot be cut in two, so tensor parallelism stays at 1.")
-    said.append(
+    return told(
+        *weights,
+        _on_cpus(facts, found),
+        facts.medusa and "vLLM took Medusa heads until 0.12 and no longer does: the run's heads are not used.",
+        *target.drafting_lines(facts),
+        facts.experts and "Experts are spread over the tensor-parallel GPUs (--enable-expert-parallel).",
+        target.one_part_line(facts),
         "Prefill and decode on different GPUs need a router in front that hands requests on; Ray Serve (below) brings"
-        " one. Start the two with different CUDA_VISIBLE_DEVICES and VLLM_NIXL_SIDE_CHANNEL_PORT."
+        " one. Start the two with different CUDA_VISIBLE_DEVICES and VLLM_NIXL_SIDE_CHANNEL_PORT.",
     )
-    return said
 
 
-def _on_cpus(facts: Facts, found: target.Source) -> list[str]:
+def _on_cpus(facts: Facts, found: target.Source) -> str | None:
     if not facts.kinds:
-        return []
+        return None
     if "fp8" in facts.kinds:
-        return ["Runs on GPUs: fp8 weights beside plain inputs are not among its documented formats for CPUs."]
+        return "Runs on GPUs: fp8 weights beside plain inputs are not among its documented formats for CPUs."
     if "int4" in facts.kinds and facts.bits != (4,):
-        return ["On CPUs vLLM has kernels for weights of 4 bits and for int8 with int8 inputs only, so not for these."]
+        return "On CPUs vLLM has kernels for weights of 4 bits and for int8 with int8 inputs only, so not for these."
     if found.path.endswith(("gptq", "awq")) or facts.kinds == {"int4"}:
-        return ["Runs on GPUs, and on x86 CPUs (4 bits; sizes in multiples of 32)."]
-    return ["Runs on GPUs, and on CPUs (int8 with int8 inputs)."]
-
-
-def uses(section: Section) -> list[Use]:
-    """Every key of the section's commands."""
-    used: list[Use] = []
-    for command in section.commands:
-        used += flags(command.words)
-        words = dict(zip(command.words, command.words[1:], strict=False))
-        used += speculative_uses(json.loads(words.get("--speculative-config", "{}")))
-        used += keys("kv_transfer_config", json.loads(words.get("--kv-transfer-config", "{}")))
-    return used
-
-
-def speculative_uses(config: dict[str, Any]) -> list[Use]:
-    """The keys of a speculative configuration, and its method."""
-    return keys("speculative_config", config) + ([("method", str(config["method"]))] if "method" in config else [])
+        return "Runs on GPUs, and on x86 CPUs (4 bits; sizes in multiples of 32)."
+    return "Runs on GPUs, and on CPUs (int8 with int8 inputs)."
 
 
 def installed() -> dict[str, frozenset[str]]:
