@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.export import directory
-from compress.export.directory import Form, Layout
+from compress.export import told
+from compress.export.directory import Form, Layout, evenly_spaced
 from compress.export.layers import (
     LEAST_GROUP,
     Facts,
@@ -23,17 +23,11 @@ from runtime.formats.packed import PackedWeight
 # For layers that are rounded again where no other layer says a size: the largest that divides all of their rows.
 _GROUPS = (128, 64, 32, 16)
 
-_REFUSED = {
-    "nf4": (
-        "AWQ's layout holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
-        " export to bitsandbytes"
-    )
-}
-
 
 def _form(model: Model) -> Form:
-    exact = [layer for layer in model.packed if _is_held(layer)]
-    rounded = [layer for layer in model.packed if _fits(layer) and not _is_held(layer)]
+    fitting = [layer for layer in model.packed if layer.shape[0] % 8 == 0 and not layer.is_head]
+    exact = [layer for layer in fitting if _is_held(layer)]
+    rounded = [layer for layer in fitting if not _is_held(layer)]
     size = common_group(exact) if exact else _dividing(rounded)
     check_group("awq", exact, size)
     if size != -1:
@@ -43,15 +37,24 @@ def _form(model: Model) -> Form:
         raise UserError(f"export awq: no layer has outputs in eights and groups of {size}: export compressed-tensors")
 
     def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
-        if layer in plain:
-            return directory.dense(layer, weight, model)
         if layer in rounded:
             weight = to_int4(weight, max(size, 0), torch.float16)
         ready = with_scale_in(with_whole_zeros(weight), torch.float16)
         return awq.to_tensors(ready, layer.prefix, model.dtype, group_size=size)
 
+    notes = told(
+        *group_notes(exact, size),
+        any(layer.scheme.bits < 4 for layer in exact)
+        and "Codes of fewer bits are stored in 4, the only width of this layout: same weights, larger file.",
+        rounded
+        and f"{len(rounded)} layers have more than 4 bits, inputs in activation order or small groups, which this"
+        " layout cannot hold: they are rounded again.",
+        plain and f"{len(plain)} layers have shapes or groups that do not fit, or are the head, and are stored plain.",
+        any(int8.is_expert(layer.prefix) for layer in (*exact, *rounded))
+        and "transformers does not load experts in this layout; vLLM does.",
+    )
     skip = [*model.skipped, *(layer.prefix for layer in plain)]
-    return Form(awq.hf_config(size, skip), store, tuple(_notes(exact, rounded, plain, size)))
+    return Form(awq.hf_config(size, skip), store, notes, plain)
 
 
 def _dividing(layers: list[Facts]) -> int:
@@ -59,32 +62,10 @@ def _dividing(layers: list[Facts]) -> int:
     return max(_GROUPS, key=lambda size: (sum(layer.shape[1] % size == 0 for layer in layers), size))
 
 
-def _fits(layer: Facts) -> bool:
-    return layer.shape[0] % 8 == 0 and not layer.is_head
-
-
 def _is_held(layer: Facts) -> bool:
     """Whether the codes can be repacked: at most 4 bits, in input order, in groups that are not tiny."""
-    return _fits(layer) and layer.group >= LEAST_GROUP and layer.scheme.bits <= 4 and not layer.reordered
+    return layer.group >= LEAST_GROUP and layer.scheme.bits <= 4 and not layer.reordered
 
 
-def _notes(exact: list[Facts], rounded: list[Facts], plain: list[Facts], size: int) -> list[str]:
-    notes = group_notes(exact, size)
-    if any(layer.scheme.bits < 4 for layer in exact):
-        notes.append("Codes of fewer bits are stored in 4, the only width of this layout: same weights, larger file.")
-    if rounded:
-        notes.append(
-            f"{len(rounded)} layers have more than 4 bits, inputs in activation order or small groups, which this"
-            " layout cannot hold: they are rounded again."
-        )
-    if plain:
-        notes.append(
-            f"{len(plain)} layers have shapes or groups that do not fit, or are the head, and are stored plain."
-        )
-    if any(int8.is_expert(layer.prefix) for layer in (*exact, *rounded)):
-        notes.append("transformers does not load experts in this layout; vLLM does.")
-    return notes
-
-
-LAYOUT = Layout("awq", _REFUSED, _form)
+LAYOUT = Layout("awq", evenly_spaced("AWQ's layout"), _form)
 refusal, write = LAYOUT.refusal, LAYOUT.write

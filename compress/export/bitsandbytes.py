@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from compress.export import directory
+from compress.export import told
 from compress.export.directory import Form, Layout
-from compress.export.layers import Facts, Model, to_int8_rows, to_nf4
-from runtime.formats import int8, llm_int8, nf4
+from compress.export.layers import Facts, Model, to_int8_rows
+from runtime.formats import dequantize, int8, llm_int8, nf4
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import stored_scale_dtype
 
@@ -24,34 +24,36 @@ def _int8(model: Model) -> Form:
         ready = weight if row else to_int8_rows(weight, stored_scale_dtype(model.dtype))
         return llm_int8.to_tensors(ready, layer.prefix, model.dtype)
 
-    notes = ["LLM.int8 multiplies inputs above its threshold in 16 bits, which Specpress' kernels do not."]
-    if any(layer.static for layer in model.packed):
-        notes.append("The static steps of the inputs are left out: this layout rounds inputs per token.")
-    return Form(llm_int8.hf_config(model.skipped), store, (*notes, *_experts(model)))
+    notes = told(
+        "LLM.int8 multiplies inputs above its threshold in 16 bits, which Specpress' kernels do not.",
+        any(layer.static for layer in model.packed)
+        and "The static steps of the inputs are left out: this layout rounds inputs per token.",
+        _on_experts(model),
+    )
+    return Form(llm_int8.hf_config(model.skipped), store, notes)
 
 
 def _nf4(model: Model) -> Form:
     plain = [layer for layer in model.packed if layer.shape[1] % nf4.BLOCK or layer.is_head]
 
     def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
-        if layer in plain:
-            return directory.dense(layer, weight, model)
-        return nf4.to_tensors(to_nf4(weight), layer.prefix, model.dtype)
+        return nf4.to_tensors(nf4.pack(dequantize(weight), bias=weight.bias), layer.prefix, model.dtype)
 
     compute = str(model.dtype).removeprefix("torch.")
     config = nf4.hf_config([*model.skipped, *(layer.prefix for layer in plain)], compute=compute)
-    notes = ["Integers have no place among nf4's levels, so every layer is rounded again."]
-    if plain:
-        notes.append(
-            f"{len(plain)} layers have rows that blocks of {nf4.BLOCK} do not divide, or are the head: stored plain."
-        )
-    return Form(config, store, (*notes, *_experts(model)))
+    notes = told(
+        "Integers have no place among nf4's levels, so every layer is rounded again.",
+        plain
+        and f"{len(plain)} layers have rows that blocks of {nf4.BLOCK} do not divide, or are the head: stored plain.",
+        _on_experts(model),
+    )
+    return Form(config, store, notes, plain)
 
 
-def _experts(model: Model) -> tuple[str, ...]:
+def _on_experts(model: Model) -> str | None:
     if any(int8.is_expert(layer.prefix) for layer in model.packed):
-        return ("transformers' bitsandbytes loader leaves experts alone, so it does not load these.",)
-    return ()
+        return "transformers' bitsandbytes loader leaves experts alone, so it does not load these."
+    return None
 
 
 LAYOUT = Layout("bitsandbytes", _REFUSED, _form)

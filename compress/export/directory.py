@@ -1,8 +1,8 @@
 """Writes an export that is a Hugging Face directory, a layer at a time, and measures what each layer lost."""
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.artifact import files, safetensors
 from compress.errors import UserError
-from compress.export import Exported, Loss, Progress
+from compress.export import Exported, Loss, Progress, told
 from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, survey
 from compress.model import directory
 from compress.quantize.rtn import relative_error
@@ -31,11 +31,13 @@ class Form:
     quantization  `quantization_config` of config.json.
     store         a layer's tensors; they may stand for other weights than the layer's, which is then measured.
     notes         what a user has to know.
+    plain         layers that the form has no place for: they are stored in the model's own type.
     """
 
     quantization: Mapping[str, Any]
     store: Store
     notes: tuple[str, ...] = ()
+    plain: Collection[Facts] = ()
 
 
 @dataclass(frozen=True)
@@ -59,93 +61,93 @@ class Layout:
         """See compress.export."""
         found = survey(model)
         if found.method == self.name:
-            return copy(self.name, found, out, progress)
+            return _copy(found, out, progress)
         if (why := self.refusal({layer.scheme.kind for layer in found.packed})) is not None:
             raise UserError(f"export {self.name}: {why}")
-        return write(self.name, found, self.form(found), out, progress)
+        return _write(self.name, found, self.form(found), out, progress)
 
 
-@dataclass
-class _Parts:
-    """Tensors on their way into the files: few at a time in memory."""
-
-    folder: Path
-    paths: list[Path] = field(default_factory=list)
-    waiting: dict[str, Tensor] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        self.waiting |= tensors
-        self.size += sum(tensor.nbytes for tensor in tensors.values())
-        if self.size >= _PART:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.waiting:
-            self.paths.append(self.folder / f"part-{len(self.paths):06d}.safetensors")
-            safetensors.write_part(self.paths[-1], self.waiting)
-            self.waiting, self.size = {}, 0
+def evenly_spaced(form: str) -> dict[str, str]:
+    """What `form`, which holds integers, refuses."""
+    return {
+        "nf4": f"{form} holds evenly spaced codes, found nf4, whose codes are not: compress with an int4 recipe, or"
+        " export to bitsandbytes"
+    }
 
 
-def write(name: str, model: Model, form: Form, out: Path, progress: Progress) -> Exported:
+def _write(name: str, model: Model, form: Form, out: Path, progress: Progress) -> Exported:
     """Fills the folder `out` with the model in another form.
 
     Every layer is read back from the tensors that are written, so that `losses` are measured and not believed. Raises
     UserError for tensors that cannot be read, and ValueError where a form stores what it cannot read: our mistake.
     """
     checkpoint = model.checkpoint
-    stage = f"export {name}"
-    parts = _Parts(out / "parts")
-    parts.folder.mkdir()
     taken = _of_layers(model)
+    others = [plain for plain in checkpoint.names() if plain not in taken]
     scales = form.quantization.get("quant_method") == "compressed-tensors"
-    dropped = 0
-    for plain in checkpoint.names():
-        if plain in taken:
-            continue
-        if plain.endswith(CACHE_SCALES) and not scales:
-            dropped += 1
-            continue
-        parts.add({plain: checkpoint.tensor(plain)})
-    losses, repacked = [], 0
-    for done, layer in enumerate(model.packed):
-        progress(stage, done, len(model.packed))
-        weight = checkpoint.weight(layer.prefix)
-        assert isinstance(weight, PackedWeight)
-        tensors = form.store(layer, weight)
-        error = _loss(form, layer.prefix, tensors, weight)
-        if error is None:
-            repacked += 1
-        else:
-            losses.append(Loss(layer.prefix, error))
-        parts.add(tensors)
-    parts.flush()
-    names = safetensors.join(parts.paths, out)
-    shutil.rmtree(parts.folder)
-    _beside(model, form, out)
-    progress(stage, len(model.packed), len(model.packed))
+    kept = [plain for plain in others if scales or not plain.endswith(CACHE_SCALES)]
+    losses: list[Loss] = []
+
+    def tensors() -> Iterator[dict[str, Tensor]]:
+        for plain in kept:
+            yield {plain: checkpoint.tensor(plain)}
+        for done, layer in enumerate(model.packed):
+            progress(f"export {name}", done, len(model.packed))
+            weight = checkpoint.weight(layer.prefix)
+            assert isinstance(weight, PackedWeight)
+            stored = _dense(layer, weight, model) if layer in form.plain else form.store(layer, weight)
+            back = formats.read(form.quantization, stored, layer.prefix)
+            before = formats.dequantize(weight)
+            after = formats.dequantize(back) if isinstance(back, PackedWeight) else back.float()
+            if not before.equal(after):
+                losses.append(Loss(layer.prefix, relative_error(before, after)))
+            yield stored
+
+    parts = out / "parts"
+    names = safetensors.join(_in_parts(tensors(), parts), out)
+    shutil.rmtree(parts)
+    _beside(model, form.quantization, out)
+    progress(f"export {name}", len(model.packed), len(model.packed))
     size = sum((out / file).stat().st_size for file in names if file.endswith(".safetensors"))
-    notes = form.notes
-    if dropped:
-        notes += ("The cache's static scales, which are compressed-tensors' own, are left out.",)
-    return Exported(name, size, repacked, tuple(losses), notes)
+    left_out = "The cache's static scales, which are compressed-tensors' own, are left out."
+    notes = told(*form.notes, len(kept) < len(others) and left_out)
+    return Exported(name, size, len(model.packed) - len(losses), tuple(losses), notes)
 
 
-def copy(name: str, model: Model, out: Path, progress: Progress, notes: tuple[str, ...] = ()) -> Exported:
+def _in_parts(tensors: Iterable[Mapping[str, Tensor]], folder: Path) -> list[Path]:
+    """Files of some tensors each, so that few are in memory at a time."""
+    folder.mkdir()
+    paths: list[Path] = []
+    waiting: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        paths.append(folder / f"part-{len(paths):06d}.safetensors")
+        safetensors.write_part(paths[-1], waiting)
+        waiting.clear()
+
+    for some in tensors:
+        waiting |= some
+        if sum(tensor.nbytes for tensor in waiting.values()) >= _PART:
+            flush()
+    if waiting:
+        flush()
+    return paths
+
+
+def _copy(model: Model, out: Path, progress: Progress) -> Exported:
     """The export of a model that is in this form already: the same tensors."""
-    checkpoint = model.checkpoint
+    checkpoint, name = model.checkpoint, model.method
+    assert name is not None and checkpoint.quantization is not None
     progress(f"export {name}", 0, 1)
     for file in (*checkpoint.shards.files, checkpoint.path / safetensors.INDEX):
         if file.is_file():
             files.copy_synced(file, out / file.name)
-    quantization = checkpoint.quantization
-    assert quantization is not None
-    _beside(model, Form(quantization, lambda *_: {}), out)
+    _beside(model, checkpoint.quantization, out)
     progress(f"export {name}", 1, 1)
-    return Exported(name, checkpoint.bytes_on_disk(), len(model.packed), (), notes)
+    return Exported(name, checkpoint.bytes_on_disk(), len(model.packed))
 
 
-def dense(layer: Facts, weight: PackedWeight, model: Model) -> dict[str, Tensor]:
+def _dense(layer: Facts, weight: PackedWeight, model: Model) -> dict[str, Tensor]:
     """A layer that a form has no place for, in the model's own type."""
     tensors = {f"{layer.prefix}.weight": formats.dequantize(weight).to(model.dtype)}
     if weight.bias is not None:
@@ -164,20 +166,10 @@ def _of_layers(model: Model) -> set[str]:
     }
 
 
-def _loss(form: Form, prefix: str, tensors: Mapping[str, Tensor], weight: PackedWeight) -> float | None:
-    """‖W' − W‖ / ‖W‖ of what a reader makes of the tensors; None where it is the same weight."""
-    back = formats.read(form.quantization, tensors, prefix)
-    before = formats.dequantize(weight)
-    after = formats.dequantize(back) if isinstance(back, PackedWeight) else back.float()
-    if before.equal(after):
-        return None
-    return relative_error(before, after)
-
-
-def _beside(model: Model, form: Form, out: Path) -> None:
+def _beside(model: Model, quantization: Mapping[str, Any], out: Path) -> None:
     """config.json, tokenizer, licence, and our cache's factors."""
     source = model.checkpoint.path
-    directory.write_config(source, out, form.quantization)
+    directory.write_config(source, out, quantization)
     directory.copy_companions(source, out)
     if (source / scheme.TENSORS).is_file():
         (out / scheme.TENSORS).parent.mkdir(exist_ok=True)

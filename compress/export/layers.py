@@ -1,6 +1,5 @@
 """The layers of a finished model as exporters need to know them before they write the first."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -9,10 +8,11 @@ from pathlib import Path
 import torch
 
 from compress.errors import UserError
+from compress.export import told
 from compress.quantize import grid
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import dequantize, int8, nf4
+from runtime.formats import dequantize, int8
 from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
 
@@ -58,11 +58,6 @@ def to_int4(packed: PackedWeight, group_size: int, dtype: torch.dtype) -> Packed
 def to_int8_rows(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """Rounded to symmetric int8 with one scale per output row, in `dtype`."""
     return int8.pack(dequantize(packed), bias=packed.bias, scale_dtype=dtype)
-
-
-def to_nf4(packed: PackedWeight) -> nf4.Nf4Weight:
-    """Rounded to nf4, doubly quantised."""
-    return nf4.pack(dequantize(packed), bias=packed.bias)
 
 
 # A packed layer has one of these, whatever its format; a plain one has none.
@@ -187,16 +182,12 @@ def check_group(form: str, layers: Sequence[Facts], size: int) -> None:
         )
 
 
-def group_notes(layers: Sequence[Facts], size: int) -> list[str]:
+def group_notes(layers: Sequence[Facts], size: int) -> tuple[str, ...]:
     """What a user has to know of a group size that is not all layers' own, or not what kernels are made for."""
-    notes = []
-    if size != -1 and len({layer.group for layer in layers}) > 1:
-        notes.append(f"Layers had groups of several sizes: all are cut into groups of {size}, which changes no weight.")
-    if size not in _USUAL_GROUPS:
-        notes.append(f"Groups of {size} inputs are read by plain kernels only: fast ones take 32, 64 and 128.")
-    return notes
-
-
-def common_bits(layers: Sequence[Facts]) -> int:
-    """The bits of most layers."""
-    return Counter(layer.scheme.bits for layer in layers).most_common(1)[0][0]
+    return told(
+        size != -1
+        and len({layer.group for layer in layers}) > 1
+        and f"Layers had groups of several sizes: all are cut into groups of {size}, which changes no weight.",
+        size not in _USUAL_GROUPS
+        and f"Groups of {size} inputs are read by plain kernels only: fast ones take 32, 64 and 128.",
+    )
