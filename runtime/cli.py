@@ -1,9 +1,13 @@
 """What commands share, on this floor and those above: how they end errors, and options as dataclasses."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import typer
@@ -44,17 +48,29 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), stopped: str = "") -> Iterator[None]:
     """Ends the command with `error: SENTENCE` on standard error and exit code 2, or 130 on Ctrl-C.
 
-    A sentence is told for a user's mistake, for a file that cannot be read or written, for memory that ran out, and
-    for what a GPU refuses in the middle of the work. Notes added to the exception (what is kept of the work) follow
-    it. Any other error is ours and keeps its traceback.
+    A sentence is told for a user's mistake, for a file that cannot be read or written, for memory that ran out, for
+    what a GPU refuses in the middle of the work, and for what Python and libraries raise of names and texts that no
+    file can have (`_FAULTS`). Notes added to the exception (what is kept of the work) follow it. Any other error is
+    ours and keeps its traceback. Characters that the terminal's encoding lacks are replaced; a reader of standard
+    output that went away, such as `head`, ends the command in silence.
 
     user_errors  the classes of a user's mistakes on the command's floor.
     stopped      what else to say after Ctrl-C.
     """
+    if sys.stdout is None:
+        # Closed by the caller (`>&-`), who wants none of it.
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
-        raise  # typer's own ways to end, and a reader such as `head` that went away: no mistakes
+        sys.stdout.flush()
+    except (typer.Exit, typer.Abort):
+        raise  # typer's own ways to end
+    except BrokenPipeError:
+        _flush_or_discard()
+        raise typer.Exit from None
     except KeyboardInterrupt as error:
         if stopped:
             error.add_note(stopped)
@@ -62,13 +78,42 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
     except user_errors as error:
         _end(str(error), error)
     except OSError as error:
+        _flush_or_discard()
         reason = error.strerror or error
         _end(f"{error.filename or 'a file'} cannot be used ({reason}): check it and its permissions", error)
-    except (RuntimeError, MemoryError) as error:
-        sentence = _memory(error) or explained(error)
+    except (RuntimeError, MemoryError, ValueError, TypeError) as error:
+        sentence = _memory(error) or _fault(error) or explained(error)
         if sentence is None:
             raise
         _end(str(sentence), error)
+
+
+# What names and texts that no file can have come to, deep in Python or a library: class, part of its message, sentence.
+_HALF = "a name or text holds half a character (a lone surrogate), which is no Unicode: correct it"
+_FAULTS: tuple[tuple[type[Exception], str, str], ...] = (
+    (UnicodeEncodeError, "surrogates not allowed", _HALF),
+    (TypeError, "TextEncodeInput", _HALF),
+    (ValueError, "embedded null byte", "a file name holds a NUL, which no file system takes: correct it"),
+    (ValueError, "has an empty name", "the path has no name of its own, such as / or .: give one below it"),
+    (ValueError, "integer string conversion", "a number of more than 4,300 digits stands in a file: correct it"),
+    (RuntimeError, "home directory", "a path begins with ~NAME, and there is no such user: give the whole path"),
+    (RuntimeError, "Symlink loop", "a path leads through links that go round in a loop: remove one of them"),
+    (RecursionError, "decoding a JSON", "a file is nested too deeply to be read: correct it"),
+)
+
+
+def _fault(error: Exception) -> str | None:
+    return next((told for kind, part, told in _FAULTS if isinstance(error, kind) and part in str(error)), None)
+
+
+def _flush_or_discard() -> None:
+    """Leaves nothing for Python to write when it ends, which it would complain about once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _memory(error: Exception) -> str | None:

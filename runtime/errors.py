@@ -1,11 +1,30 @@
 """What a user can get wrong when loading or running a model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """One sentence: the file, key or tensor, what was expected, what was found and what to do.
 
     Commands print it without a traceback and exit with 2.
     """
+
+
+@contextmanager
+def fault_of(where: str, what: str) -> Iterator[None]:
+    """Turns what a library raises over somebody's file into a UserError "WHERE: WHAT: its first line".
+
+    Such libraries index, compare and unpack what a file says without looking at it, so that any class can come of it.
+    Raises UserError; MemoryError and UserError pass as they are.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UserError(f"{where}: {what} ({type(error).__name__}: {first[:200].rstrip('.')})") from error
 
 
 class OutOfPages(UserError):  # noqa: N818 (a state to act on, by preempting a request, as much as a mistake)

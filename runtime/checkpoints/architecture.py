@@ -43,7 +43,6 @@ def _complete(values: dict[str, Any]) -> bool:
 
 def transformers_configuration(checkpoint: Checkpoint) -> Any:
     """The configuration as transformers reads it. Raises UserError as `configuration` does."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -58,7 +57,7 @@ def transformers_configuration(checkpoint: Checkpoint) -> Any:
             plain = ("model_type", "quantization_config")
             return AutoConfig.for_model(kind, **{k: v for k, v in checkpoint.config.items() if k not in plain})
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # transformers' classes raise what they like for values that they refuse
         why = " ".join(str(error).split())
         raise UserError(
             f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {why}"
@@ -120,10 +119,8 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     kind = config.get("model_type")
     if kind not in FAMILY:
         return None
-    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise UserError(f"config.json: {key} must be a positive integer, found {config.get(key)!r}")
-    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    keys = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    hidden, heads, layers, vocab = (_count(config, key) for key in keys)
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
@@ -132,15 +129,17 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     act = config.get("hidden_activation") or ("gelu_pytorch_tanh" if gemma else config.get("hidden_act", "silu"))
     if act not in _SILU + _GELU_TANH:
         return None
+    head_dim = config.get("head_dim") or hidden // heads
+    _check_rotary(config, head_dim)
     return Architecture(
         model_type=kind,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         intermediate=config.get("intermediate_size") or 4 * hidden,
-        vocab=config["vocab_size"],
+        vocab=vocab,
         max_positions=config.get("max_position_embeddings", 2048),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", gemma)),
@@ -155,14 +154,35 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     )
 
 
+def _count(config: dict[str, Any], key: str) -> int:
+    found = config.get(key)
+    if not isinstance(found, int) or found < 1:
+        raise UserError(f"config.json: {key} must be a positive integer, found {found!r}")
+    return found
+
+
+def _check_rotary(config: dict[str, Any], head_dim: int) -> None:
+    rope = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if (rotated := int(head_dim * share)) < 2 or rotated % 2:
+        raise UserError(
+            f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"
+            " head_dim times partial_rotary_factor must be even"
+        )
+
+
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     if config["model_type"] in ("qwen2", "qwen3", "qwen3_moe") and not config.get("use_sliding_window"):
         window = None
     if window is None:
         return (None,) * layers
+    if window < 1:
+        raise UserError(f"config.json: sliding_window must be 1 or more where it is used, found {window}")
     kinds = config.get("layer_types")
     if kinds:
+        if len(kinds) != layers:
+            raise UserError(f"config.json: layer_types must name {layers} layers, found {len(kinds)}")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = config.get("max_window_layers", 0) if config["model_type"].startswith("qwen") else 0
     return tuple(window if i >= first else None for i in range(layers))
@@ -172,10 +192,13 @@ def _experts(config: dict[str, Any], kind: str) -> Experts | None:
     if kind not in ("mixtral", "qwen3_moe"):
         return None
     # qwen3_moe's is written under the one name by older releases of transformers, under the other by newer ones.
-    count = config["num_local_experts"] if kind == "mixtral" or "num_local_experts" in config else config["num_experts"]
-    hidden = config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"]
+    local = kind == "mixtral" or "num_local_experts" in config
+    count = _count(config, "num_local_experts" if local else "num_experts")
+    hidden = _count(config, "intermediate_size" if kind == "mixtral" else "moe_intermediate_size")
+    if (per_token := _count(config, "num_experts_per_tok")) > count:
+        raise UserError(f"config.json: num_experts_per_tok is {per_token}, and a layer has {count} experts")
     renormalize = kind == "mixtral" or bool(config.get("norm_topk_prob", False))
-    return Experts(count, config["num_experts_per_tok"], hidden, renormalize)
+    return Experts(count, per_token, hidden, renormalize)
 
 
 def _dense_layers(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:

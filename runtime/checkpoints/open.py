@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import formats
+from runtime.checkpoints import model_config
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.safetensors import Shards, inside, read_json
 from runtime.errors import UserError
@@ -30,6 +31,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
         return open_gguf(directory)
     config = read_json(inside(directory, "config.json", "config.json"))
+    model_config.check(config, f"{directory.name}/config.json")
     if config.get("quantization_config") is None and (older := _older_quantization(directory)) is not None:
         config["quantization_config"] = older
     try:

@@ -29,9 +29,14 @@ def inside(directory: Path, name: str, said_by: str) -> Path:
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
     path = directory / name
-    if not path.resolve().is_relative_to(root):
+    try:
+        stays, is_file = path.resolve().is_relative_to(root), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        # Too long, a NUL or half a character in it, or a link to itself.
+        raise UserError(f"{shown}: {name[:80]!r} cannot be the name of a file ({type(error).__name__})") from error
+    if not stays:
         raise UserError(f"{shown}: {name} is a link that leaves the directory; replace it by the file itself")
-    if not path.is_file():
+    if not is_file:
         raise UserError(f"{shown}: the file {name} is missing; fetch the model again, or copy the file there")
     return path
 
@@ -43,7 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{shown} is not valid JSON: {error.msg} at line {error.lineno}; fetch it again") from error
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are no UTF-8, and numbers of more digits than Python reads.
         raise UserError(f"{shown} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown} must hold a JSON object, found {type(value).__name__}")

@@ -47,7 +47,7 @@ def build(
         embedding = None if a.tied else table.clone()
     blocks = tuple(_block(reader, a, number) for number in range(a.layers))
     norm = reader.vector("model.norm.weight", a.hidden)
-    head = linear(table if a.tied else reader.weight("lm_head", shape), reader.bias("lm_head"), kernel)
+    head = linear(table if a.tied else reader.weight("lm_head", shape), reader.bias("lm_head", a.vocab), kernel)
     parts = Parts(embedding, blocks, norm, head)
     if planes and not has_planes(parts):
         raise UserError(
@@ -80,9 +80,9 @@ class _Reader:
             )
         return replace(found, planes=True)
 
-    def bias(self, prefix: str) -> Tensor | None:
+    def bias(self, prefix: str, size: int) -> Tensor | None:
         name = f"{prefix}.bias"
-        return self.checkpoint.tensor(name).float().to(self.device) if name in self.names else None
+        return self.vector(name, size) if name in self.names else None
 
     def vector(self, name: str, size: int) -> Tensor:
         found = self.checkpoint.tensor(name)
@@ -105,15 +105,14 @@ class _Reader:
         return found.to(self.device)
 
     def linear(self, prefix: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
-        return linear(self.weight(prefix, shape), self.bias(prefix), self.kernel)
+        return linear(self.weight(prefix, shape), self.bias(prefix, shape[0]), self.kernel)
 
     def join(self, prefixes: list[str], sizes: list[int], inputs: int) -> Joined:
         """Several layers of one input; one prefix with several sizes is a layer fused on disk."""
-        if len(prefixes) == 1:
-            weights = [self.weight(prefixes[0], (sum(sizes), inputs))]
-        else:
-            weights = [self.weight(p, (size, inputs)) for p, size in zip(prefixes, sizes, strict=True)]
-        return join(weights, [self.bias(p) for p in prefixes], sizes, self.kernel)
+        outputs = [sum(sizes)] if len(prefixes) == 1 else sizes
+        parts = list(zip(prefixes, outputs, strict=True))
+        weights = [self.weight(p, (size, inputs)) for p, size in parts]
+        return join(weights, [self.bias(p, size) for p, size in parts], sizes, self.kernel)
 
     def _check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if found != expected:

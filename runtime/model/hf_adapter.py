@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows, SharesNothing
-from runtime.errors import UserError
+from runtime.errors import UserError, fault_of
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,10 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
                 " 'specpress[hf]'"
             )
         given["device_map"] = through.device_map
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **given)
-    except ImportError as error:
-        method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "its format")
-        raise UserError(f"{path.name}: transformers needs the library of {method} to load it: {error}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path.name}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+    with fault_of(path.name, "transformers cannot load it"):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **given)
+        except ImportError as error:
+            method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "its format")
+            raise UserError(f"{path.name}: transformers needs the library of {method} to load it: {error}") from error
     return Adapter(model.eval() if through.device_map is not None else model.eval().to(device))

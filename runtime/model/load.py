@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.checkpoints import model_config
 from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
 from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.safetensors import inside, read_json
 from runtime.contract import Decoder
 from runtime.devices import explaining, resolve
-from runtime.errors import UserError
+from runtime.errors import UserError, fault_of
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph
@@ -42,10 +44,8 @@ class Model:
             return read_tokenizer(self.path)
         from transformers import AutoTokenizer
 
-        try:
+        with fault_of(self.path.name, "no tokenizer could be read; put a sound tokenizer.json beside the weights"):
             return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path.name}: no tokenizer could be read; add tokenizer.json beside it") from error
 
     @property
     def draft_path(self) -> Path | None:
@@ -61,12 +61,12 @@ class Model:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text, from generation_config.json, else config.json."""
-        from transformers import GenerationConfig
-
-        found = None
-        if (self.path / "generation_config.json").is_file():
-            found = GenerationConfig.from_pretrained(self.path).eos_token_id
+        """Ids that end a text, from generation_config.json, else config.json. Raises UserError for what are no ids."""
+        found, name = None, "generation_config.json"
+        if (self.path / name).is_file():
+            said = read_json(inside(self.path, name, name))
+            model_config.check_generation(said, f"{self.path.name}/{name}")
+            found = said.get("eos_token_id")
         if found is None:
             found = getattr(self.config, "eos_token_id", None)
         return frozenset() if found is None else frozenset(found if isinstance(found, list) else [found])

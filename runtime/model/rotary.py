@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.errors import fault_of
+
 # Every entry is computed in a block of this shape, so an angle's bits do not depend on how long the table is.
 _BLOCK = 2048
 # Types whose frequencies are fixed. "dynamic" and "longrope" change with the text's length: the adapter runs those.
@@ -26,11 +28,12 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     if kind != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        with fault_of("config.json", f"rope_parameters of type {kind!r} cannot be used"):
+            inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inverse.float(), float(factor)
-    base = parameters.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
+    base = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
     return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
 
 

@@ -80,7 +80,10 @@ SPECPRESS_API void specpress_unpack_nibbles(Pool* pool, const uint8_t* packed, i
     unpack_nibbles(*pool, packed, bytes, high_first != 0, static_cast<int8_t>(minus), codes);
 }
 
-SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, Pool* pool) { return new Decoder(*model, *path_of(path), *pool); }
+// Null where the model's sizes do not belong together.
+SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, Pool* pool) {
+    return sound(*model) ? new Decoder(*model, *path_of(path), *pool) : nullptr;
+}
 SPECPRESS_API void specpress_decoder_free(Decoder* decoder) { delete decoder; }
 SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const float* cos, const float* sin, const int64_t* at,
                                      int64_t count, float* hidden, float* logits) {

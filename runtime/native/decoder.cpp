@@ -59,6 +59,46 @@ float half_to_float(uint16_t h) {
 
 void unpack_row(const Weights& w, int64_t n, float* out);
 
+bool sound(const Model& model) {
+    // Rows of this many floats, and a few of them multiplied, fit 64 bits.
+    constexpr int64_t most = 1 << 26, widest_head = 1024, most_experts = 1024;
+    const Heads& h = model.heads;
+    auto size = [](int64_t value) { return 1 <= value && value <= most; };
+    auto fits = [](const Weights* w, int64_t outputs, int64_t inputs) { return w && w->outputs == outputs && w->inputs == inputs; };
+    auto joined = [](const Projection& p, int64_t outputs, int64_t inputs) {
+        for (int64_t i = 0; i < p.parts; i++) {
+            if (!p.weights[i] || p.weights[i]->inputs != inputs) return false;
+            outputs -= p.weights[i]->outputs;
+        }
+        return outputs == 0;
+    };
+    // Gates and their factors, whose products are what `down` takes.
+    auto mlp = [&](const Projection& gate_up, const Weights* down) {
+        return down && size(down->inputs) && down->inputs <= model.intermediate && down->outputs == model.hidden &&
+               joined(gate_up, 2 * down->inputs, model.hidden);
+    };
+    // Without layers it only projects (Decoder::project), by sizes that are the weights' own.
+    if (!model.layers) return true;
+    if (!size(h.heads) || !size(h.kv_heads) || h.heads % h.kv_heads || !size(h.dim) || h.dim > widest_head) return false;
+    if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || !size(h.heads * h.dim)) return false;
+    if (model.layers < 0 || !size(model.hidden) || !size(model.intermediate) || !size(model.vocabulary)) return false;
+    if (!fits(model.head, model.vocabulary, model.hidden)) return false;
+    for (int64_t i = 0; i < model.layers; i++) {
+        const Layer& layer = model.layer[i];
+        if (layer.window < 0 || !fits(layer.out, model.hidden, h.heads * h.dim)) return false;
+        if (!joined(layer.qkv, (h.heads + 2 * h.kv_heads) * h.dim, model.hidden)) return false;
+        if (!layer.mixture) {
+            if (!mlp(layer.gate_up, layer.down)) return false;
+            continue;
+        }
+        const Mixture& m = *layer.mixture;
+        if (m.chosen < 1 || m.chosen > m.experts || m.experts > most_experts || !fits(m.router, m.experts, model.hidden)) return false;
+        for (int64_t e = 0; e < m.experts; e++)
+            if (!mlp(m.gate_up[e], m.down[e])) return false;
+    }
+    return true;
+}
+
 Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(model), path_(path), pool_(pool) {
     // Per thread: a row twice over (a norm's result, and its order changed) and a norm's halving, or attention's blocks.
     auto widen = [&](const Projection& p) {

@@ -49,6 +49,9 @@ struct Model {
     int64_t embedding_type;   // SCALE_F32, SCALE_BF16, SCALE_F16
 };
 
+// Whether all sizes fit each other and what the kernels hold: what they write is sized by them.
+bool sound(const Model& model);
+
 // How one forward's attention is cut up: rows of one request share a unit where there are few query heads to a key head.
 void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<AttentionUnit>& units);
 

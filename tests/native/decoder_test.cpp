@@ -153,6 +153,38 @@ void not_a_number(const NamedPath& path, TestModel& m, Random& random) {
     expect(!draft(path, m, 1, {{5}, {3, 4}}, {3, 3}, VOCABULARY, drafted), what + ": no draft from a NaN");
 }
 
+// Sizes that a damaged configuration could bring, each of which would be written beyond something.
+void sizes(const TestModel& m) {
+    expect(sound(m.model), m.shape.name + ": a whole model is sound");
+    auto refused = [&](const char* what, auto&& change) {
+        Model model = m.model;
+        std::vector<Layer> layers(m.layers);
+        model.layer = layers.data();
+        change(model, layers[1]);
+        expect(!sound(model), m.shape.name + ": " + what);
+    };
+    refused("odd rotation", [](Model& model, Layer&) { model.heads.rotated--; });
+    refused("more rotated than there is", [](Model& model, Layer&) { model.heads.rotated = model.heads.dim + 2; });
+    refused("no head", [](Model& model, Layer&) { model.heads.heads = 0; });
+    refused("heads that share nothing", [](Model& model, Layer&) { model.heads.kv_heads = 3; });
+    refused("a head too wide", [](Model& model, Layer&) { model.heads.dim = 4096; });
+    refused("another hidden size", [](Model& model, Layer&) { model.hidden++; });
+    refused("another vocabulary", [](Model& model, Layer&) { model.vocabulary += 32; });
+    refused("a window before the text", [](Model&, Layer& layer) { layer.window = -1; });
+    refused("no way out", [](Model&, Layer& layer) { layer.out = nullptr; });
+    refused("a part of the keys missing", [](Model&, Layer& layer) { layer.qkv.parts--; });
+    if (!m.shape.experts) {
+        refused("a smaller intermediate size", [](Model& model, Layer&) { model.intermediate--; });
+        refused("gates without factors", [](Model&, Layer& layer) { layer.gate_up.parts--; });
+        return;
+    }
+    for (int64_t chosen : {int64_t{0}, m.shape.experts + 1}) {
+        Mixture mixture = *m.layers[1].mixture;
+        mixture.chosen = chosen;
+        refused("other experts than there are", [&](Model&, Layer& layer) { layer.mixture = &mixture; });
+    }
+}
+
 void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool& pool) {
     TestModel m(shape, random, pool);
     const std::string what = path.name + " decoder " + shape.name;
@@ -174,6 +206,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
         for (size_t i = 0; i < wanted.size(); i++)
             expect_close(whole.logits[(POSITIONS + 5) * VOCABULARY + i], wanted[i], 2e-4, what + " logit " + std::to_string(i));
     }
+    sizes(m);
     drafts(path, m, random);
     not_a_number(path, m, random);  // last: it spoils the model
 }

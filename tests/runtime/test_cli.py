@@ -1,5 +1,11 @@
 import errno
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,8 +69,66 @@ def test_what_to_do_after_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: stopped by Ctrl-C; go on\n"
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), RuntimeError("ours"), BrokenPipeError(), typer.Exit(1)])
+@pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours"), typer.Exit(1)])
 def test_everything_else_passes(error: Exception) -> None:
     with pytest.raises(type(error)) as found, without_traceback():
         raise error
     assert found.value is error
+
+
+def test_names_and_texts_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    cases: dict[str, Callable[[], object]] = {
+        "no such user": lambda: Path("~no-such-user-here/x").expanduser(),
+        "a NUL": lambda: open("a\0b"),  # noqa: SIM115, PTH123 (it does not open)
+        "half a character": lambda: os.stat("\ud800"),  # noqa: PTH116 (Path refuses it in its own words)
+        "no name of its own": lambda: Path("/").with_name("x"),
+        "round in a loop": lambda: loop.resolve(),
+        "digits": lambda: json.loads("1" * 5000),
+        "nested too deeply": lambda: json.loads("[" * 100_000),
+    }
+    for told, call in cases.items():
+        with pytest.raises(typer.Exit) as ended_, without_traceback():
+            call()
+        assert ended_.value.exit_code == 2
+        assert told in capsys.readouterr().err
+
+
+COMMAND = """
+import sys, typer
+from runtime.cli import without_traceback
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+@app.command()
+def main(count: int):
+    with without_traceback():
+        for number in range(count):
+            print("caf\u00e9", number)
+app()
+"""
+
+
+def run(count: int, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-c", COMMAND, str(count)], stderr=subprocess.PIPE, timeout=60, **options)
+
+
+def test_output_that_cannot_be_written() -> None:
+    assert run(5, stdout=subprocess.PIPE).stdout.count(b"caf\xc3\xa9") == 5
+    latin = run(5, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert latin.returncode == 0
+    assert latin.stdout.count(b"caf?") == 5
+    # More than a pipe or a buffer holds, and so little that it is only written at the end.
+    for count in (1, 100_000):
+        with Path("/dev/full").open("wb") as full:
+            found = run(count, stdout=full)
+        assert found.returncode == 2
+        assert found.stderr.decode() == (
+            "error: a file cannot be used (No space left on device): check it and its permissions\n"
+        )
+        read, write = os.pipe()
+        os.close(read)
+        found = run(count, stdout=write)
+        os.close(write)
+        assert (found.returncode, found.stderr) == (0, b"")
+        found = run(count, preexec_fn=lambda: os.close(1))
+        assert (found.returncode, found.stderr) == (0, b"")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.checkpoints import model_config
 from runtime.checkpoints.safetensors import inside, read_json
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows, SharesNothing
 from runtime.errors import UserError
@@ -188,6 +189,7 @@ def open_decoder(folder: Path, device: torch.device, threads: int | None) -> tup
     that is no decoder, and where ONNX Runtime, or its CUDA provider for a CUDA device, is not installed.
     """
     config = read_json(inside(folder, "config.json", "config.json"))
+    model_config.check(config, f"{folder.name}/config.json")
     graph.check(folder)
     shown = f"{folder.name}/{graph.GRAPH}"
     number = threads or torch.get_num_threads()

@@ -1,0 +1,121 @@
+"""config.json as somebody else wrote it: every value that sizes memory or reaches a kernel is checked here, once.
+
+A key that is absent or null is left to the family's default, and keys that are not named here to transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from runtime.errors import UserError
+
+# Larger than any model, and a few of them multiplied still fit the kernels' 64-bit sizes.
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_SIZE, _MOST_WORDS, _MOST_POSITIONS = 10_000, 1 << 16, 1 << 22, 1 << 26, 1 << 40
+_FLOAT32 = 3.4e38
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
+
+
+def _known_dtype(name: str) -> str:
+    if name.removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"expected one of {', '.join(_DTYPES)}")
+    return name
+
+
+def _count(most: int) -> Any:
+    return Annotated[int, Field(strict=True, ge=1, le=most)]
+
+
+_Size: Any = _count(_MOST_SIZE)
+_Positive = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=_FLOAT32)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_FLOAT32, le=_FLOAT32)]
+_Share = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1)]
+_Text = Annotated[str, Field(strict=True, max_length=200)]
+# −1 is "none" in some files.
+_Token = Annotated[int, Field(strict=True, ge=-1, le=_MOST_WORDS)]
+
+# Types, and the names under which the families have such values.
+_KEYS: list[tuple[Any, str]] = [
+    (_count(_MOST_LAYERS), "num_hidden_layers n_layer n_layers num_layers decoder_sparse_step"),
+    (_Size, "hidden_size n_embd d_model n_inner ffn_dim moe_intermediate_size head_dim"),
+    (_Size, "num_attention_heads n_head n_heads num_key_value_heads"),
+    # Some families have one for each layer.
+    (_Size | list[_Size], "intermediate_size"),
+    # 0 where it is not used.
+    (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
+    (_count(_MOST_WORDS), "vocab_size"),
+    (_count(_MOST_POSITIONS), "max_position_embeddings n_positions"),
+    (_count(_MOST_EXPERTS), "num_experts num_local_experts num_experts_per_tok"),
+    (_Text, "model_type hidden_act hidden_activation activation_function"),
+    (Annotated[_Text, AfterValidator(_known_dtype)], "dtype torch_dtype"),
+    (Annotated[bool, Field(strict=True)], "tie_word_embeddings use_sliding_window norm_topk_prob attention_bias"),
+    (_Positive, "rms_norm_eps layer_norm_eps layer_norm_epsilon rope_theta"),
+    (_Share, "partial_rotary_factor rotary_pct"),
+    (Annotated[list[_Text], Field(max_length=_MOST_LAYERS)], "layer_types"),
+    (Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=_MOST_LAYERS)], "mlp_only_layers"),
+    (_Token, "bos_token_id pad_token_id"),
+    (_Token | list[_Token], "eos_token_id"),
+]
+_ROPE_KEYS: list[tuple[Any, str]] = [
+    (_Text, "rope_type type"),
+    (_Positive, "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"),
+    (_Number, "mscale mscale_all_dim"),
+    (_Share, "partial_rotary_factor"),
+    (_count(_MOST_POSITIONS), "original_max_position_embeddings"),
+    (Annotated[list[_Positive], Field(max_length=_MOST_SIZE)], "long_factor short_factor"),
+]
+_GENERATION_KEYS: list[tuple[Any, str]] = [
+    (_Token, "bos_token_id pad_token_id"),
+    (_Token | list[_Token], "eos_token_id"),
+]
+
+
+def _schema(name: str, keys: list[tuple[Any, str]]) -> type[BaseModel]:
+    fields: Any = {key: (kind | None, None) for kind, names in keys for key in names.split()}
+    return create_model(name, __config__=ConfigDict(extra="ignore"), **fields)
+
+
+_CONFIG, _ROPE, _GENERATION = (
+    _schema(*pair) for pair in (("Config", _KEYS), ("Rope", _ROPE_KEYS), ("Generation", _GENERATION_KEYS))
+)
+
+
+def check(config: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a value of config.json that no model can have; `where` names the file."""
+    _check(_CONFIG, config, where)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise UserError(f"{where}: {key} must be a mapping, found {_shown(rope)}")
+        # Models with several kinds of layers have a mapping for each.
+        nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
+        _check(_ROPE, rope, f"{where}: {key}")
+        for name, part in nested.items():
+            _check(_ROPE, part, f"{where}: {key}.{_shown(name)}")
+    if isinstance(config.get("text_config"), dict):
+        check(config["text_config"], f"{where}: text_config")
+
+
+def check_generation(config: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for tokens of generation_config.json that are none."""
+    _check(_GENERATION, config, where)
+
+
+def _check(schema: type[BaseModel], values: Mapping[str, Any], where: str) -> None:
+    try:
+        schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, why = first["loc"][0], first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{where}: {key}: {why[:1].lower()}{why[1:]}, found {_shown(values[str(key)])}") from error
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python does not print integers of more than 4,300 digits.
+        return f"a {type(value).__name__} of too many digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."

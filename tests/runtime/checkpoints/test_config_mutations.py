@@ -1,0 +1,174 @@
+"""Whatever somebody's config.json says, a model runs or a sentence says why not; nothing crashes.
+
+`pytest -m slow` tries 20,000 of them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.checkpoints.model_config import check, check_generation
+from runtime.contract import Rows
+from runtime.errors import UserError
+from runtime.model.load import load
+
+Tiny = Callable[..., Path]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
+# Keys that a file may lack: with a value they mean something.
+MORE = [
+    *("num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "max_position_embeddings", "layer_types"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
+    *("max_window_layers", "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "hidden_act", "tie_word_embeddings"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+    *("mlp_only_layers", "quantization_config", "model_type", "architectures", "use_cache", "text_config"),
+]
+ROPE = [
+    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "mscale", "attention_factor", "original_max_position_embeddings", "long_factor"),
+]
+WORDS = st.sampled_from(
+    [
+        *("", "x", "2", "linear", "llama3", "yarn", "dynamic", "longrope", "default", "silu", "gelu", "bogus"),
+        *("sliding_attention", "float16", "torch.bfloat16", "llama", "gpt2", "a" * 300, "\0", "\ud800"),
+    ]
+)
+NUMBERS = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 3, 7, 8, 64, 1000, 2**31, 2**63, 10**30]),
+    st.integers(-4, 200),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, -1.0, 64.0, 1e15, 1e308, float("nan"), float("inf")]),
+)
+PLAIN = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(st.sampled_from(ROPE), PLAIN, max_size=4))
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[str, list[tuple[str, str | None, Any]]]:
+    """A family, and what is written over: key, the key inside of it or None, value."""
+    keys = st.sampled_from([*MORE, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+    top = st.tuples(keys, st.none(), VALUES)
+    rope = st.tuples(st.just("rope_parameters"), st.sampled_from(ROPE), st.one_of(NUMBERS, PLAIN))
+    return draw(st.sampled_from(FAMILIES)), draw(st.lists(st.one_of(top, rope), min_size=1, max_size=2))
+
+
+def write(source: Path, target: Path, changed: list[tuple[str, str | None, Any]]) -> Path:
+    """A copy of a model whose config.json says something else."""
+    values = json.loads((source / "config.json").read_text())
+    for key, inner, value in changed:
+        if inner is not None and isinstance(values.get(key), dict):
+            values[key] = values[key] | {inner: value}
+        else:
+            values[key] = value
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    shutil.copy(source / "model.safetensors", target)
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+def runs(folder: Path, kernels: str) -> bool:
+    """Whether a model loads and computes; False where a sentence says why not."""
+    try:
+        model = load(folder, threads=1, kernels=kernels)
+        cache = model.decoder.new_cache()
+        rows = Rows.chains([(cache.open(8), 0, 5)])
+        out = model.decoder.forward(torch.arange(5), rows, cache)
+        model.end_tokens  # noqa: B018 (read, for what it raises)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return False
+    assert out.logits.shape[0] == 5
+    return True
+
+
+def hold(tiny: Tiny, tmp_path: Path, examples: int) -> None:
+    outcomes: set[bool] = set()
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(changes(), st.sampled_from(["auto", "reference"]))
+    def check_one(change: tuple[str, list[tuple[str, str | None, Any]]], kernels: str) -> None:
+        family, changed = change
+        outcomes.add(runs(write(tiny(family), tmp_path / "changed", changed), kernels))
+
+    check_one()
+    assert outcomes == {True, False}
+
+
+def test_any_configuration_runs_or_is_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    hold(tiny, tmp_path, 300)
+
+
+@pytest.mark.slow
+def test_many_configurations_run_or_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    hold(tiny, tmp_path, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 64.0}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e15}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": -1.0}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "must be even"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}}, "bogus"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None, "rope_theta": 1e4}}, "linear"),
+        ({"hidden_act": "bogus"}, "bogus"),
+        ({"dtype": "bogus"}, "dtype"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"head_dim": 15}, "15"),
+        ({"sliding_window": [1]}, "sliding_window"),
+        ({"eos_token_id": {}}, "eos_token_id"),
+        ({"eos_token_id": 1.5}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"bos_token_id": "x"}, "bos_token_id"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ],
+)
+def test_refusals_name_the_key(tiny: Tiny, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    source = tiny("llama")
+    assert runs(write(source, tmp_path / "same", []), "auto")
+    with pytest.raises(UserError, match=message):
+        load(write(source, tmp_path / "changed", [(key, None, value) for key, value in change.items()]))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_token_has_no_more_experts_than_there_are(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    with pytest.raises(UserError, match="num_experts_per_tok is 99"):
+        load(write(tiny(family), tmp_path / "changed", [("num_experts_per_tok", None, 99)]))
+    if family == "qwen3_moe":
+        with pytest.raises(UserError, match="decoder_sparse_step"):
+            load(write(tiny(family), tmp_path / "changed", [("decoder_sparse_step", None, 0)]))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"eos_token_id": ["x"]}', '{"eos_token_id": {}}', "\xff", "1" * 5000])
+def test_a_broken_generation_config_is_refused(tiny: Tiny, tmp_path: Path, text: str) -> None:
+    folder = write(tiny("llama"), tmp_path / "model", [])
+    (folder / "generation_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        load(folder).end_tokens  # noqa: B018 (read, for what it raises)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert load(folder).end_tokens == {3, 5}
+
+
+def test_configurations_of_every_causal_model_of_transformers_pass() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+
+    seen = 0
+    for kind in KINDS:
+        try:
+            values = json.loads(transformers.AutoConfig.for_model(kind).to_json_string(use_diff=False))
+        except Exception:  # a kind whose configuration has no defaults
+            continue
+        check(values, kind)
+        seen += 1
+    assert seen > 150
+    check_generation(transformers.GenerationConfig(eos_token_id=[1, 2]).to_dict(), "generation_config.json")
