@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from calib.training_text import Measured
+from calib.training_text import Measured
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class RunFacts:
     layers: tuple[LayerRecord, ...]
     left_alone: tuple[LeftAlone, ...]
     calibration: dict[str, Any]
-    text: "Measured"
+    text: Measured
     versions: dict[str, str] = field(default_factory=dict)
     pruned: tuple[str, ...] = ()
     exports: tuple[dict[str, Any], ...] = ()

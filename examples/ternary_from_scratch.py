@@ -20,15 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from calib import corpora
 from calib.training_text import Measured, Stream, gather, tokenize
 from calib.windows import make_windows
-from compress.distill.objective import Objective
 from compress.model.plan import make_plan
 from compress.model.source import default_pair
 from compress.model.structure import read_structure
 from compress.qat.convert import RoundedModel
 from compress.qat.layers import BitLinear
-from compress.qat.stage import Manner, RoundedTask
+from compress.qat.stage import RoundedTask
 from compress.recipe.training import Budget, Settings
-from compress.recipe.training_stages import Ternary
+from compress.recipe.training_stages import LossWeights, Ternary
 from compress.report import figure as plots
 from compress.training import float_model
 from compress.training.data import PackedBatches
@@ -78,9 +77,7 @@ def pack(model: nn.Module, plain: Path, out: Path) -> None:
     """Writes the ternary model's packed directory; `plain`: a directory of the same model with plain weights."""
     checkpoint, structure = open_checkpoint(plain), read_structure(plain)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    RoundedModel(model, checkpoint, structure, make_plan(shapes, structure, Ternary().quantize())).write(
-        out / "model", out / "parts"
-    )
+    RoundedModel(model, checkpoint, structure, make_plan(shapes, structure, Ternary().quantize())).write(out / "model")
 
 
 def main() -> None:
@@ -118,7 +115,7 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(given.out / "start")
             AutoTokenizer.from_pretrained(default_pair()[0]).save_pretrained(given.out / "start")
             make_ternary(model.float(), config.rms_norm_eps if given.norm else None)
-        task = RoundedTask(model, None, held_out, Objective({"cross_entropy": 1.0}), Manner(), autocast=True)
+        task = RoundedTask(model, None, held_out, Ternary(loss=LossWeights(cross_entropy=1.0)), autocast=True)
         folder = given.out / "checkpoints" / name.replace(" ", "-")
         found[name] = train(
             task,

@@ -3,18 +3,16 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from calib.moments import Moments, Wants
 from compress.calibration.activations import Enough, Inputs, check_window
 from compress.model import experts
 from compress.model.block import Block
 from compress.recipe.block_stages import Experts
-
-if TYPE_CHECKING:
-    from calib.moments import Moments, Wants
 
 
 def present(statistic: Tensor | None) -> Tensor:
@@ -24,7 +22,7 @@ def present(statistic: Tensor | None) -> Tensor:
     return statistic
 
 
-def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:
+def union(wanted: Iterable[Mapping[str, Wants]]) -> dict[str, Wants]:
     """What several stages want together, by path of a linear layer."""
     out: dict[str, Wants] = {}
     for wants in wanted:
@@ -33,7 +31,7 @@ def union(wanted: Iterable[Mapping[str, "Wants"]]) -> dict[str, "Wants"]:
     return out
 
 
-def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: Experts) -> dict[str, "Moments"]:
+def collect(block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Experts) -> dict[str, Moments]:
     """Moments of the inputs of the linear layers in `wants`, by path.
 
     Layers that read one tensor (q, k and v) share one Moments where they want the same. `few` says what becomes of
@@ -61,7 +59,7 @@ def collect(block: Block, inputs: Inputs, wants: Mapping[str, "Wants"], few: Exp
 class _Collector:
     """Hooks on linear layers that add what they see."""
 
-    def __init__(self, block: Block, wants: Mapping[str, "Wants"]):
+    def __init__(self, block: Block, wants: Mapping[str, Wants]):
         self.block, self.wants = block, dict(wants)
         self.moments: dict[str, Moments] = {}
         # path → the layer whose Moments it shares, itself for one that has its own
@@ -121,8 +119,6 @@ class _Collector:
         if self.calls == self.last_call:
             raise Enough
 
-    def _new(self, path: str, x: Tensor) -> "Moments":
-        from calib.moments import Moments
-
+    def _new(self, path: str, x: Tensor) -> Moments:
         self.began[path] = self.window
         return Moments(x.shape[-1], self.wants[path])

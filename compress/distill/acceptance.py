@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from compress.distill.teacher import of_decoder
 from compress.training.data import portions
-
-if TYPE_CHECKING:
-    from runtime.model.load import Model
+from runtime.engine.metrics import total
+from runtime.model.load import Model
+from runtime.speculate import Speculator
 
 DRAFT_LENGTH = 4
 
@@ -34,21 +33,18 @@ class Acceptance:
 
 
 def measure(
-    target: "Model", draft: "Model", windows: Tensor, prompts: Sequence[Sequence[int]], new_tokens: int
+    target: Model, draft: Model, windows: Tensor, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Acceptance:
     """Both ways of asking: `prompts` continued by speculation, and all windows (E, L) int64 read by both.
 
     Greedy decoding and fixed windows: a pure function of the models. acceptance_rate is None where nothing was drafted.
     """
-    from runtime.engine.metrics import total
-    from runtime.speculate import Speculator
-
     speculator = Speculator(target, draft, DRAFT_LENGTH)
     found = total([result.metrics for result in speculator.generate(prompts, new_tokens, stop=())])
     return Acceptance(found.acceptance_rate, found.tokens_per_round, *teacher_forced(target, draft, windows))
 
 
-def teacher_forced(target: "Model", draft: "Model", windows: Tensor) -> tuple[float, float]:
+def teacher_forced(target: Model, draft: Model, windows: Tensor) -> tuple[float, float]:
     """(agreement, agreement_t1) after every token of the windows.
 
     The report's own figure (report/speed.py) reads 2,048 tokens, whose error is as large as what training gains.

@@ -9,6 +9,7 @@ The teacher is a constant here: no gradient flows into it. Everything is in nats
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,8 +26,22 @@ _BLOCK = 1 << 18
 _Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None) -> Tensor:
-    """Mean KL(p ‖ q) of the teacher's p and the student's q: the student covers all that the teacher may say.
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    kind: Divergence,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The mean divergence of the teacher's distributions p and the student's q.
+
+    forward_kl        KL(p ‖ q): the student covers all that the teacher may say.
+    reverse_kl        KL(q ‖ p): the student says nothing that the teacher would not (MiniLLM, Gu et al. 2023,
+                      2306.08543).
+    jsd               β KL(p ‖ m) + (1 − β) KL(q ‖ m) with m = β p + (1 − β) q, β in (0, 1) (GKD, Agarwal et al. 2023,
+                      2306.13649). Divided by β it tends to KL(p ‖ q) as β → 0, divided by 1 − β to KL(q ‖ p) as β → 1.
+    total_variation   ½ Σ |p − q|: 1 − it is the chance that a drafted token is accepted (DistillSpec, 2310.08461).
 
     student, teacher  (rows, V) logits of any float dtype; -inf is a probability of 0.
     temperature       both are softmax(logits / T), and the result is T² times the divergence, so that gradients keep
@@ -36,62 +51,19 @@ def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, weigh
     Returns a scalar of the dtype of the arithmetic (float32, or float64 for a float64 student). Raises ValueError for
     shapes that do not fit, a temperature that is not positive, and weights that are all 0.
     """
-    return _mean(student, teacher, _forward_kl, temperature, temperature**2, weights)
-
-
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None) -> Tensor:
-    """Mean KL(q ‖ p): the student says nothing that the teacher would not (MiniLLM, Gu et al. 2023, 2306.08543).
-
-    Arguments, factor T² and errors as for `forward_kl`.
-    """
-    return _mean(student, teacher, _reverse_kl, temperature, temperature**2, weights)
-
-
-def generalized_jsd(
-    student: Tensor, teacher: Tensor, beta: float = 0.5, temperature: float = 1.0, weights: Tensor | None = None
-) -> Tensor:
-    """Mean β KL(p ‖ m) + (1 − β) KL(q ‖ m) with m = β p + (1 − β) q (GKD, Agarwal et al. 2023, 2306.13649).
-
-    β in (0, 1). Divided by β it tends to KL(p ‖ q) as β → 0, divided by 1 − β to KL(q ‖ p) as β → 1; β = 1/2 is the
-    Jensen-Shannon divergence. Arguments, factor T² and errors otherwise as for `forward_kl`.
-    """
+    if kind not in _RULES:
+        raise ValueError(f"kind must be one of {', '.join(DIVERGENCES)}, found {kind!r}")
     if not 0 < beta < 1:
         raise ValueError(f"beta must be between 0 and 1, found {beta}")
-    return _mean(student, teacher, lambda p, q: _jsd(p, q, beta), temperature, temperature**2, weights)
-
-
-def total_variation(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None
-) -> Tensor:
-    """Mean ½ Σ |p − q|: 1 − it is the chance that a drafted token is accepted (DistillSpec, 2310.08461).
-
-    Arguments, factor T² and errors as for `forward_kl`.
-    """
-    return _mean(student, teacher, _total_variation, temperature, temperature**2, weights)
-
-
-def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    kind: Divergence,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The divergence of that name; `beta` is the generalised Jensen-Shannon divergence's."""
-    if kind == "jsd":
-        return generalized_jsd(student, teacher, beta, temperature, weights)
-    if kind not in DIVERGENCES:
-        raise ValueError(f"kind must be one of {', '.join(DIVERGENCES)}, found {kind!r}")
-    named = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
-    return named[kind](student, teacher, temperature, weights)
+    rule = partial(_jsd, beta=beta) if kind == "jsd" else _RULES[kind]
+    return _mean(student, teacher, rule, temperature, temperature**2, weights)
 
 
 def cross_entropy(student: Tensor, labels: Tensor, temperature: float = 1.0, weights: Tensor | None = None) -> Tensor:
     """Mean −log q(label) with q = softmax(logits / T), labels (rows,) int64.
 
     No factor of T: beside soft labels, hard ones are taken at T = 1 (1503.02531), and with hard labels alone a higher T
-    only lowers the gradient, by 1/T. Arguments and errors otherwise as for `forward_kl`.
+    only lowers the gradient, by 1/T. Arguments and errors otherwise as for `divergence`.
     """
     if labels.dtype != torch.int64 or labels.shape != student.shape[:1]:
         raise ValueError(
@@ -218,6 +190,14 @@ def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     loss = difference.abs().sum(-1).mul_(0.5)
     terms = difference.sign_().mul_(0.5).mul_(q)
     return loss, terms.sub_(q.mul_(terms.sum(-1, keepdim=True)))
+
+
+_RULES: dict[Divergence, Callable[..., tuple[Tensor, Tensor]]] = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "total_variation": _total_variation,
+}
 
 
 def _expected(probability: Tensor, values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,18 @@ from torch import Tensor
 from compress.distill import acceptance, draft_init, minillm, on_policy
 from compress.distill.divergences import Divergence, cross_entropy, divergence
 from compress.distill.objective import Objective
-from compress.distill.on_policy import Samples, Shares, Writer
+from compress.distill.on_policy import Samples, Writer
 from compress.distill.teacher import Teacher, narrowed, of_decoder
 from compress.errors import UserError
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Draft
 from compress.training import float_model
-from compress.training.contract import Group, Loss
+from compress.training.contract import Group, Loss, StageContext
 from compress.training.data import PackedBatches, portions
 from compress.training.loop import train_stage
-
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
-    from runtime.model.load import Model
+from runtime import load
+from runtime.model.load import Model
+from runtime.sampling.detokenize import require_same_vocabulary
 
 # Acceptance is measured on the beginnings of so many held-out windows, each continued by so many tokens.
 _PROMPTS, _NEW_TOKENS = 24, 64
@@ -38,7 +37,7 @@ _PROMPTS, _NEW_TOKENS = 24, 64
 _SAMPLING = 0.2
 
 
-def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
+def run(stage: Draft, context: StageContext, out: Path) -> dict[str, Any]:
     """Aligns the draft at `context.draft` (None: one made of the original) with the packed model at `context.model`.
 
     Writes the plain directory `out`. Returns, for the report: what the loop says of the run, `acceptance` before and
@@ -46,9 +45,6 @@ def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
     numbers of the target's blocks that a new draft was made of.
     Raises UserError for a draft with another vocabulary, and for whatever stops the loop.
     """
-    from runtime import load
-    from runtime.sampling.detokenize import require_same_vocabulary
-
     context.work.mkdir(parents=True, exist_ok=True)
     source, made_of = context.draft, None
     if source is None:
@@ -59,29 +55,28 @@ def run(stage: Draft, context: "StageContext", out: Path) -> dict[str, Any]:
     require_same_vocabulary(target.tokenizer, before_model.tokenizer)
     prompts = context.held_out[:_PROMPTS, : min(stage.prompt, context.held_out.shape[1])].tolist()
 
-    def accepted(draft: "Model") -> acceptance.Acceptance:
+    def accepted(draft: Model) -> acceptance.Acceptance:
         return acceptance.measure(target, draft, context.held_out, prompts, _NEW_TOKENS)
 
     before = accepted(before_model)
     del before_model
-    student = float_model.load(source, context.device)
-    frozen = float_model.freeze_fused(student, source)
-    blocks = {name for name, _ in float_model.block_matrices(student, source)}
+    student = float_model.Student.load(source, context.device)
+    frozen = student.freeze_fused()
     samples = _samples(stage, context, target)
     task = DraftTask(
         stage,
-        student,
+        student.model,
         of_decoder(target.decoder),
         context.held_out,
-        blocks,
-        writer=_student_writer(stage, context, student, target),
+        student.block_matrices(),
+        writer=_student_writer(stage, context, student.model, target),
         samples=samples,
         autocast=context.settings.autocast,
     )
     batches = PackedBatches(context.tokens, context.settings)
     budget = _left(context.budget, samples)
     result = train_stage(context, task, batches, "draft", budget=budget)
-    float_model.write(student, source, out, context.run.shard_bytes)
+    student.write(out, context.run.shard_bytes)
     after = accepted(load(out, device=context.device, threads=context.run.threads))
     context.run.note(
         f"draft: greedy acceptance at {acceptance.DRAFT_LENGTH} drafted tokens {_shown(before.acceptance_rate)} -> "
@@ -133,14 +128,14 @@ class DraftTask(float_model.ModelTask):
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""
         self.model.train()
         stage, prompt = self.stage, self.stage.prompt
-        who = Shares(stage.on_policy_fraction, stage.teacher).draw(float(torch.rand(())))
-        if who == "student" and self.writer is not None:
+        who = float(torch.rand(()))
+        if self.writer is not None and who < stage.on_policy_fraction:
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
             written = self.writer(batch[:, :prompt].cpu(), batch.shape[1] - prompt, generator)
             batch = written.to(batch.device)
             if stage.loss == "minillm":
                 return self._policy_gradient(batch)
-        elif who == "teacher" and self.samples is not None:
+        elif self.samples is not None and who < stage.on_policy_fraction + stage.teacher:
             numbers = torch.randint(len(self.samples.tokens), (len(batch),))
             batch = self.samples.take(numbers)[:, : batch.shape[1]].to(batch.device)
         given, wanted = self._logits(batch[:, :-1])
@@ -172,14 +167,11 @@ class DraftTask(float_model.ModelTask):
         given = self.model(input_ids=texts[:, :-1], use_cache=False).logits[:, prompt - 1 :]
         wanted = narrowed(self.teacher(texts[:, :-1]), given.shape[-1])[:, prompt - 1 :]
         new = texts[:, prompt:]
-        found = minillm.policy_gradient(
-            given, wanted, new, torch.ones_like(new, dtype=torch.bool), teacher_mix=self.stage.teacher_mix
-        )
         # A mean over tokens, as the other losses are.
-        return Loss(found / new.shape[1])
+        return Loss(minillm.policy_gradient(given, wanted, new, self.stage.teacher_mix) / new.shape[1])
 
 
-def _make(stage: Draft, context: "StageContext", out: Path) -> tuple[int, ...]:
+def _make(stage: Draft, context: StageContext, out: Path) -> tuple[int, ...]:
     """A new draft of the original's blocks; the target's are packed."""
     original = float_model.load(context.original, context.device)
     count = draft_init.count_of(stage.keep, int(original.config.num_hidden_layers))
@@ -190,7 +182,7 @@ def _make(stage: Draft, context: "StageContext", out: Path) -> tuple[int, ...]:
     return kept
 
 
-def _samples(stage: Draft, context: "StageContext", target: "Model") -> Samples | None:
+def _samples(stage: Draft, context: StageContext, target: Model) -> Samples | None:
     """What the target writes, greedily and at temperature 1 in turn: written once, and found again by a resumed run."""
     if not stage.teacher:
         return None
@@ -220,7 +212,7 @@ def _prompts(tokens: Any, length: int) -> Callable[[int, torch.Generator], Tenso
     return take
 
 
-def _student_writer(stage: Draft, context: "StageContext", student: Any, target: "Model") -> Writer | None:
+def _student_writer(stage: Draft, context: StageContext, student: Any, target: Model) -> Writer | None:
     """The runtime's kernels on a CPU, transformers elsewhere (there minillm draws from the student alone)."""
     if not stage.on_policy_fraction:
         return None

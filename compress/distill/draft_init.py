@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.artifact import safetensors
 from compress.model import directory
 from compress.model.structure import read_structure
 from compress.prune import depth
@@ -46,22 +45,11 @@ def write_draft(source: Path, kept: tuple[int, ...], out: Path, shard_bytes: int
     Raises UserError for an architecture whose blocks cannot be renumbered.
     """
     checkpoint, structure = open_checkpoint(source), read_structure(source)
-    layers = 1 + max(number for name in structure.parameters if (number := structure.block(name)) is not None)
-    dropped = frozenset(range(layers)) - set(kept)
+    dropped = frozenset(range(len(structure.layers))) - set(kept)
     short = depth.shorten_config(dict(checkpoint.config), dropped)
-    out.mkdir(parents=True, exist_ok=True)
     names = depth.renumber(checkpoint.names(), structure.blocks_at, dropped)
-    parts = []
-    for index, (old, new) in enumerate(names.items()):
-        if structure.is_tied(old):
-            continue
-        parts.append(out / f"part-{index:05d}.safetensors")
-        safetensors.write_part(parts[-1], {new: checkpoint.tensor(old)})
-    safetensors.join(parts, out, shard_bytes)
-    for part in parts:
-        part.unlink()
-    directory.write_config(source, out, None, short)
-    directory.copy_companions(source, out)
+    tensors = ({new: checkpoint.tensor(old)} for old, new in names.items() if not structure.is_tied(old))
+    directory.write_model(tensors, source, out, shard_bytes, changes=short)
 
 
 @torch.no_grad()

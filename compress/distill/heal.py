@@ -1,7 +1,7 @@
 """The stage heal: the original teaches the pruned model to answer like it again (Minitron, 2407.14679)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,30 +10,26 @@ from compress.distill.objective import DistilledTask, Objective
 from compress.errors import UserError
 from compress.recipe.training_stages import Heal
 from compress.training import float_model
-from compress.training.contract import Group
+from compress.training.contract import Group, StageContext
 from compress.training.loop import train_stage
 
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
 
-
-def run(stage: Heal, context: "StageContext", out: Path) -> dict[str, Any]:
+def run(stage: Heal, context: StageContext, out: Path) -> dict[str, Any]:
     """Heals the plain model at `context.model` and writes the plain directory `out`.
 
     Returns, for the report: what the loop says of the run, `perplexity` of the held-out windows for the original, the
     pruned and the healed model as it is written, and `frozen`, parameters that were not trained (fused experts).
     Raises UserError for whatever stops the loop.
     """
-    teacher, student = (float_model.load(folder, context.device) for folder in (context.original, context.model))
-    frozen = float_model.freeze_fused(student, context.model)
-    matrices = float_model.block_matrices(student, context.model)
+    teacher: Any = float_model.load(context.original, context.device)
+    student = float_model.Student.load(context.model, context.device)
+    frozen = student.freeze_fused()
     original = float_model.held_out_loss(teacher, context.held_out)
     teacher, batches = teacher_and_batches(stage.answers, teacher, context)
-    task = HealTask(
-        student, teacher, context.held_out, stage, {name for name, _ in matrices}, context.settings.autocast
-    )
+    autocast = context.settings.autocast
+    task = HealTask(student.model, teacher, context.held_out, stage, student.block_matrices(), autocast)
     result = train_stage(context, task, batches, "heal")
-    float_model.write(student, context.model, out, context.run.shard_bytes)
+    student.write(out, context.run.shard_bytes)
     del teacher, student, task
     healed = float_model.held_out_loss(float_model.load(out, context.device), context.held_out)
     found = float_model.perplexities(original=original, pruned=result.before, healed=healed)

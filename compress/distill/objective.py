@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from compress.distill import features
 from compress.distill.cached_logits import LogitsCache
 from compress.distill.divergences import DIVERGENCES, cross_entropy, divergence
 from compress.errors import UserError
+from compress.recipe.training_stages import DistillationStage
 from compress.training.contract import Loss
 from compress.training.float_model import ModelTask
-
-if TYPE_CHECKING:
-    from compress.recipe.training_stages import DistillationStage
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Objective:
             raise ValueError(f"expected losses of weights above 0, found {dict(self.weights)}")
 
     @staticmethod
-    def of(stage: "DistillationStage") -> "Objective":
+    def of(stage: DistillationStage) -> "Objective":
         """What a stage of a recipe says."""
         return Objective(stage.loss.weights(), stage.temperature, stage.beta)
 

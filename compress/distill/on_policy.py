@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +19,11 @@ from torch import Tensor
 
 from compress.artifact import files
 from compress.progress import Progress
-
-if TYPE_CHECKING:
-    from runtime.contract import Decoder
+from runtime import load
+from runtime.contract import Decoder, Rows
 
 Writer = Callable[[Tensor, int, torch.Generator], Tensor]
 """Prompts (B, P) int64, new tokens N, random numbers → (B, P + N) int64 that begin with the prompts."""
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Which part of the batches is written by whom; the rest is training text. GKD's λ is `student`."""
-
-    student: float = 0.0
-    teacher: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(self.student, self.teacher) < 0 or self.student + self.teacher > 1:
-            raise ValueError(f"shares must not be negative and sum to at most 1, found {self}")
-
-    def draw(self, number: float) -> str:
-        """student, teacher or text, by a uniform random number in [0, 1)."""
-        return "student" if number < self.student else "teacher" if number < self.student + self.teacher else "text"
 
 
 def gumbel_sample(logits: Tensor, generator: torch.Generator, temperature: float = 1.0) -> Tensor:
@@ -54,33 +37,43 @@ def gumbel_sample(logits: Tensor, generator: torch.Generator, temperature: float
     return ((logits.float() / temperature).softmax(dim=-1) / noise).argmax(dim=-1)
 
 
-def decoder_writer(decoder: "Decoder", temperature: float = 1.0) -> Writer:
-    """Continues prompts with a runtime decoder, all of them in one forward a token.
+def writer_of(decoders: Sequence[Decoder], choose: Callable[[list[Tensor], torch.Generator], Tensor]) -> Writer:
+    """Continues prompts with runtime decoders that all read every text, one forward of each a token.
 
-    On a CPU the native kernels write about twice as many tokens a second as transformers does.
+    choose  the logits (B, V) of each decoder, random numbers → (B,) int64.
     """
-    from runtime.contract import Rows
 
     def write(prompts: Tensor, new: int, generator: torch.Generator) -> Tensor:
         rows, length = prompts.shape
-        cache = decoder.new_cache()
-        handles = [cache.open(length + new) for _ in range(rows)]
+        caches = [(decoder, decoder.new_cache()) for decoder in decoders]
+        handles = [[cache.open(length + new) for _ in range(rows)] for _, cache in caches]
         out, fed, start = [prompts], prompts, 0
         at = torch.arange(1, rows + 1) * length - 1
         try:
             for _ in range(new):
-                spans = Rows.chains([(handle, start, fed.shape[1]) for handle in handles])
-                with torch.autocast(decoder.device.type, enabled=False):
-                    logits = decoder.forward(fed.flatten().to(decoder.device), spans, cache, at).logits
-                start, fed = start + fed.shape[1], gumbel_sample(logits, generator, temperature).cpu().unsqueeze(1)
+                found = []
+                for (decoder, cache), mine in zip(caches, handles, strict=True):
+                    spans = Rows.chains([(handle, start, fed.shape[1]) for handle in mine])
+                    with torch.autocast(decoder.device.type, enabled=False):
+                        found.append(decoder.forward(fed.flatten().to(decoder.device), spans, cache, at).logits)
+                start, fed = start + fed.shape[1], choose(found, generator).cpu().unsqueeze(1)
                 at = torch.arange(rows)
                 out.append(fed)
         finally:
-            for handle in handles:
-                cache.close(handle)
+            for (_, cache), mine in zip(caches, handles, strict=True):
+                for handle in mine:
+                    cache.close(handle)
         return torch.cat(out, dim=1)
 
     return write
+
+
+def decoder_writer(decoder: Decoder, temperature: float = 1.0) -> Writer:
+    """Continues prompts with one runtime decoder.
+
+    On a CPU the native kernels write about twice as many tokens a second as transformers does.
+    """
+    return writer_of([decoder], lambda found, generator: gumbel_sample(found[0], generator, temperature))
 
 
 def model_writer(model: Any, temperature: float = 1.0) -> Writer:
@@ -103,14 +96,12 @@ def model_writer(model: Any, temperature: float = 1.0) -> Writer:
     return write
 
 
-def snapshot(model: Any, folder: Path, threads: int | None) -> "Decoder":
+def snapshot(model: Any, folder: Path, threads: int | None) -> Decoder:
     """A transformers model's weights of this moment as a runtime decoder, by way of `folder`, which is written anew.
 
     60 ms for a draft of a million weights; so a whole batch is written by one snapshot.
     """
     from transformers.utils import logging
-
-    from runtime import load
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

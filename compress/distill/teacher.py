@@ -1,15 +1,13 @@
 """Where a teacher's logits come from: a transformers model or a runtime decoder (a compressed target)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.errors import UserError
-
-if TYPE_CHECKING:
-    from runtime.contract import Decoder
+from runtime.contract import Decoder, Rows
 
 Teacher = Callable[[Tensor], Tensor]
 """Tokens (B, T) int64 → logits (B, T, V) of what follows each, without a graph."""
@@ -27,12 +25,11 @@ def of_model(model: Any) -> Teacher:
     return logits
 
 
-def of_decoder(decoder: "Decoder") -> Teacher:
+def of_decoder(decoder: Decoder) -> Teacher:
     """A model as `runtime.load` gives it: what it will answer when it is served, packed weights and kernels included.
 
     Its logits are float32. Raises UserError, when called, for windows beyond the decoder's positions.
     """
-    from runtime.contract import Rows
 
     def logits(tokens: Tensor) -> Tensor:
         rows, length = tokens.shape

@@ -1,17 +1,15 @@
 """The stage `medusa`: heads for the packed model as it is (Medusa-1), or trained together with it (Medusa-2)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.medusa.frozen import run_frozen
 from compress.medusa.joint import run_joint
 from compress.recipe.training_stages import Medusa
-
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
+from compress.training.contract import StageContext
 
 
-def run(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
+def run(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]:
     """Trains heads for the packed model in `context.model` and writes them to `out`; what the report says of it.
 
     Raises UserError for a text that is too short, and as the training loop does.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from compress.medusa.heads import MedusaHeads, accuracies, grow_tree, token_rank
 from compress.medusa.hidden_states import HiddenStates, Source, collect
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Medusa
-from compress.training.contract import Group, Loss, Task
+from compress.training.contract import Group, Loss, StageContext, Task
 from compress.training.data import AT_ONCE, ShuffledNumbers
 from compress.training.loop import TrainingResult, train
 from compress.training.parallel import current
@@ -32,9 +32,6 @@ from runtime.engine.metrics import Metrics
 from runtime.engine.metrics import total as summed
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
-
 # Windows of the training text that are set aside: they choose the tree, and as many as WATCHED the best weights.
 _ASIDE, WATCHED = 64, 32
 # Held-out windows that measure what heads and tree are worth.
@@ -43,7 +40,7 @@ _MEASURED = 64
 _COLLECTING = 0.25
 
 
-def run_frozen(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
+def run_frozen(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]:
     """Medusa-1: trains heads for the packed model in `context.model` and writes them to `out`; the report's part.
 
     Raises UserError for a text that is too short, and as the training loop does.
@@ -75,7 +72,7 @@ class Text:
     prompt: int
 
 
-def make_text(stage: Medusa, context: "StageContext", target: Model) -> Text:
+def make_text(stage: Medusa, context: StageContext, target: Model) -> Text:
     """The windows of the training text and of the held-out one, continued by the target as the stage says."""
     length, prompt = context.settings.length, prompt_of(stage, context)
     windows = cut(context.tokens, length, stage.samples + _ASIDE, context.run.seed, "the training text")
@@ -95,7 +92,7 @@ def make_text(stage: Medusa, context: "StageContext", target: Model) -> Text:
 
 
 def continued(
-    stage: Medusa, context: "StageContext", target: Model, windows: Tensor, folder: Path, seconds: float | None = None
+    stage: Medusa, context: StageContext, target: Model, windows: Tensor, folder: Path, seconds: float | None = None
 ) -> HiddenStates:
     """The windows as the target goes on from their prompts, with its hidden states, in that folder."""
     source = Source(windows, stage.continuations, prompt_of(stage, context), context.run.seed)
@@ -107,7 +104,7 @@ def continued(
     return collect(target, source, folder, about | {"windows": len(windows)}, seconds, told)
 
 
-def prompt_of(stage: Medusa, context: "StageContext") -> int:
+def prompt_of(stage: Medusa, context: StageContext) -> int:
     """Tokens of each window that are the text's own. Raises UserError where too few are left for the heads."""
     length = context.settings.length
     prompt = max(1, int(length * stage.prompt))
@@ -145,7 +142,7 @@ def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
 
 
-def budget_left(stage: Medusa, context: "StageContext", text: Text) -> Budget:
+def budget_left(stage: Medusa, context: StageContext, text: Text) -> Budget:
     """The budget without what making the text took, which is kept with it: a resumed run trains as long.
 
     Minutes end after the stage's epochs over the text, too: a fast machine would have the heads learn it by heart.
@@ -157,7 +154,7 @@ def budget_left(stage: Medusa, context: "StageContext", text: Text) -> Budget:
     return Budget(minutes=context.budget.minutes * (1 - spent), most_tokens=most)
 
 
-def train_on(task: Task, text: Text, context: "StageContext", budget: Budget, folder: Path) -> TrainingResult:
+def train_on(task: Task, text: Text, context: StageContext, budget: Budget, folder: Path) -> TrainingResult:
     """Trains on the text's windows until the budget ends; the task then holds the best weights."""
     batches = ShuffledNumbers(len(text.train), context.settings, current())
     return train(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 from compress.artifact.files import render_json, whole, write_atomic, write_json
 from compress.errors import UserError
 from runtime.contract import Decoder, Rows, integers
+from runtime.model.load import Model
 from runtime.sampling.params import Sampling
 from runtime.speculate import Speculator
-
-if TYPE_CHECKING:
-    from runtime.model.load import Model
 
 Continuations = Literal["greedy", "sampled", "none"]
 # Windows in a chunk: as many texts are written at a time.
@@ -48,7 +46,7 @@ class Source:
     prompt: int
     seed: int = 0
 
-    def texts(self, model: "Model", first: int, count: int) -> Tensor:
+    def texts(self, model: Model, first: int, count: int) -> Tensor:
         """(count, length) int64: windows first, first + 1, … with what the model writes behind their prompts."""
         windows = self.windows[first : first + count]
         if self.continuations == "none":
@@ -116,7 +114,7 @@ class HiddenStates:
 
 
 def collect(
-    model: "Model",
+    model: Model,
     source: Source,
     folder: Path,
     about: dict[str, Any],

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,14 @@ from compress.medusa.heads import MedusaHeads
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Joint, Medusa
 from compress.training import float_model
-from compress.training.contract import Group, Loss
+from compress.training.contract import Group, Loss, StageContext
 from runtime import load
 from runtime.contract import Decoder, Rows, integers
-
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
 
 _ROWS = 512
 
 
-def run_joint(stage: Medusa, context: "StageContext", out: Path) -> dict[str, Any]:
+def run_joint(stage: Medusa, context: StageContext, out: Path) -> dict[str, Any]:
     """Trains heads alone, then heads and model; writes the heads to `out`, and the model, packed again, to its model/.
 
     The model learns to stay what it was (KL to the original, on the text that the heads learn from) while its hidden
@@ -45,14 +42,14 @@ def run_joint(stage: Medusa, context: "StageContext", out: Path) -> dict[str, An
     alone = frozen.HeadsTask(heads, stage, text, context.settings.autocast)
     budget = frozen.budget_left(stage, context, text)
     frozen.train_on(alone, text, context, share(budget, joint.warmup), context.work / "heads")
-    model, teacher = float_model.load(context.original), float_model.load(context.original)
-    both = JointTask(alone, model, teacher, joint)
+    student = float_model.Student.load(context.original, "cpu")
+    both = JointTask(alone, student.model, float_model.load(context.original), joint)
     trained = frozen.train_on(both, text, context, share(budget, 1 - joint.warmup), context.work / "joint")
     plain = context.work / "plain"
     for stale in (plain, out / "model"):
         shutil.rmtree(stale, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    float_model.write(model, context.original, plain, context.run.shard_bytes)
+    student.write(plain, context.run.shard_bytes)
     context.pack(plain, out / "model")
     packed = load(out / "model", threads=torch.get_num_threads())
     perplexity = {

@@ -2,19 +2,19 @@
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from calib.moments import Moments
+from compress.artifact import safetensors
 from compress.errors import UserError
 from compress.quantize import rtn
 from compress.records import ExpertRecord, LayerRecord
+from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
-
-if TYPE_CHECKING:
-    from calib.moments import Moments
 
 
 @dataclass
@@ -82,8 +82,16 @@ class Block:
         self.packed[path] = replace(packed, bias=None)
 
 
-Statistics = MutableMapping[str, "Moments"]
+Statistics = MutableMapping[str, Moments]
 """Of the inputs of linear layers, by path inside the block."""
+
+
+_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
+
+
+def stored_dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
+    """What the checkpoint holds a tensor in."""
+    return _DTYPES[checkpoint.shards.entry(tensor).dtype]
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

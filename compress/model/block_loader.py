@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.artifact import safetensors
 from compress.errors import UserError
 from compress.model import experts
-from compress.model.block import Block, cast
+from compress.model.block import Block, cast, stored_dtype
 from compress.model.experts import UnfusedExperts
 from compress.model.structure import ModelStructure, make_buffers
 from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import to_tensors
 from runtime.formats.tensors import check_finite, tensor_bytes
-
-_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class BlockLoader:
             if slot is None:
                 tensors[name] = self.checkpoint.tensor(name)
                 continue
-            dtype = self._dtype(name)
+            dtype = stored_dtype(self.checkpoint, name)
             packed = block.packed.get(slot.path) if slot.leaf == "weight" else None
             if packed is None:
                 module = block.module.get_submodule(slot.path)
@@ -104,9 +101,6 @@ class BlockLoader:
             records[prefix] = replace(records[prefix], stored_bytes=tensor_bytes(made))
             tensors |= made
         return tensors, list(records.values())
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self.checkpoint.shards.entry(name).dtype]
 
     def _register(self, block: Block, name: str, slot: Slot) -> None:
         """Notes the linear layers that a tensor is the weight of: one, or those of the experts that it fuses."""
@@ -127,7 +121,7 @@ class BlockLoader:
                 and (parameter is None or parameter.kind in ("linear", "conv1d", "experts"))
             ):
                 block.linears[path] = layer
-                block.names[path], block.dtypes[path] = shown, self._dtype(name)
+                block.names[path], block.dtypes[path] = shown, stored_dtype(self.checkpoint, name)
 
 
 def _without_conv1d(layer: nn.Module) -> None:

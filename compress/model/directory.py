@@ -1,10 +1,13 @@
 """`model/` and `draft/`: normal Hugging Face directories."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from compress.artifact import safetensors
 from compress.artifact.files import copy_synced, write_json
 from compress.model.plan import Plan
 from runtime.cache import scheme
@@ -70,6 +73,39 @@ def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
         layer.module: SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric) for layer in plan.layers.values()
     }
     return hf_config(layers, plan.skipped, compute=dtype if dtype in _COMPUTE else "bfloat16")
+
+
+def join_model(
+    parts: Sequence[Path],
+    source: Path,
+    out: Path,
+    shard_bytes: int,
+    quantization: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Puts files of tensors together as the model directory `out`; whatever is beside the weights is of `source`."""
+    safetensors.join(parts, out, shard_bytes)
+    write_config(source, out, quantization, changes)
+    copy_companions(source, out)
+
+
+def write_model(
+    tensors: Iterable[Mapping[str, Tensor]],
+    source: Path,
+    out: Path,
+    shard_bytes: int,
+    quantization: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """`join_model` of tensors that are made while they are written: of a few at a time in memory."""
+    out.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for index, some in enumerate(tensors):
+        parts.append(out / f"part-{index:05d}.safetensors")
+        safetensors.write_part(parts[-1], some)
+    join_model(parts, source, out, shard_bytes, quantization, changes)
+    for part in parts:
+        part.unlink()
 
 
 def copy_model(source: Path, target: Path, weights: Sequence[Path]) -> None:

@@ -4,17 +4,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compress.artifact import manifest
 from compress.errors import UserError
 from compress.export import Exported, Progress, check_kinds
 from compress.export import run as export
+from compress.model.plan import Plan
+from compress.recipe import Recipe
+from runtime.checkpoints.open import locate
 from runtime.formats.schemes import SCHEMES
-
-if TYPE_CHECKING:
-    from compress.model.plan import Plan
-    from compress.recipe import Recipe
 
 FOLDER = "exports"
 
@@ -33,8 +32,6 @@ def place(artifact: str | Path, out: Path | None = None) -> Place:
 
     Raises UserError where there is no model, and for a model that is in no run folder without `out`.
     """
-    from runtime.checkpoints.open import locate
-
     model = locate(artifact).resolve()
     run = model.parent if model.name == "model" and manifest.is_run_folder(model.parent) else None
     if out is not None:
@@ -44,7 +41,7 @@ def place(artifact: str | Path, out: Path | None = None) -> Place:
     return Place(model, run / FOLDER, run)
 
 
-def wanted(recipe: "Recipe", asked: Sequence[str], plan: "Plan") -> tuple[str, ...]:
+def wanted(recipe: Recipe, asked: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """The recipe's exports and those asked for, each once.
 
     Raises UserError where a form cannot hold what the recipe packs: before the work, not after it.

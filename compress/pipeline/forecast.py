@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from calib.moments import Moments, Wants
 from compress.calibration.activations import matmul_precision
 from compress.errors import UserError
 from compress.model.plan import Plan
@@ -22,9 +22,6 @@ from compress.pipeline.sequential import BlockPlan
 from compress.quantize import rtn
 from runtime.formats import schemes
 from runtime.formats.schemes import SCHEMES
-
-if TYPE_CHECKING:
-    from calib.moments import Wants
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -181,7 +178,7 @@ def _hessian_bytes(blocks: BlockPlan, number: int) -> int:
     return max(inputs, default=0) ** 2 * _FLOAT
 
 
-def _sum_wants(blocks: BlockPlan, number: int, measure: "Callable[[Wants, int], int]") -> int:
+def _sum_wants(blocks: BlockPlan, number: int, measure: Callable[[Wants, int], int]) -> int:
     # q, k and v (gate and up) read one input: of those with equally many inputs in one module, one is counted.
     seen: dict[tuple[str, int], int] = {}
     for path, want in blocks.wants[number].items():
@@ -190,9 +187,7 @@ def _sum_wants(blocks: BlockPlan, number: int, measure: "Callable[[Wants, int], 
     return sum(seen.values())
 
 
-def _bytes_of(want: "Wants", inputs: int) -> int:
-    from calib.moments import Moments
-
+def _bytes_of(want: Wants, inputs: int) -> int:
     with torch.device("meta"):
         return Moments(inputs, want).nbytes
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from calib import corpora
+from calib.training_text import Measured
+from calib.windows import Windows
 from compress.context import RunContext
 from compress.model.source import Source, open_sources
 from compress.model.structure import ModelStructure, read_structure
-
-if TYPE_CHECKING:
-    from calib.training_text import Measured
-    from calib.windows import Windows
-    from compress.training.data import StageText
+from compress.stages import kv_cache
+from compress.training import data
+from compress.training.data import StageText
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class RunInputs:
     target: Source
     draft: Source | None
     structure: ModelStructure
-    text: "Measured"
-    training_texts: Mapping[int, "StageText"]
+    text: Measured
+    training_texts: Mapping[int, StageText]
 
     @property
-    def windows(self) -> "Windows":
+    def windows(self) -> Windows:
         """The text as it is cut; the report reads the same windows."""
         return self.text.windows
 
@@ -41,14 +41,9 @@ def open_inputs(context: RunContext) -> RunInputs:
     Raises UserError for models that are not there or do not belong together, a structure that no stage can work on,
     and text that is too short.
     """
-    from calib import corpora
-    from calib.training_text import Measured
-
     target, draft = open_sources(context.model, context.draft)
     structure = read_structure(target.path)
     if context.recipe.kv is not None:
-        from compress.stages import kv_cache
-
         kv_cache.check(target.checkpoint.config)
     text = Measured(
         source=context.calib,
@@ -64,7 +59,5 @@ def open_inputs(context: RunContext) -> RunInputs:
     assert text.windows.length
     texts: Mapping[int, StageText] = {}
     if context.recipe.trains:
-        from compress.training import data
-
         texts = data.gather(context.recipe, text)
     return RunInputs(context, target, draft, structure, text, texts)

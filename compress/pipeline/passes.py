@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compress.artifact import STAGES, safetensors
+from compress.artifact import STAGES
 from compress.artifact import journal as journals
 from compress.artifact.files import copy_synced, sync_folder
 from compress.artifact.journal import Journal
@@ -29,6 +29,7 @@ from compress.pipeline.sequential import BlockPlan, BlockResults, plan_blocks, r
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord, LeftAlone
+from compress.stages import kv_cache
 from compress.stages.quantize import make_stages, only_rounds
 from compress.stages.sensitivity import choose_schemes
 from compress.training import contract
@@ -256,8 +257,6 @@ def calibrate_cache(model: Path, inputs: RunInputs) -> None:
     context = inputs.context
     if context.recipe.kv is None:
         return
-    from compress.stages import kv_cache
-
     scheme, windows = context.recipe.kv.scheme, inputs.windows.calibration
     found = kv_cache.calibrate(model, scheme, windows, context.threads, partial(context.progress, "cache"))
     kv_cache.attach(model, found, context.shard_bytes)
@@ -288,12 +287,9 @@ def _assemble(planned: Pass, results: BlockResults, journal: Journal, out: Path,
     """Puts a pass's parts together as a model directory."""
     source, plan = planned.source, results.plan
     out.mkdir(parents=True)
-    safetensors.join(
-        [journal.folder / journal.parts[part]["file"] for part, _ in plan.parts], out, inputs.context.shard_bytes
-    )
+    parts = [journal.folder / journal.parts[part]["file"] for part, _ in plan.parts]
     quantization = directory.quantization_config(plan, source.checkpoint.config)
-    directory.write_config(source.path, out, quantization, results.config)
-    directory.copy_companions(source.path, out)
+    directory.join_model(parts, source.path, out, inputs.context.shard_bytes, quantization, results.config)
 
 
 def _second_journal(journal: Journal) -> Journal:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from calib.moments import Wants
 from compress.artifact import files, safetensors
 from compress.artifact.journal import Journal
 from compress.calibration import activations
@@ -37,9 +38,6 @@ from compress.stages import rounding
 from compress.stages.contract import BlockStage
 from compress.stages.depth import Shortening
 from runtime.checkpoints.directory import Checkpoint
-
-if TYPE_CHECKING:
-    from calib.moments import Wants
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class BlockPlan:
     tokens: Tensor
     few: Experts = field(default_factory=Experts)
     mapped: bool = False
-    wants: Mapping[int, Mapping[str, "Wants"]] = field(default_factory=dict)
+    wants: Mapping[int, Mapping[str, Wants]] = field(default_factory=dict)
     meta_blocks: Mapping[int, Block] = field(default_factory=dict)
     depth: float | None = None
 

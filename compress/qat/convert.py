@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.artifact import SHARD_BYTES, safetensors
+from compress.artifact import SHARD_BYTES
 from compress.errors import UserError
 from compress.model import directory
-from compress.model.block import cast
+from compress.model.block import cast, stored_dtype
 from compress.model.plan import Layer, Plan
 from compress.model.structure import ModelStructure
 from compress.qat.layers import BitLinear, Codes, QuantizedLinear
@@ -25,12 +25,11 @@ from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize, to_tensors
 from runtime.formats.schemes import SCHEMES
+from runtime.formats.tensors import tensor_bytes
 
 RoundedLinear = BitLinear | QuantizedLinear
 # What a layer becomes: given its plan, the layer and the dtype that the model is stored in. Without weights yet.
 Make = Callable[[Layer, nn.Linear, torch.dtype], RoundedLinear]
-
-_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
 
 
 def bit_linear(codes: Codes) -> Make:
@@ -100,11 +99,6 @@ def set_share(model: nn.Module, share: float) -> None:
             module.share = share
 
 
-def stored_dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
-    """What the checkpoint holds a tensor in."""
-    return _DTYPES[checkpoint.shards.entry(tensor).dtype]
-
-
 @dataclass(frozen=True)
 class RoundedModel:
     """A converted model and where it comes from.
@@ -147,28 +141,20 @@ class RoundedModel:
         module: RoundedLinear = self.model.get_submodule(layer.module)
         packed = module.packed()
         made = to_tensors(packed, layer.prefix, dtype)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in made.values())
         error = rtn.relative_error(module.weight.detach(), dequantize(packed))
+        size = tensor_bytes(made)
         return made, LayerRecord(layer.prefix, layer.scheme, layer.group_size, packed.codes.numel(), size, error)
 
-    def write(self, folder: Path, parts: Path, shard_bytes: int = SHARD_BYTES) -> tuple[LayerRecord, ...]:
-        """Writes the packed model's directory, `folder`, by way of one file for each part of the plan in `parts`.
+    def write(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> tuple[LayerRecord, ...]:
+        """Writes the packed model's directory, `folder`, a part of the plan at a time."""
+        records: list[LayerRecord] = []
 
-        `parts` is a folder of its own, which is gone in the end.
-        """
-        folder.mkdir(parents=True)
-        parts.mkdir(parents=True, exist_ok=True)
-        files, records = [], []
-        for index, (_, names) in enumerate(self.plan.parts):
-            tensors, found = self.tensors(names)
-            files.append(parts / f"part-{index:05d}.safetensors")
-            safetensors.write_part(files[-1], tensors)
-            records += found
-        safetensors.join(files, folder, shard_bytes)
-        for file in files:
-            file.unlink()
-        parts.rmdir()
+        def parts() -> Iterator[dict[str, Tensor]]:
+            for _, names in self.plan.parts:
+                tensors, found = self.tensors(names)
+                records.extend(found)
+                yield tensors
+
         quantization = directory.quantization_config(self.plan, self.checkpoint.config)
-        directory.write_config(self.checkpoint.path, folder, quantization)
-        directory.copy_companions(self.checkpoint.path, folder)
+        directory.write_model(parts(), self.checkpoint.path, folder, shard_bytes, quantization)
         return tuple(records)

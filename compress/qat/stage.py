@@ -1,9 +1,9 @@
 """What is trained when a model's layers are rounded: by the text, by the original's answers, or both."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -22,45 +22,18 @@ from compress.qat.convert import (
 )
 from compress.recipe.training_stages import Qat, Ternary
 from compress.training import float_model
-from compress.training.contract import Group, Loss
+from compress.training.contract import Group, Loss, StageContext
 from compress.training.loop import train_stage
 from runtime.checkpoints.open import open_checkpoint
-
-if TYPE_CHECKING:
-    from compress.training.contract import StageContext
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How the weights are trained.
-
-    ramp           share of the steps over which λ goes from 0 to 1; 0: layers are rounded from the first step.
-    optimizer      of the rounded matrices; everything else has AdamW.
-    rest           everything else's rate, as a share of the settings'; 0: it is not trained.
-    gradient_checkpointing  activations are computed again in the backward pass instead of kept: slower, in less memory.
-    """
-
-    ramp: float = 0.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    rest: float = 1.0
-    gradient_checkpointing: bool = False
 
 
 class RoundedTask(DistilledTask):
     """A student whose layers `convert` has replaced; float32. Arguments and errors otherwise as `DistilledTask`."""
 
-    def __init__(
-        self,
-        model: Any,
-        teacher: Any | None,
-        held_out: Tensor,
-        objective: Objective,
-        manner: Manner,
-        autocast: bool = False,
-    ):
-        super().__init__(model, teacher, held_out, objective, autocast)
-        self.manner = manner
-        if manner.gradient_checkpointing:
+    def __init__(self, model: Any, teacher: Any | None, held_out: Tensor, stage: Ternary | Qat, autocast: bool = False):
+        super().__init__(model, teacher, held_out, Objective.of(stage), autocast)
+        self.stage, self.ramp = stage, stage.ramp if isinstance(stage, Ternary) else 0.0
+        if stage.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def groups(self) -> list[Group]:
@@ -68,15 +41,14 @@ class RoundedTask(DistilledTask):
         matrices = [cast("nn.Parameter", layer.weight) for layer in rounded_layers(self.model)]
         known = {id(weight) for weight in matrices}
         rest = [p for p in self.model.parameters() if p.requires_grad and id(p) not in known]
-        groups = [Group("rounded", matrices, optimizer=self.manner.optimizer)] if matrices else []
-        if rest and self.manner.rest:
-            groups.append(Group("rest", rest, self.manner.rest, weight_decay=0.0))
+        groups = [Group("rounded", matrices, optimizer=self.stage.optimizer)] if matrices else []
+        if rest and self.stage.rest:
+            groups.append(Group("rest", rest, self.stage.rest, weight_decay=0.0))
         return groups
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`."""
-        ramp = self.manner.ramp
-        set_share(self.model, min(1.0, progress / ramp) if ramp else 1.0)
+        set_share(self.model, min(1.0, progress / self.ramp) if self.ramp else 1.0)
         return super().loss(batch, progress)
 
     def evaluate(self) -> float:
@@ -90,7 +62,7 @@ class RoundedTask(DistilledTask):
         set_share(self.model, 1.0)
 
 
-def run(stage: Ternary | Qat, context: "StageContext", out: Path) -> dict[str, Any]:
+def run(stage: Ternary | Qat, context: StageContext, out: Path) -> dict[str, Any]:
     """Trains the model at `context.model` with its layers rounded and writes the packed directory `out`.
 
     Returns, for the report: what the loop says of the run; `perplexity` of the held-out windows for the original, for
@@ -108,16 +80,12 @@ def run(stage: Ternary | Qat, context: "StageContext", out: Path) -> dict[str, A
     convert(model, plan, checkpoint, make)
     frozen = freeze_experts(model, structure)
     rounded = float_model.held_out_loss(model, context.held_out)
-    objective = Objective.of(stage)
-    teacher: Any = original if objective.needs_teacher else None
+    teacher: Any = original if Objective.of(stage).needs_teacher else None
     del original
     teacher, batches = teacher_and_batches(stage.answers, teacher, context)
-    ramp = stage.ramp if isinstance(stage, Ternary) else 0.0
-    manner = Manner(ramp, stage.optimizer, stage.rest, stage.gradient_checkpointing)
-    task = RoundedTask(model, teacher, context.held_out, objective, manner, context.settings.autocast)
+    task = RoundedTask(model, teacher, context.held_out, stage, context.settings.autocast)
     result = train_stage(context, task, batches, kind)
-    written = RoundedModel(model, checkpoint, structure, plan)
-    records = written.write(out, context.work / "parts", context.run.shard_bytes)
+    records = RoundedModel(model, checkpoint, structure, plan).write(out, context.run.shard_bytes)
     after = float_model.held_out_loss(model, context.held_out)
     perplexity = float_model.perplexities(original=before, rounded_without_training=rounded, trained=after)
     return {

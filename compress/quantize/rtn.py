@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.quantize import grid
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import named
 from runtime.formats.tensors import stored_scale_dtype
@@ -44,8 +45,6 @@ def quantize(
 
 
 def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
-    from compress.quantize import grid
-
     wanted = grid.Grid(described.bits, described.group_size, described.symmetric)
     values = weight.float()
     scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)

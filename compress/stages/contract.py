@@ -1,22 +1,20 @@
 """What a stage of a recipe is to a block."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from calib.moments import Wants
 from compress.calibration.activations import Inputs
 from compress.model.block import Block, Statistics
-
-if TYPE_CHECKING:
-    from calib.moments import Wants
 
 
 class BlockStage(Protocol):
     """One stage of a recipe, block after block."""
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         """What it needs to know of the inputs of which linear layers, by path. Empty: nothing, it looks at no text."""
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         """Changes the block, and the statistics with it where it changes what goes into a layer.
 
         statistics  of every layer that a stage of the recipe wanted, taken before the first stage; layers that read the

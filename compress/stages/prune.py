@@ -3,21 +3,20 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from calib.moments import Wants
 from compress.calibration.activations import Inputs
 from compress.calibration.statistics import present
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
+from compress.prune import masks, sparsegpt, width
+from compress.prune.width import DOWN_PROJ, O_PROJ, Sizes
 from compress.recipe import Prune
-
-if TYPE_CHECKING:
-    from calib.moments import Wants
-    from compress.prune.width import Sizes
 
 # What says a block's width in a config.json.
 _WIDTH_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -30,32 +29,23 @@ class MaskPrune:
 
     stage: Prune
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         if self.stage.method == "magnitude":
             return {}
-        from calib.moments import Wants
-
         want = Wants(norms=True) if self.stage.method == "wanda" else Wants(hessian=True)
         return dict.fromkeys(block.linears, want)
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         for path, linear in block.linears.items():
             weight = self._pruned(linear.weight.detach(), statistics, path, path in block.starved)
             linear.weight = nn.Parameter(weight, requires_grad=False)
-        return block
 
     def _pruned(self, weight: Tensor, statistics: Statistics, path: str, starved: bool) -> Tensor:
         sparsity = _sparsity(self.stage)
         if self.stage.method == "magnitude" or starved:
-            from compress.prune import masks
-
             return weight * masks.magnitude_mask(weight, sparsity)
         if self.stage.method == "wanda":
-            from compress.prune import masks
-
             return weight * masks.wanda_mask(weight, present(statistics[path].norms), sparsity)
-        from compress.prune import sparsegpt
-
         return sparsegpt.prune(weight, present(statistics[path].hessian), sparsity)
 
 
@@ -67,20 +57,15 @@ class WidthPrune:
     config         what config.json says of the new ones; model_config: that and all of the rest, for transformers.
     """
 
-    before: "Sizes"
-    after: "Sizes"
+    before: Sizes
+    after: Sizes
     config: Mapping[str, Any]
     model_config: Any
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        from calib.moments import Wants
-        from compress.prune.width import DOWN_PROJ, O_PROJ
-
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         return {path: Wants(hessian=True) for path in (O_PROJ, DOWN_PROJ)}
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.prune import width
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         tensors = {path: parameter.detach() for path, parameter in block.module.named_parameters()}
         hessians = {path: present(statistics[path].hessian) for path in (width.O_PROJ, width.DOWN_PROJ)}
         narrowed = width.narrow(tensors, hessians, self.before, self.after)
@@ -95,13 +80,10 @@ class WidthPrune:
         block.config |= self.config
         # Of other sizes now, or of other inputs.
         statistics.clear()
-        return block
 
 
 def width_prune(loader: BlockLoader, plan: Plan, stage: Prune) -> WidthPrune:
     """The stage for a model. Raises UserError for one whose blocks cannot be narrowed, or not by so much."""
-    from compress.prune import width
-
     assert stage.share is not None
     config = loader.checkpoint.config
     before, shapes, outside = width.sizes(config), dict[str, tuple[int, ...]](), 0

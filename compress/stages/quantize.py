@@ -1,19 +1,19 @@
 """A recipe's stages as work on blocks: which statistics each needs, and what it does to a block's linear layers.
 
-The algorithms are free functions over tensors in rooms of their own, imported where they are used: a recipe that rounds
-to nearest loads none of them.
+The algorithms are free functions over tensors, in rooms of their own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from calib.moments import Wants
 from compress.calibration.activations import Inputs, matmul_precision
 from compress.calibration.statistics import present
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
+from compress.quantize import gptq
 from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
@@ -21,9 +21,6 @@ from compress.stages.prune import MaskPrune, width_prune
 from compress.stages.ranges import AwqRound, AwqScale, SmoothRanges, StaticRanges
 from compress.stages.rounding import chosen, grid_of, round_to_nearest, scale_dtype, sharing
 from runtime.formats.schemes import GRIDS, SCHEMES
-
-if TYPE_CHECKING:
-    from calib.moments import Wants
 
 
 def make_stages(recipe: Recipe, plan: Plan, loader: BlockLoader) -> list[BlockStage]:
@@ -80,13 +77,12 @@ class RoundToNearest:
 
     layers: Mapping[str, Layer]
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         return {}
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         for path, layer in chosen(block, self.layers):
             round_to_nearest(block, path, layer)
-        return block
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,10 @@ class Gptq:
     stage: Quantize
     layers: Mapping[str, Layer]
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        from calib.moments import Wants
-
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in GRIDS}
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import gptq
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         fitted = [path for path in known if known[path].scheme in GRIDS and path not in block.starved]
         for path in known.keys() - set(fitted):
@@ -127,4 +119,3 @@ class Gptq:
             # A Hessian is as large as the largest weights: the last layers that read it let it go.
             for path in paths:
                 del statistics[path]
-        return block

@@ -3,25 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from calib.moments import Moments, Wants
 from compress.calibration.activations import Inputs
 from compress.calibration.statistics import collect, present
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.plan import Layer
-from compress.quantize import rtn
+from compress.quantize import awq, folding, grid, rtn, smoothquant
+from compress.quantize.folding import Fold
 from compress.recipe import Quantize, Smooth
 from compress.recipe.block_stages import Experts
 from compress.stages.rounding import chosen, grid_of, round_to_nearest, scale_dtype, sharing
 from runtime.formats.schemes import SCHEMES
-
-if TYPE_CHECKING:
-    from calib.moments import Moments, Wants
-    from compress.quantize.folding import Fold
 
 # Input rows that a search looks at, drawn evenly from the text.
 SEARCH_ROWS = 512
@@ -34,12 +32,10 @@ class AwqScale:
     layers: Mapping[str, Layer]
     model_type: str
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         return _hessians_and_sizes(block, self.layers)
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import awq, folding
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         for fold in folding.folds(block.module, self.model_type):
             paths = [path for path in fold.linears if path in known and path in statistics]
@@ -59,7 +55,6 @@ class AwqScale:
             mean = torch.stack(means).sum(dim=0) / sum(shares.values())
             found = awq.search_scale(fed, mean, scale_dtype(block, paths[0]), tie=partial(folding.share, fold))
             fold_in(block, fold, found.factor, statistics, block.dtypes[paths[0]])
-        return block
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,10 @@ class AwqRound:
 
     layers: Mapping[str, Layer]
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         return _hessians_and_sizes(block, self.layers)
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import awq, grid
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         for path, layer in chosen(block, self.layers):
             if path in block.starved:
                 round_to_nearest(block, path, layer)
@@ -83,7 +76,6 @@ class AwqRound:
             codes = grid.encode(weight, scale, zero, wanted)
             block.pack(path, grid.to_packed(codes, scale, zero, wanted), layer.scheme)
             del statistics[path]
-        return block
 
 
 @dataclass(frozen=True)
@@ -94,28 +86,21 @@ class SmoothRanges:
     layers: Mapping[str, Layer]
     model_type: str
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        from calib.moments import Wants
-
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         rows = SEARCH_ROWS if self.stage.alpha == "search" else 0
         return {path: Wants(absmax=True, rows=rows) for path, _ in chosen(block, self.layers)}
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import folding
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         for fold in folding.folds(block.module, self.model_type):
             paths = [path for path in fold.linears if path in known and path in statistics]
             if paths:
                 factor = self._factor(block, fold, paths, known, statistics)
                 fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
-        return block
 
     def _factor(
-        self, block: Block, fold: "Fold", paths: list[str], known: Mapping[str, Layer], statistics: Statistics
+        self, block: Block, fold: Fold, paths: list[str], known: Mapping[str, Layer], statistics: Statistics
     ) -> Tensor:
-        from compress.quantize import folding, smoothquant
-
         weights = [block.linears[path].weight.detach() for path in paths]
         largest = torch.stack([present(statistics[path].absmax) for path in paths]).amax(dim=0)
         if self.stage.alpha == "search":
@@ -137,15 +122,11 @@ class StaticRanges:
     stage: Quantize
     layers: Mapping[str, Layer]
 
-    def wants(self, block: Block) -> Mapping[str, "Wants"]:
-        from calib.moments import Wants
-
+    def wants(self, block: Block) -> Mapping[str, Wants]:
         looked = {"absmax": True, "rows": SEARCH_ROWS} if self._searches else {"observer": self.stage.observer}
         return {path: Wants(**looked) for path, _ in chosen(block, self.layers)}
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
-        from compress.quantize import smoothquant
-
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         if starved := known.keys() & block.starved:
             raise UserError(
@@ -165,7 +146,6 @@ class StaticRanges:
                 stored = block.linears[path].weight.detach().to(block.dtypes[path])
                 scheme = known[path].scheme
                 block.pack(path, rtn.quantize(stored, scheme, 0, input_scale=scale), scheme)
-        return block
 
     @property
     def _searches(self) -> bool:
@@ -178,10 +158,8 @@ class StaticRanges:
             statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
 
 
-def fold_in(block: Block, fold: "Fold", factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:
+def fold_in(block: Block, fold: Fold, factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:
     """Divides what feeds some linear layers by a factor per channel, multiplies them, and mends their statistics."""
-    from compress.quantize import folding
-
     exact = folding.storable(block.module, fold, factor, dtype)
     folding.apply(block.module, fold, exact)
     made: dict[int, Moments] = {}
@@ -200,7 +178,5 @@ def _shares(paths: Sequence[str], statistics: Statistics) -> dict[str, float]:
     return {path: statistics[path].tokens / most for path in paths}
 
 
-def _hessians_and_sizes(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, "Wants"]:
-    from calib.moments import Wants
-
+def _hessians_and_sizes(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, Wants]:
     return {path: Wants(hessian=True, absmax=True) for path, _ in chosen(block, layers)}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.model.block import Block, Statistics
 from compress.model.plan import Layer, Plan
-from compress.quantize import rtn
+from compress.quantize import hqq, rtn
 from compress.quantize.grid import Grid
 from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
@@ -51,8 +51,6 @@ def part(checkpoint: Checkpoint, plan: Plan, names: Sequence[str]) -> tuple[dict
 def rounded(weight: Tensor, layer: Layer) -> PackedWeight:
     """A weight (outputs, inputs) rounded as its layer's plan says, without looking at text."""
     if layer.solved:
-        from compress.quantize import hqq
-
         return hqq.quantize(weight, grid_of(layer), stored_scale_dtype(weight.dtype))
     return rtn.quantize(weight, layer.scheme, layer.group_size, symmetric=layer.symmetric, search=layer.search)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
 from runtime.formats.schemes import Scheme, stored_bytes
 from runtime.formats.tensors import group_width, round_scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
 _LOGITS = 1 << 26
@@ -244,7 +241,7 @@ def choose_schemes(
     plan: Plan,
     model: ModelStructure,
     stage: Quantize,
-    windows: "Tensor",
+    windows: Tensor,
     progress: Progress,
 ) -> Plan:
     """The plan with the scheme for each layer that costs the model's output the least within `stage.bits_per_weight`.
@@ -256,7 +253,6 @@ def choose_schemes(
 
     Raises UserError for a budget that nothing fits, fused experts, and a model that transformers cannot load.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     if any(".experts." in layer.module for layer in plan.layers.values()):

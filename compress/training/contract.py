@@ -9,20 +9,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from calib.training_text import Stream
 from compress.artifact import STAGES, files
 from compress.artifact.journal import Journal
 from compress.context import RunContext
 from compress.errors import UserError
+from compress.recipe.stages import Stage
 from compress.recipe.training import Budget, Settings
 from runtime.devices import resolve
-
-if TYPE_CHECKING:
-    from calib.training_text import Stream
-    from compress.recipe.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class StageContext:
     original: Path
     model: Path
     draft: Path | None
-    tokens: "Stream"
+    tokens: Stream
     held_out: Tensor
     work: Path
     settings: Settings
@@ -153,7 +151,7 @@ def place(folder: Path, index: int, kind: str) -> Path:
     return folder / STAGES / f"{index:02d}-{kind}"
 
 
-def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContext, text: dict[str, Any]) -> StageResult:
+def run_stage(stage: Stage, home: Path, journal: Journal, context: StageContext, text: dict[str, Any]) -> StageResult:
     """Does a stage in its folder `home` and puts it into the journal. `text` is what the report says of its text."""
     out, making = home / "out", home / "out.tmp"
     for stale in (out, making):
@@ -171,7 +169,7 @@ def run_stage(stage: "Stage", home: Path, journal: Journal, context: StageContex
     return StageResult(out, report)
 
 
-def work(stage: "Stage", context: StageContext, out: Path) -> dict[str, Any]:
+def work(stage: Stage, context: StageContext, out: Path) -> dict[str, Any]:
     """Does a stage: writes `out`, and returns what the report says of it."""
     run: Run = importlib.import_module(KINDS[stage.kind].module).run
     context.work.mkdir(parents=True, exist_ok=True)

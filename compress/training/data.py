@@ -9,22 +9,21 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.token_bytes import Ints
+from calib.training_text import Measured, Stream, TrainingText, tokenize
+from calib.training_text import gather as read
 from compress.errors import UserError
 from compress.progress import Progress
 from compress.recipe import Recipe
 from compress.recipe.training import Settings
 from compress.training.parallel import World, alone
-
-if TYPE_CHECKING:
-    from calib.token_bytes import Ints
-    from calib.training_text import Measured, Stream, TrainingText
 
 # Tokens that an evaluation reads at once, as many as a micro-batch has by default. Logits take most of its memory.
 AT_ONCE = 2048
@@ -117,15 +116,13 @@ class PackedBatches:
 class StageText:
     """One stage's text, not yet tokenised, and (E, length) int64 windows that choose its best weights."""
 
-    text: "TrainingText"
-    measured: "Measured"
+    text: TrainingText
+    measured: Measured
     length: int
     held_out: Tensor
 
-    def tokens(self, folder: Path, progress: Progress) -> "Stream":
+    def tokens(self, folder: Path, progress: Progress) -> Stream:
         """The stream, from a file in `folder`, where it is kept for a resumed run."""
-        from calib.training_text import tokenize
-
         place = folder / f"text-{self.text.sha256[:12]}"
         return tokenize(
             self.text,
@@ -143,13 +140,11 @@ class StageText:
         return about | {"documents": len(self.text.documents), "left_out": dict(self.text.left_out)}
 
 
-def gather(recipe: Recipe, measured: "Measured") -> dict[int, StageText]:
+def gather(recipe: Recipe, measured: Measured) -> dict[int, StageText]:
     """The text of every stage that trains, by its index in the recipe; one source is read once.
 
     Raises UserError for a source that is not there, and for one that leaves nothing to train on.
     """
-    from calib.training_text import gather as read
-
     found: dict[str | None, tuple[TrainingText, Tensor]] = {}
     out = {}
     for index, stage in enumerate(recipe.stages):
@@ -170,7 +165,7 @@ _DOCUMENTS = 10
 _CHARACTERS_PER_TOKEN = 32
 
 
-def set_aside(text: "TrainingText", measured: "Measured") -> "tuple[TrainingText, Tensor]":
+def set_aside(text: TrainingText, measured: Measured) -> tuple[TrainingText, Tensor]:
     """The text without what is set aside of it, and (E, length) int64 windows, E at most 16.
 
     Raises UserError where there is not one window.
@@ -191,7 +186,7 @@ def set_aside(text: "TrainingText", measured: "Measured") -> "tuple[TrainingText
     return replace(kept, sha256=digest.hexdigest()), windows
 
 
-def _split(text: "TrainingText", measured: "Measured") -> "tuple[TrainingText, Iterable[Ints]]":
+def _split(text: TrainingText, measured: Measured) -> tuple[TrainingText, Iterable[Ints]]:
     """What training keeps, and the tokens of what it gives: whole documents, or where it has few the end of one."""
     count = len(text.documents)
     if count >= _DOCUMENTS:
@@ -213,7 +208,7 @@ def _split(text: "TrainingText", measured: "Measured") -> "tuple[TrainingText, I
     return replace(text, documents=documents), _encoded([document[cut:]], measured, WINDOWS)
 
 
-def _encoded(documents: Sequence[str], measured: "Measured", windows: int = _WINDOWS_PER_DOCUMENT) -> "Iterable[Ints]":
+def _encoded(documents: Sequence[str], measured: Measured, windows: int = _WINDOWS_PER_DOCUMENT) -> Iterable[Ints]:
     """The first tokens of each document, the separator before them: enough for so many windows."""
     most = windows * measured.length
     head = [] if measured.separator is None else [measured.separator]
@@ -222,7 +217,7 @@ def _encoded(documents: Sequence[str], measured: "Measured", windows: int = _WIN
         yield np.array([*head, *ids["input_ids"]][:most], dtype=np.int64)
 
 
-def _windows(pieces: "Iterable[Ints]", length: int) -> Tensor:
+def _windows(pieces: Iterable[Ints], length: int) -> Tensor:
     found: list[Ints] = []
     total = 0
     for piece in pieces:

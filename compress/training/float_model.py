@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,17 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.artifact import safetensors
 from compress.model import directory
-from compress.model.block import cast
-from compress.model.structure import read_structure
+from compress.model.block import cast, stored_dtype
+from compress.model.structure import ModelStructure, read_structure
 from compress.training.contract import Group
 from compress.training.data import portions
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats.tensors import check_finite
-
-_DTYPES = {name: dtype for dtype, name in safetensors.NAMES.items()}
 
 
 def load(folder: Path, device: str = "cpu") -> Any:
@@ -31,38 +28,52 @@ def load(folder: Path, device: str = "cpu") -> Any:
     return model.eval().to(device)
 
 
-def freeze_fused(model: Any, folder: Path) -> list[str]:
-    """Stops training of parameters that the checkpoint in `folder` has no tensor for (fused experts); their names."""
-    checkpoint, structure = open_checkpoint(folder), read_structure(folder)
-    found = {parameter.name for name in checkpoint.names() if (parameter := structure.find(name)) is not None}
-    frozen = [name for name, _ in model.named_parameters() if name not in found]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    return frozen
+@dataclass(frozen=True)
+class Student:
+    """A plain model that is trained, and the directory that it was read from."""
 
+    model: Any
+    checkpoint: Checkpoint
+    structure: ModelStructure
 
-def write(model: Any, source: Path, out: Path, shard_bytes: int) -> None:
-    """Writes `out`: the directory `source` with the model's weights, by the names and in the types that it has there.
+    @classmethod
+    def load(cls, folder: Path, device: str) -> "Student":
+        """As `load`."""
+        return cls(load(folder, device), open_checkpoint(folder), read_structure(folder))
 
-    Raises UserError for a weight that is not finite or that its type cannot hold.
-    """
-    checkpoint, structure = open_checkpoint(source), read_structure(source)
-    parameters = dict(model.named_parameters())
-    out.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for index, name in enumerate(checkpoint.names()):
-        if structure.is_tied(name):
-            continue
-        found = structure.find(name)
-        trained = parameters.get(found.name) if found is not None else None
-        tensor = checkpoint.tensor(name) if trained is None else _stored(trained, checkpoint, name)
-        parts.append(out / f"part-{index:05d}.safetensors")
-        safetensors.write_part(parts[-1], {name: tensor})
-    safetensors.join(parts, out, shard_bytes)
-    for part in parts:
-        part.unlink()
-    directory.write_config(source, out, None)
-    directory.copy_companions(source, out)
+    def freeze_fused(self) -> list[str]:
+        """Stops training of parameters that the checkpoint has no tensor for (fused experts); their names."""
+        found = {parameter.name for name in self.checkpoint.names() if (parameter := self.structure.find(name))}
+        frozen = [name for name, _ in self.model.named_parameters() if name not in found]
+        for name in frozen:
+            self.model.get_parameter(name).requires_grad_(False)
+        return frozen
+
+    def block_matrices(self) -> set[str]:
+        """Names of the weights of the blocks' linear layers."""
+        known = self.structure.parameters
+        return {
+            name
+            for name, parameter in self.model.named_parameters()
+            if self.structure.block(name) is not None and parameter.dim() == 2 and known[name].is_linear
+        }
+
+    def write(self, out: Path, shard_bytes: int) -> None:
+        """Writes `out`: the directory with the model's weights, by the names and in the types that it has there.
+
+        Raises UserError for a weight that is not finite or that its type cannot hold.
+        """
+        parameters = dict(self.model.named_parameters())
+
+        def stored(name: str) -> Tensor:
+            found = self.structure.find(name)
+            trained = parameters.get(found.name) if found is not None else None
+            if trained is None:
+                return self.checkpoint.tensor(name)
+            return cast(trained.detach().cpu(), stored_dtype(self.checkpoint, name), name)
+
+        names = (name for name in self.checkpoint.names() if not self.structure.is_tied(name))
+        directory.write_model(({name: stored(name)} for name in names), self.checkpoint.path, out, shard_bytes)
 
 
 @torch.no_grad()
@@ -83,22 +94,6 @@ def held_out_loss(model: Any, windows: Tensor, autocast: bool = False) -> float:
 def perplexities(**losses: float) -> dict[str, float]:
     """Perplexity of each loss in nats."""
     return {name: math.exp(loss) for name, loss in losses.items()}
-
-
-def block_matrices(model: Any, folder: Path) -> list[tuple[str, Any]]:
-    """Names and parameters of the blocks' linear layers' weights."""
-    structure = read_structure(folder)
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if structure.block(name) is not None and parameter.dim() == 2 and structure.parameters[name].is_linear
-    ]
-
-
-def _stored(parameter: Tensor, checkpoint: Checkpoint, name: str) -> Tensor:
-    tensor = cast(parameter.detach().cpu(), _DTYPES[checkpoint.shards.entry(name).dtype], name)
-    check_finite(name, tensor)
-    return tensor
 
 
 def parameter_groups(model: Any, blocks: Collection[str], optimizer: Literal["adamw", "muon"]) -> list[Group]:

@@ -162,6 +162,31 @@ def test_who_writes_what_is_fixed_by_the_seed(models: tuple[Path, Path]) -> None
         DraftTask(stage(on_policy_fraction=0.5, teacher=0), None, of_model(float_model.load(target)), HELD_OUT, set())
 
 
+def test_whose_text_by_shares(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    student = float_model.load(models[1])
+    seen: list[str] = []
+
+    def writer(prompts: torch.Tensor, new: int, generator: torch.Generator) -> torch.Tensor:
+        seen[-1] = "student"
+        return torch.cat([prompts, prompts.new_zeros(len(prompts), new)], dim=1)
+
+    class Written(draft.Samples):
+        def take(self, numbers: torch.Tensor) -> torch.Tensor:
+            seen[-1] = "teacher"
+            return super().take(numbers)
+
+    samples = Written(np.zeros((4, 32), np.int32), 0.0)
+    monkeypatch.setattr(DraftTask, "_logits", lambda self, tokens: (torch.zeros(1, 2), torch.ones(1, 2)))
+    task = DraftTask(
+        stage(on_policy_fraction=0.25, teacher=0.5), student, lambda tokens: tokens, HELD_OUT, set(), writer, samples
+    )
+    for number in range(100):
+        seen.append("text")
+        monkeypatch.setattr(torch, "rand", lambda *shape, at=number: torch.tensor(at / 100))
+        task.loss(HELD_OUT[:1], 0.0)
+    assert {who: seen.count(who) for who in set(seen)} == {"student": 25, "teacher": 50, "text": 25}
+
+
 def test_a_new_draft_is_the_target_without_blocks(tiny: Callable[..., Path], tmp_path: Path) -> None:
     source = tiny("llama", num_hidden_layers=4)
     draft_init.write_draft(source, (1, 3), tmp_path / "two", 2**30)

@@ -1,7 +1,7 @@
 """MiniLLM's estimator against the exact gradient, over every text of a toy vocabulary."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +11,24 @@ from torch import Tensor
 
 from compress.distill.minillm import mixed_writer, policy_gradient
 
-VOCABULARY, LENGTH = 3, 3
-# One row of logits for each beginning of a text: (), (a), (a, b).
-PREFIXES = [prefix for n in range(LENGTH) for prefix in itertools.product(range(VOCABULARY), repeat=n)]
+VOCABULARY = 3
 
 
-def tables() -> tuple[Tensor, Tensor]:
+def prefixes(length: int) -> list[tuple[int, ...]]:
+    """One row of logits for each beginning of a text: (), (a), (a, b)."""
+    return [prefix for n in range(length) for prefix in itertools.product(range(VOCABULARY), repeat=n)]
+
+
+def tables(length: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    made = torch.randn(2, len(PREFIXES), VOCABULARY, dtype=torch.float64, generator=generator)
+    made = torch.randn(2, len(prefixes(length)), VOCABULARY, dtype=torch.float64, generator=generator)
     return made[0].requires_grad_(), made[1]
 
 
-def texts() -> Iterator[tuple[tuple[int, ...], Tensor, list[int]]]:
+def texts(length: int) -> Iterator[tuple[tuple[int, ...], Tensor, list[int]]]:
     """Every text, as a batch of one, and the numbers of its rows of logits."""
-    for text in itertools.product(range(VOCABULARY), repeat=LENGTH):
-        rows = [PREFIXES.index(text[:n]) for n in range(LENGTH)]
+    for text in itertools.product(range(VOCABULARY), repeat=length):
+        rows = [prefixes(length).index(text[:n]) for n in range(length)]
         yield text, torch.tensor([text]), rows
 
 
@@ -33,35 +36,23 @@ def log_probability(table: Tensor, text: tuple[int, ...], rows: list[int]) -> Te
     return table.log_softmax(-1)[rows, list(text)]
 
 
-def ended(text: tuple[int, ...]) -> Tensor:
-    """Token 0 ends a text; it is part of it."""
-    last = text.index(0) if 0 in text else LENGTH - 1
-    return torch.tensor([[n <= last for n in range(LENGTH)]])
-
-
-def everything(text: tuple[int, ...]) -> Tensor:
-    return torch.ones(1, LENGTH, dtype=torch.bool)
-
-
-def exact_gradient(mask_of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-    """Of Σ_y q(y) Σ_t log q(y_t) / p(y_t) over the tokens in the mask, by autograd over all texts."""
-    student, teacher = tables()
+def exact_gradient(length: int) -> Tensor:
+    """Of Σ_y q(y) Σ_t log q(y_t) / p(y_t), by autograd over all texts."""
+    student, teacher = tables(length)
     total = torch.zeros((), dtype=torch.float64)
-    for text, _, rows in texts():
+    for text, _, rows in texts(length):
         log_q, log_p = log_probability(student, text, rows), log_probability(teacher, text, rows)
-        total = total + log_q.sum().exp() * ((log_q - log_p) * mask_of(text)[0]).sum()
+        total = total + log_q.sum().exp() * (log_q - log_p).sum()
     [gradient] = torch.autograd.grad(total, student)
     return gradient
 
 
-def expected_gradient(mix: float, mask_of: Callable[[tuple[int, ...]], Tensor], **options: Any) -> tuple[Tensor, float]:
+def expected_gradient(mix: float, length: int) -> tuple[Tensor, float]:
     """The estimator's expectation over texts drawn from the mixture, and its total variance."""
-    student, teacher = tables()
+    student, teacher = tables(length)
     mean, square = torch.zeros_like(student), torch.zeros_like(student)
-    for text, tokens, rows in texts():
-        found = policy_gradient(
-            student[rows].unsqueeze(0), teacher[rows].unsqueeze(0), tokens, mask_of(text), teacher_mix=mix, **options
-        )
+    for text, tokens, rows in texts(length):
+        found = policy_gradient(student[rows].unsqueeze(0), teacher[rows].unsqueeze(0), tokens, mix)
         [gradient] = torch.autograd.grad(found, student)
         q, p = (log_probability(table, text, rows).exp().detach() for table in (student, teacher))
         chance = float((mix * p + (1 - mix) * q).prod())
@@ -70,63 +61,53 @@ def expected_gradient(mix: float, mask_of: Callable[[tuple[int, ...]], Tensor], 
     return mean.detach(), float((square - mean.square()).sum())
 
 
-@pytest.mark.parametrize("mask_of", [everything, ended])
-@pytest.mark.parametrize("single_step", [True, False])
-@pytest.mark.parametrize("mix", [0.0, 0.4])
-def test_the_estimator_is_unbiased(mask_of: Any, single_step: bool, mix: float) -> None:
-    found, _ = expected_gradient(mix, mask_of, importance="exact", single_step=single_step, length_normalized=False)
-    torch.testing.assert_close(found, exact_gradient(mask_of), rtol=1e-10, atol=1e-12)
+def test_the_estimator_is_unbiased() -> None:
+    """Of two tokens, of which one follows: its mean is its sum. Drawn from the student, all weights are 1."""
+    found, _ = expected_gradient(0.0, 2)
+    torch.testing.assert_close(found, exact_gradient(2), rtol=1e-10, atol=1e-12)
 
 
-def test_what_the_paper_trades_bias_for() -> None:
-    wanted = exact_gradient(everything)
-    for options in (
-        {"importance": "token", "single_step": True, "length_normalized": False},
-        {"importance": "exact", "single_step": True, "length_normalized": True},
-    ):
-        found, _ = expected_gradient(0.4, everything, **options)
-        assert float((found - wanted).abs().max()) > 1e-3
-        # It still goes down the same hill.
-        assert float((found * wanted).sum() / (found.norm() * wanted.norm())) > 0.8
+@pytest.mark.parametrize(("mix", "length"), [(0.4, 2), (0.0, 3), (0.4, 3)])
+def test_what_the_paper_trades_bias_for(mix: float, length: int) -> None:
+    wanted, (found, _) = exact_gradient(length), expected_gradient(mix, length)
+    assert float((found - wanted).abs().max()) > 1e-3
+    # It still goes down the same hill.
+    assert float((found * wanted).sum() / (found.norm() * wanted.norm())) > 0.8
 
 
 def test_the_single_step_part_lowers_the_variance() -> None:
-    options = {"importance": "exact", "length_normalized": False}
-    _, plain = expected_gradient(0.0, everything, single_step=False, **options)
-    _, parted = expected_gradient(0.0, everything, single_step=True, **options)
-    assert parted < 0.7 * plain
-    _, product = expected_gradient(0.4, everything, importance="exact", length_normalized=False)
-    _, token = expected_gradient(0.4, everything, importance="token", length_normalized=False)
-    assert token < product
+    student, teacher = tables(2)
+    mean, square = torch.zeros_like(student), torch.zeros_like(student)
+    for text, _, rows in texts(2):
+        log_q, log_p = log_probability(student, text, rows), log_probability(teacher, text, rows)
+        reward = (log_p - log_q).detach()
+        # Plain REINFORCE: a token's own reward stands with those that follow.
+        [gradient] = torch.autograd.grad(-(reward.flip(0).cumsum(0).flip(0) * log_q).sum(), student)
+        chance = float(log_q.detach().sum().exp())
+        mean += chance * gradient
+        square += chance * gradient.square()
+    torch.testing.assert_close(mean, exact_gradient(2), rtol=1e-10, atol=1e-12)
+    assert expected_gradient(0.0, 2)[1] < 0.7 * float((square - mean.square()).sum())
 
 
 def test_a_batch_is_the_mean_of_its_texts() -> None:
-    chosen = list(texts())[3:9]
-    student, teacher = (torch.stack([table.detach()[rows] for _, _, rows in chosen]) for table in tables())
-    tokens, mask = torch.cat([one for _, one, _ in chosen]), torch.cat([ended(text) for text, _, _ in chosen])
-    every: list[dict[str, Any]] = [{}, {"single_step": False}, {"importance": "exact", "teacher_mix": 0.3}]
-    for options in every:
+    chosen = list(texts(3))[3:9]
+    student, teacher = (torch.stack([table.detach()[rows] for _, _, rows in chosen]) for table in tables(3))
+    tokens = torch.cat([one for _, one, _ in chosen])
+    for mix in (0.0, 0.3):
         student.requires_grad_()
-        [whole] = torch.autograd.grad(policy_gradient(student, teacher, tokens, mask, **options), student)
+        [whole] = torch.autograd.grad(policy_gradient(student, teacher, tokens, mix), student)
         for row in range(len(chosen)):
             one = slice(row, row + 1)
             alone = student[one].detach().requires_grad_()
-            part = policy_gradient(alone, teacher[one], tokens[one], mask[one], **options)
-            [gradient] = torch.autograd.grad(part, alone)
+            [gradient] = torch.autograd.grad(policy_gradient(alone, teacher[one], tokens[one], mix), alone)
             torch.testing.assert_close(whole[row], gradient[0] / len(chosen))
-        # What comes after the end has no say.
-        assert not whole[~mask].any()
 
 
 def test_what_does_not_fit_is_refused() -> None:
     logits, tokens = torch.zeros(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64)
-    mask = torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"\(1, 2\)"):
-        policy_gradient(logits, logits, tokens[:, :2], mask)
-    with pytest.raises(ValueError, match="teacher_mix"):
-        policy_gradient(logits, logits, tokens, mask, teacher_mix=1.0)
-    with pytest.raises(ValueError, match="a text without"):
-        policy_gradient(logits, logits, tokens, ~mask)
+        policy_gradient(logits, logits, tokens[:, :2])
 
 
 class Chain:

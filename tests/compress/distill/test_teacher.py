@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from compress.distill import cached_logits, on_policy
 from compress.distill.cached_logits import LogitsCache, NumberedBatches
 from compress.distill.divergences import DIVERGENCES, divergence
-from compress.distill.on_policy import Shares, decoder_writer, gumbel_sample, model_writer, snapshot, write_samples
+from compress.distill.on_policy import decoder_writer, gumbel_sample, model_writer, snapshot, write_samples
 from compress.distill.teacher import Teacher, narrowed, of_decoder, of_model
 from compress.errors import UserError
 from compress.recipe.training import Settings
@@ -176,15 +176,6 @@ def test_a_snapshot_has_the_weights_of_the_moment(tiny: Callable[..., Path], tmp
         with torch.no_grad():
             student.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     assert not torch.allclose(found, of_decoder(load(tiny("llama")).decoder)(TOKENS), atol=0.05)
-
-
-def test_whose_text_by_shares() -> None:
-    shares = Shares(student=0.25, teacher=0.5)
-    drawn = [shares.draw(number / 100) for number in range(100)]
-    assert {who: drawn.count(who) for who in set(drawn)} == {"student": 25, "teacher": 50, "text": 25}
-    assert {Shares().draw(number / 100) for number in range(100)} == {"text"}
-    with pytest.raises(ValueError, match="at most 1"):
-        Shares(student=0.6, teacher=0.5)
 
 
 def test_samples_are_written_once(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -44,12 +44,11 @@ class Spy:
     def wants(self, block: Block) -> Mapping[str, Wants]:
         return dict.fromkeys(block.linears, self.wanted)
 
-    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         assert inputs is not None
         self.statistics.append(dict(statistics))
         self.inputs.append(torch.cat(list(inputs.windows())))
         self.blocks.append(block)
-        return block
 
 
 @pytest.fixture
@@ -275,7 +274,7 @@ def test_nan_of_one_window_is_named_and_what_is_done_is_kept(
 ) -> None:
     apply = RoundToNearest.apply
 
-    def breaking(self: RoundToNearest, block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def breaking(self: RoundToNearest, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         if block.number == 0:
             act: Any = block.module.get_submodule("mlp")
             forward = act.forward
@@ -287,7 +286,7 @@ def test_nan_of_one_window_is_named_and_what_is_done_is_kept(
                 return out * float("nan") if len(calls) == 2 else out
 
             act.forward = spoilt
-        return apply(self, block, statistics, inputs)
+        apply(self, block, statistics, inputs)
 
     monkeypatch.setattr(RoundToNearest, "apply", breaking)
     with pytest.raises(UserError, match=r"calibration window 2: .*what model\.layers\.0 gives, found NaN") as caught:
@@ -377,7 +376,7 @@ def test_resume_takes_the_inputs_as_they_were_saved(
 ) -> None:
     apply = spy.apply
 
-    def cut(block: Block, statistics: Statistics, inputs: Inputs | None) -> Block:
+    def cut(block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         if block.number == 1:
             raise RuntimeError("power cut")
         return apply(block, statistics, inputs)
@@ -407,7 +406,7 @@ def test_resume_takes_the_inputs_as_they_were_saved(
 def test_resume_refuses_what_has_changed(
     tiny: Tiny, go: Any, tmp_path: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, change: Any, expected: str
 ) -> None:
-    def cut(*given: Any) -> Block:
+    def cut(*given: Any) -> None:
         raise RuntimeError("power cut")
 
     threads = torch.get_num_threads()
@@ -427,7 +426,7 @@ def test_resume_refuses_what_has_changed(
 def test_resume_refuses_other_text_and_other_weights(
     tiny: Tiny, go: Any, tmp_path: Path, text: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(*given: Any) -> Block:
+    def cut(*given: Any) -> None:
         raise RuntimeError("power cut")
 
     monkeypatch.setattr(spy, "apply", cut)
