@@ -1,13 +1,14 @@
 """How far the codes of a layer's inputs are to reach, where one static range serves every text.
 
 An observer takes batch after batch and then names the largest |x| that is not clipped, for integers that are symmetric
-about zero. Min-max and the moving average keep one number; percentile, squared error and entropy are pure functions of
-a histogram of |x|. Memory does not grow with the text (`BINS`).
+about zero. Min-max and the moving average, which the first batch starts, keep one number; percentile, squared error and
+entropy are pure functions of a histogram of |x|. Memory does not grow with the text (`BINS`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,20 +16,12 @@ from torch import Tensor
 BINS = 2048
 # Ranges that the squared error is computed for: as many parts of the whole one.
 _CANDIDATES = 100
+# What a moving average keeps at each batch.
+_MOMENTUM = 0.9
 # Values that are counted at once.
 _CHUNK = 1 << 22
 
-T = TypeVar("T")
-
-
-class Observer(Protocol):
-    """Sees batches x of any shape and float dtype."""
-
-    def add(self, x: Tensor) -> None:
-        """Raises ValueError, having taken in nothing, for an empty batch or values that are NaN or infinite."""
-
-    def absmax(self) -> float:
-        """What the last code stands for. Raises ValueError before the first batch."""
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,6 @@ class Histogram:
     def centres(self) -> Tensor:
         """(B,) float64: the middle of each bin."""
         return (torch.arange(len(self.counts), dtype=torch.float64) + 0.5) * (self.span / len(self.counts))
-
-
-Rule = Callable[[Histogram], float]
 
 
 def largest(x: Tensor) -> float:
@@ -130,68 +120,42 @@ def entropy(found: Histogram, levels: int = 128) -> float:
     return min(found.highest, found.span * range_ / bins)
 
 
-class MinMax:
-    """The largest |x| of all batches."""
+class Observer(Generic[S]):
+    """Sees batches x of any shape and float dtype.
 
-    def __init__(self) -> None:
-        self._seen: float | None = None
+    take  a batch, and what came of those before (None: it is the first) → what comes of both.
+    tell  the range of that.
+    """
 
-    def add(self, x: Tensor) -> None:
-        """See `Observer`."""
-        self._seen = max(largest(x), self._seen or 0.0)
-
-    def absmax(self) -> float:
-        """See `Observer`."""
-        return _required(self._seen)
-
-
-class MovingAverage:
-    """An exponential moving average of the batches' largest |x|; the first batch starts it."""
-
-    def __init__(self, momentum: float = 0.9) -> None:
-        """`momentum`, in [0, 1), is what is kept of the average at each batch. Raises ValueError for another."""
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum lies in [0, 1), found {momentum}")
-        self.momentum = momentum
-        self._average: float | None = None
+    def __init__(self, take: Callable[[Tensor, S | None], S], tell: Callable[[S], float]) -> None:
+        self._take, self._tell = take, tell
+        self._seen: S | None = None
 
     def add(self, x: Tensor) -> None:
-        """See `Observer`."""
-        new = largest(x)
-        self._average = new if self._average is None else self.momentum * self._average + (1 - self.momentum) * new
+        """Raises ValueError, having taken in nothing, for an empty batch or values that are NaN or infinite."""
+        self._seen = self._take(x, self._seen)
 
     def absmax(self) -> float:
-        """See `Observer`."""
-        return _required(self._average)
+        """What the last code stands for. Raises ValueError before the first batch."""
+        if self._seen is None:
+            raise ValueError("an observer has a range once it has seen a batch")
+        return self._tell(self._seen)
 
 
-class HistogramObserver:
-    """A rule on the histogram of all batches: `percentile`, `mean_squared_error`, `entropy`; `partial` sets options."""
+def _highest(x: Tensor, before: float | None) -> float:
+    return max(largest(x), before or 0.0)
 
-    def __init__(self, rule: Rule, bins: int = BINS) -> None:
-        self.rule, self.bins = rule, bins
-        self._found: Histogram | None = None
 
-    def add(self, x: Tensor) -> None:
-        """See `Observer`."""
-        self._found = histogram(x, self._found, self.bins)
-
-    def absmax(self) -> float:
-        """See `Observer`."""
-        return self.rule(_required(self._found))
+def _average(x: Tensor, before: float | None) -> float:
+    new = largest(x)
+    return new if before is None else _MOMENTUM * before + (1 - _MOMENTUM) * new
 
 
 # By the names that recipes have for them.
-OBSERVERS: dict[str, Callable[[], Observer]] = {
-    "minmax": MinMax,
-    "moving_average": MovingAverage,
-    "percentile": lambda: HistogramObserver(percentile),
-    "mse": lambda: HistogramObserver(mean_squared_error),
-    "entropy": lambda: HistogramObserver(entropy),
+OBSERVERS: dict[str, Callable[[], Observer[Any]]] = {
+    "minmax": partial(Observer, _highest, float),
+    "moving_average": partial(Observer, _average, float),
+    "percentile": partial(Observer, histogram, percentile),
+    "mse": partial(Observer, histogram, mean_squared_error),
+    "entropy": partial(Observer, histogram, entropy),
 }
-
-
-def _required(seen: T | None) -> T:
-    if seen is None:
-        raise ValueError("an observer has a range once it has seen a batch")
-    return seen

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from calib.corpora import STANDARD_LIBRARY, Corpus
 from calib.errors import UserError
 from calib.sources import is_held_out, package_files, standard_library
 from calib.token_bytes import Ints
-from calib.windows import Windows, make_windows, remainder, start_token
+from calib.windows import Windows, make_windows, start_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,17 +86,15 @@ class Measured:
     @cached_property
     def windows(self) -> Windows:
         """Cut once. Raises UserError for text that is too short."""
-        return make_windows(self.corpus, self.tokenizer, **self._cut)
-
-    @cached_property
-    def rest(self) -> tuple[list[str], list[Ints]]:
-        """What the windows leave for training: texts, and runs of tokens, as `calib.windows.remainder` has them."""
-        return remainder(self.corpus, self.tokenizer, **self._cut)
-
-    @property
-    def _cut(self) -> dict[str, Any]:
-        names = ("length", "calibration", "evaluation_tokens", "seed", "separator")
-        return {name: getattr(self, name) for name in names}
+        return make_windows(
+            self.corpus,
+            self.tokenizer,
+            length=self.length,
+            calibration=self.calibration,
+            evaluation_tokens=self.evaluation_tokens,
+            seed=self.seed,
+            separator=self.separator,
+        )
 
 
 def gather(source: str | None, measured: Measured) -> TrainingText:
@@ -108,7 +106,7 @@ def gather(source: str | None, measured: Measured) -> TrainingText:
     if wished in (STANDARD_LIBRARY, PYTHON):
         return _of_library(measured.corpus, packages=wished == PYTHON)
     if wished == measured.source:
-        return _text(f"{measured.corpus.name} (the rest)", *measured.rest)
+        return _text(f"{measured.corpus.name} (the rest)", measured.windows.unread, measured.windows.runs)
     corpus = corpora.load(wished)
     kept, leaks = _without_copies(corpus.documents, marks(measured.corpus.documents))
     return _text(corpus.name, kept, left_out={_COPIES_OF_HELD_OUT: leaks})

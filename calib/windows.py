@@ -36,12 +36,9 @@ class Windows:
     evaluation_bytes  (E,) int64: UTF-8 bytes of the text that the window's predicted tokens stand for. A separator
                       stands for none.
     calibration_requested, evaluation_requested   windows asked for; S and E are what the text gave.
-    start             token id that the tokenizer puts before every text and every window therefore begins with; None:
-                      a window is text from its first token on.
-    separator         token id before each document; None: documents follow each other directly.
-    shared_document   whether both parts had to be cut from the same text, at one position (a single document).
-    exact_bytes       whether the byte counts come from the tokenizer's offsets; False: each document's bytes were
-                      spread evenly over its tokens, because this tokenizer has no offsets.
+    unread, runs      what is left for training: the texts that neither part read, and the runs of tokens (separators
+                      included) of calibration's part that lie outside of its windows. Documents that evaluation takes
+                      windows from are left out whole.
     """
 
     calibration: Tensor
@@ -49,10 +46,8 @@ class Windows:
     evaluation_bytes: Tensor
     calibration_requested: int
     evaluation_requested: int
-    start: int | None
-    separator: int | None
-    shared_document: bool
-    exact_bytes: bool
+    unread: tuple[str, ...] = ()
+    runs: tuple[Ints, ...] = ()
 
     @property
     def length(self) -> int:
@@ -105,7 +100,7 @@ def make_windows(
         )
     packer = _Packer(tokenizer, length, separator)
     wanted = evaluation_tokens // length
-    before, after, shared, _ = _split(corpus, packer, calibration, wanted, seed)
+    before, after, unread = _split(corpus, packer, calibration, wanted, seed)
     for part, asked, what in ((before, calibration, "calibration"), (after, wanted, "evaluation")):
         if asked and not part.windows:
             total = len(before.tokens) + len(after.tokens)
@@ -113,19 +108,17 @@ def make_windows(
                 f"{corpus.name} is too short: of its {total} tokens the part for {what} has {len(part.tokens)}, and "
                 f"one window needs {packer.body}: name a longer text or ask for shorter windows"
             )
-    calibration_windows, _ = packer.draw(before, calibration, random.Random(f"{seed} calibration"))
-    evaluation_windows, evaluation_bytes = packer.draw(after, wanted, random.Random(f"{seed} evaluation"))
-    return Windows(
-        calibration=calibration_windows,
-        evaluation=evaluation_windows,
-        evaluation_bytes=evaluation_bytes,
-        calibration_requested=calibration,
-        evaluation_requested=wanted,
-        start=packer.start,
-        separator=separator,
-        shared_document=shared,
-        exact_bytes=tokenizer.is_fast,
-    )
+    calibration_starts = packer.starts(before, calibration, random.Random(f"{seed} calibration"))
+    calibration_windows, _ = packer.cut(before, calibration_starts)
+    starts = packer.starts(after, wanted, random.Random(f"{seed} evaluation"))
+    evaluation_windows, evaluation_bytes = packer.cut(after, starts)
+    taken = np.zeros(len(before.tokens), dtype=bool)
+    for start in calibration_starts:
+        taken[start : start + packer.body] = True
+    runs = np.split(before.tokens, np.flatnonzero(np.diff(taken)) + 1)
+    # Runs that were taken and runs that were not take turns.
+    left = tuple(run for run in runs[int(taken[:1].any()) :: 2] if len(run))
+    return Windows(calibration_windows, evaluation_windows, evaluation_bytes, calibration, wanted, tuple(unread), left)
 
 
 @dataclass(frozen=True)
@@ -165,9 +158,8 @@ class _Packer:
         document = np.repeat(np.arange(len(encoded)), np.array([len(ids) for ids, _ in encoded], np.int64))
         return _Packed(tokens, sizes, document, len(tokens) // self.body)
 
-    def draw(self, part: _Packed, count: int, chooser: random.Random) -> tuple[Tensor, Tensor]:
-        """At most `count` windows, one document after the other in turn, and the bytes of their predicted tokens."""
-        starts = self.starts(part, count, chooser)
+    def cut(self, part: _Packed, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The windows that begin there, and the bytes of their predicted tokens."""
         head = [] if self.start is None else [self.start]
         first_predicted = 1 if self.start is None else 0
         rows = [[*head, *part.tokens[s : s + self.body].tolist()] for s in starts]
@@ -176,7 +168,7 @@ class _Packer:
         return windows, torch.tensor(sizes, dtype=torch.int64)
 
     def starts(self, part: _Packed, count: int, chooser: random.Random) -> list[int]:
-        """Where the windows that are drawn begin in the part's stream.
+        """Where at most `count` windows begin in the part's stream, one document after the other in turn.
 
         A window belongs to the document of its middle token. The stream is cut from a random offset on.
         """
@@ -193,46 +185,18 @@ class _Packer:
         return [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)][:count]
 
 
-def remainder(
-    corpus: Corpus,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    length: int,
-    calibration: int,
-    evaluation_tokens: int,
-    seed: int,
-    separator: int | None = None,
-) -> tuple[list[str], list[Ints]]:
-    """What `make_windows` with the same arguments leaves of a text, for training.
-
-    Returns the texts that neither part read, and the runs of tokens (separators included) of calibration's part that
-    lie outside of its windows. Documents that evaluation takes windows from are left out whole.
-    """
-    packer = _Packer(tokenizer, length, separator)
-    before, _, _, unread = _split(corpus, packer, calibration, evaluation_tokens // length, seed)
-    starts = packer.starts(before, calibration, random.Random(f"{seed} calibration"))
-    taken = np.zeros(len(before.tokens), dtype=bool)
-    for start in starts:
-        taken[start : start + packer.body] = True
-    edges = np.flatnonzero(np.diff(taken)) + 1
-    runs = np.split(before.tokens, edges)
-    # Runs that were taken and runs that were not take turns.
-    return unread, [run for run in runs[int(taken[:1].any()) :: 2] if len(run)]
-
-
 def _split(
     corpus: Corpus, packer: _Packer, calibration: int, evaluation: int, seed: int
-) -> tuple[_Packed, _Packed, bool, list[str]]:
-    """Calibration's part, evaluation's, whether both come from the same text, and the texts that neither reads."""
+) -> tuple[_Packed, _Packed, list[str]]:
+    """Calibration's part, evaluation's, and the texts that neither reads."""
     order = list(range(len(corpus.documents)))
     random.Random(seed).shuffle(order)
     texts = [corpus.documents[i] for i in order]
     before, after, unread = _split_by_document(texts, packer, calibration, evaluation)
     # Whether calibration is asked for now does not count: another recipe, evaluated on the same windows, may ask.
     if before.windows and (evaluation == 0 or after.windows):
-        return before, after, False, unread
-    before, after, unread = _split_by_position(corpus.documents, packer, calibration, evaluation)
-    return before, after, True, unread
+        return before, after, unread
+    return _split_by_position(corpus.documents, packer, calibration, evaluation)
 
 
 def _split_by_document(

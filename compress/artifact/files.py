@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from compress.errors import UserError
+
 PRIVATE = 0o600
 
 
@@ -66,6 +68,39 @@ def write_json(path: Path, value: Any) -> None:
 def render_json(value: Any) -> bytes:
     """The bytes that `write_json` writes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def write_sealed(path: Path, schema: int, body: dict[str, Any]) -> None:
+    """A JSON file with a checksum over all of it; `schema` goes up when a key changes meaning."""
+    write_atomic(path, _sealed(schema, body))
+
+
+def read_sealed(path: Path, schema: int, advice: str) -> dict[str, Any]:
+    """The body of a file that `write_sealed` wrote.
+
+    Raises UserError for one that cannot be read, is of another schema, or of which a byte is not as it was written;
+    `advice` says what to do then.
+    """
+    content = b""
+    try:
+        content = path.read_bytes()
+        data = json.loads(content)
+        found, body = data["schema"], data["body"]
+        is_whole = isinstance(body, dict) and _sealed(found, body) == content
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found, body, is_whole = schema, {}, False
+    if found != schema:
+        raise UserError(f"{path}: expected schema {schema}, found {found!r}: start again with --force")
+    if not is_whole:
+        raise UserError(f"{path} is damaged: its content does not match its checksum{advice}")
+    return body
+
+
+def _sealed(schema: int, body: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(render_json(body)).hexdigest()
+    return render_json({"schema": schema, "sha256": digest, "body": body})
 
 
 def sync_folder(folder: Path) -> None:

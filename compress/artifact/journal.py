@@ -5,13 +5,11 @@ The journal is one JSON file in the partial folder with a checksum over all of i
 written after it, so that a damaged one can be put right by hand.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from compress.artifact.files import render_json, sha256, write_atomic
+from compress.artifact.files import read_sealed, sha256, write_sealed
 from compress.errors import UserError
 
 NAME = "journal.json"
@@ -47,9 +45,9 @@ class Journal:
         """Puts new values of fields on disk, those that were changed in place too."""
         for name, value in changed.items():
             setattr(self, name, value)
-        content = _sealed({name: getattr(self, name) for name in _FIELDS})
+        body = {name: getattr(self, name) for name in _FIELDS}
         for name in (NAME, COPY):
-            write_atomic(self.folder / name, content)
+            write_sealed(self.folder / name, _SCHEMA, body)
 
 
 _FIELDS = tuple(one.name for one in fields(Journal) if one.name != "folder")
@@ -68,7 +66,8 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
     Raises UserError where it cannot be read or is damaged, where what the run depends on has changed (naming what), or
     where a file that it lists is missing or is not what was written.
     """
-    body = _opened(folder / NAME)
+    advice = f"; no work is lost: put {COPY} in its place and try --resume again, or start again with --force"
+    body = read_sealed(folder / NAME, _SCHEMA, advice)
     changed = differences(body["fingerprint"], fingerprint)
     if changed:
         raise UserError(
@@ -80,34 +79,6 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
         for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
             _check_file(folder, str(record["file"]), record)
     return journal
-
-
-def _sealed(body: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(render_json(body)).hexdigest()
-    return render_json({"schema": _SCHEMA, "sha256": digest, "body": body})
-
-
-def _opened(path: Path) -> dict[str, Any]:
-    """The body of a journal whose every byte is as it was written."""
-    content = b""
-    try:
-        content = path.read_bytes()
-        data = json.loads(content)
-        schema = data["schema"]
-        body: dict[str, Any] = data["body"]
-        whole = _sealed(body) == content and set(body) == set(_FIELDS) and isinstance(body["parts"], dict)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        schema, whole = _SCHEMA, False
-    if schema != _SCHEMA:
-        raise UserError(f"{path}: expected schema {_SCHEMA}, found {schema!r}: start again with --force")
-    if not whole:
-        raise UserError(
-            f"{path} is damaged: its content does not match its checksum; no work is lost: put {COPY} in its place and "
-            "try --resume again, or start again with --force"
-        )
-    return body
 
 
 def _check_file(folder: Path, name: str, record: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from calib.moments import Moments, Wants
+from calib.moments import Moments
 from compress.calibration.activations import matmul_precision
 from compress.errors import UserError
 from compress.model.plan import Plan
@@ -169,27 +169,19 @@ def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> 
 
 def _moments_bytes(blocks: BlockPlan, number: int) -> int:
     """Statistics of a block; layers that share an input share them, so this is rather too much."""
-    return _sum_wants(blocks, number, _bytes_of)
+    # q, k and v (gate and up) read one input: of those with equally many inputs in one module, one is counted.
+    seen: dict[tuple[str, int], int] = {}
+    for path, want in blocks.wants[number].items():
+        inputs = _inputs(blocks, number, path)
+        with torch.device("meta"):
+            seen[path.rpartition(".")[0], inputs] = Moments(inputs, want).nbytes
+    return sum(seen.values())
 
 
 def _hessian_bytes(blocks: BlockPlan, number: int) -> int:
     wants = blocks.wants[number].items()
     inputs = [_inputs(blocks, number, path) for path, want in wants if want.hessian]
     return max(inputs, default=0) ** 2 * _FLOAT
-
-
-def _sum_wants(blocks: BlockPlan, number: int, measure: Callable[[Wants, int], int]) -> int:
-    # q, k and v (gate and up) read one input: of those with equally many inputs in one module, one is counted.
-    seen: dict[tuple[str, int], int] = {}
-    for path, want in blocks.wants[number].items():
-        inputs = _inputs(blocks, number, path)
-        seen[path.rpartition(".")[0], inputs] = measure(want, inputs)
-    return sum(seen.values())
-
-
-def _bytes_of(want: Wants, inputs: int) -> int:
-    with torch.device("meta"):
-        return Moments(inputs, want).nbytes
 
 
 def _inputs(blocks: BlockPlan, number: int, path: str) -> int:

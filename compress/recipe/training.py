@@ -93,14 +93,12 @@ Tokens = Annotated[StrictInt, Field(ge=1, le=10**15)]
 
 
 class Training(Strict):
-    """How long a stage trains, on what, and how. A stage has a subclass of its own where its defaults differ.
+    """How long a stage trains, on what, and how.
 
     minutes, tokens  the budget: one of the two (`Budget` says what they mean).
     source           text to train on (calib/training_text.py); default: the run's own, without what is measured on.
     The other keys are the loop's `Settings`.
     """
-
-    default_minutes: ClassVar[float] = 20.0
 
     minutes: Minutes | None = None
     tokens: Tokens | None = None
@@ -118,14 +116,6 @@ class Training(Strict):
     evaluate_every: Count = 100
     save_every: Count = 100
     autocast: StrictBool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, data: Any) -> Any:
-        """Fills in the budget, so that the recipe that is kept says everything."""
-        if isinstance(data, dict) and data.get("minutes") is None and data.get("tokens") is None:
-            return {**data, "minutes": cls.default_minutes}
-        return data
 
     @model_validator(mode="after")
     def _one_budget(self) -> "Training":
@@ -148,12 +138,20 @@ class Training(Strict):
 
 
 class TrainingStage(Strict):
-    """A stage that trains."""
+    """A stage that trains. `defaults`: keys of its training that are the stage's own where the recipe does not say."""
 
-    training: Training = Field(default_factory=Training)
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    training: Training
 
     @model_validator(mode="before")
     @classmethod
     def _with_training(cls, data: Any) -> Any:
-        """A stage without the key trains as long as its kind does by default."""
-        return {**data, "training": {}} if isinstance(data, dict) and data.get("training") is None else data
+        """Fills in the defaults, so that the recipe that is kept says everything."""
+        asked = (data.get("training") or {}) if isinstance(data, dict) else None
+        if not isinstance(asked, dict):
+            return data
+        filled = cls.defaults | asked
+        if asked.get("minutes") is None:
+            filled["minutes"] = cls.defaults["minutes"] if asked.get("tokens") is None else None
+        return {**data, "training": filled}

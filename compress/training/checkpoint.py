@@ -4,8 +4,6 @@ A checkpoint is written beside the last one, then training.json is replaced as a
 instant one whole checkpoint is there. Every file carries its SHA-256, training.json its own.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,7 +82,7 @@ class Checkpoints:
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         last = self._write(f"checkpoint-{standing.step:08d}.safetensors", tensors)
         body = {"identity": self.identity, "standing": asdict(standing), "checkpoint": last, "best": self._best}
-        files.write_atomic(self.folder / TRAINING, _sealed(body))
+        files.write_sealed(self.folder / TRAINING, _SCHEMA, body)
         self._sweep({record["file"] for record in (last, self._best) if record})
 
     def load(self) -> tuple[TrainingState, dict[str, Tensor], dict[str, Tensor]]:
@@ -92,7 +90,7 @@ class Checkpoints:
 
         Raises UserError for a checkpoint that is damaged, missing, or of a run with another identity, naming what.
         """
-        body = _opened(self.folder / TRAINING)
+        body = files.read_sealed(self.folder / TRAINING, _SCHEMA, ": start again with --force")
         changed = differences(body["identity"], self.identity)
         if changed:
             raise UserError(
@@ -160,26 +158,3 @@ def load_moments(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[s
 
 def _stripped(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _sealed(body: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(files.render_json(body)).hexdigest()
-    return files.render_json({"schema": _SCHEMA, "sha256": digest, "body": body})
-
-
-def _opened(path: Path) -> dict[str, Any]:
-    try:
-        content = path.read_bytes()
-        data = json.loads(content)
-        body: dict[str, Any] = data["body"]
-        whole = data["schema"] == _SCHEMA and _sealed(body) == content
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): start again with --force") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
-        raise UserError(
-            f"{path} is damaged: expected a checkpoint's description with its checksum, found something else: start "
-            "again with --force"
-        )
-    return body

@@ -171,7 +171,7 @@ def set_aside(text: TrainingText, measured: Measured) -> tuple[TrainingText, Ten
     Raises UserError where there is not one window.
     """
     trained = set(text.documents)
-    apart = [document for document in measured.rest[0] if document not in trained]
+    apart = [document for document in measured.windows.unread if document not in trained]
     windows = _windows(_encoded(apart, measured), measured.length)
     if len(windows) > 1:
         return text, windows

@@ -94,28 +94,26 @@ def train_stage(
     return train(task, batches, budget, context.settings, folder, run.progress, run.note, stage=stage)
 
 
+@dataclass(eq=False)
 class _Loop:
-    def __init__(
-        self,
-        task: Task,
-        batches: Batches,
-        budget: Budget,
-        settings: Settings,
-        folder: Path,
-        progress: Progress,
-        note: Note,
-        world: World,
-        stage: str,
-    ):
-        self.task, self.batches, self.budget, self.settings = task, batches, budget, settings
-        self.progress, self.note, self.world, self.stage = progress, note, world, stage
-        self.groups = task.groups()
+    task: Task
+    batches: Batches
+    budget: Budget
+    settings: Settings
+    folder: Path
+    progress: Progress
+    note: Note
+    world: World
+    stage: str
+
+    def __post_init__(self) -> None:
+        self.groups = self.task.groups()
         self.parameters = [parameter for group in self.groups for parameter in group.parameters]
         if not self.parameters:
             raise ValueError("expected parameters to train, found none")
         self.device = self.parameters[0].device
-        self.optimizers = make_optimizers(self.groups, settings)
-        self.checkpoints = Checkpoints(folder, self._identity())
+        self.optimizers = make_optimizers(self.groups, self.settings)
+        self.checkpoints = Checkpoints(self.folder, self._identity())
         self.begun = time.monotonic()
         self.parts: dict[str, float] = {}
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from calib.observers import (
     OBSERVERS,
-    HistogramObserver,
-    MinMax,
-    MovingAverage,
+    Observer,
     entropy,
     histogram,
     largest,
@@ -102,7 +100,7 @@ def test_entropy_is_the_textbooks() -> None:
 def test_batches_count_like_one(rule) -> None:
     x = values(2000)
     x[:300] *= 0.01  # the span has to grow
-    observer = HistogramObserver(rule, bins=512)
+    observer = Observer(partial(histogram, bins=512), rule)
     counted = None
     for part in x.split([300, 1, 1699]):
         observer.add(part)
@@ -122,7 +120,7 @@ def test_batches_count_like_one(rule) -> None:
     st.sampled_from([percentile, mean_squared_error, partial(mean_squared_error, limit=3), entropy]),
 )
 def test_every_range_lies_within_the_largest(batches, rule) -> None:
-    observer, whole = HistogramObserver(rule, bins=512), MinMax()
+    observer, whole = Observer(partial(histogram, bins=512), rule), OBSERVERS["minmax"]()
     for batch in batches:
         observer.add(torch.tensor(batch))
         whole.add(torch.tensor(batch))
@@ -130,16 +128,14 @@ def test_every_range_lies_within_the_largest(batches, rule) -> None:
 
 
 def test_moving_average_follows_the_batches() -> None:
-    observer = MovingAverage(momentum=0.75)
+    observer = OBSERVERS["moving_average"]()
     parts = values(100).split(25)
     average = largest(parts[0])
     for number, part in enumerate(parts):
         observer.add(part)
-        average = average if number == 0 else 0.75 * average + 0.25 * largest(part)
+        average = average if number == 0 else 0.9 * average + 0.1 * largest(part)
     assert observer.absmax() == pytest.approx(average)
     assert observer.absmax() != pytest.approx(largest(parts[-1]))
-    with pytest.raises(ValueError, match="momentum"):
-        MovingAverage(1.0)
 
 
 @pytest.mark.parametrize("name", OBSERVERS)

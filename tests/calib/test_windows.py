@@ -46,7 +46,6 @@ def test_windows_are_text_of_disjoint_documents(tokenizer) -> None:
     assert windows.calibration.shape == (20, 64)
     assert windows.evaluation.shape == (10, 64)
     assert windows.calibration.dtype == windows.evaluation.dtype == torch.int64
-    assert not windows.shared_document
     streams = [",".join(map(str, encode_with_bytes(tokenizer, text)[0])) + "," for text in documents]
     homes: dict[str, set[int]] = {"calibration": set(), "evaluation": set()}
     for part, rows in (("calibration", windows.calibration), ("evaluation", windows.evaluation)):
@@ -107,7 +106,6 @@ def test_bytes_are_those_of_the_predicted_text(tokenizer, with_separator) -> Non
     for row, size in zip(windows.evaluation, windows.evaluation_bytes, strict=True):
         text = tokenizer.decode(row[1:], skip_special_tokens=True)
         assert len(text.encode()) == size
-    assert windows.exact_bytes
 
 
 def test_a_start_token_begins_every_window(starting_tokenizer, tokenizer) -> None:
@@ -116,7 +114,6 @@ def test_a_start_token_begins_every_window(starting_tokenizer, tokenizer) -> Non
     windows = make_windows(
         corpus_of(texts(20, seed=2)), starting_tokenizer, length=40, calibration=3, evaluation_tokens=400, seed=0
     )
-    assert windows.start == 0
     assert (windows.evaluation[:, 0] == 0).all() and (windows.calibration[:, 0] == 0).all()
     assert (windows.evaluation[:, 1:] != 0).all()
     for row, size in zip(windows.evaluation, windows.evaluation_bytes, strict=True):
@@ -128,7 +125,6 @@ def test_one_document_is_cut_in_two(tokenizer) -> None:
     windows = make_windows(
         corpus_of([" ".join(words)]), tokenizer, length=64, calibration=8, evaluation_tokens=256, seed=0, separator=END
     )
-    assert windows.shared_document
     parts = []
     for rows in (windows.calibration, windows.evaluation):
         text = " ".join(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
@@ -142,7 +138,6 @@ def test_a_dominant_document_is_left_to_calibration(tokenizer) -> None:
         corpus_of(documents), tokenizer, length=64, calibration=4, evaluation_tokens=640, seed=0, separator=END
     )
     assert all("enormous" not in tokenizer.decode(row) for row in windows.evaluation)
-    assert not windows.shared_document
 
 
 def test_what_was_used_is_counted(tokenizer) -> None:

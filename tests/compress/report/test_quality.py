@@ -30,10 +30,6 @@ def windows_of(count: int, length: int = LENGTH, vocabulary: int = 320) -> Windo
         evaluation_bytes=torch.randint(900, 1100, (count,), generator=generator),
         calibration_requested=0,
         evaluation_requested=count,
-        start=None,
-        separator=None,
-        shared_document=False,
-        exact_bytes=True,
     )
 
 
