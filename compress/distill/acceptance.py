@@ -1,7 +1,7 @@
 """How well a draft predicts its target, before and after it was trained."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ class Acceptance:
     tokens_per_round: float | None
     agreement: float
     agreement_t1: float
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Plain JSON data."""
-        return asdict(self)
 
 
 def measure(

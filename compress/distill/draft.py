@@ -86,7 +86,7 @@ def run(stage: Draft, context: StageContext, out: Path) -> dict[str, Any]:
     return {
         **result.to_dict(),
         "loss": stage.loss,
-        "acceptance": {"before": before.to_dict(), "after": after.to_dict()},
+        "acceptance": {"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)},
         "samples": told,
         "made_of": None if made_of is None else list(made_of),
         "frozen": frozen,

@@ -116,23 +116,17 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     model = journal.folder / "model"
     # What a run that was killed in here has left is made again, as a whole.
     _clear(model)
-    source, made, results = inputs.target, ModelResult(), None
+    made, out, trained = ModelResult(), inputs.target.path, weights_trained(inputs.context.recipe)
     if planned is not None:
-        results = _run_pass(planned, inputs, journal, mapped)
-        made = _known(planned.recipe, results)
-    trained = weights_trained(inputs.context.recipe)
-    if not trained:
-        assert planned is not None and results is not None
-        _assemble(planned, results, journal, model, inputs)
-        return made
-    if planned is not None and results is not None:
         plain = journal.folder / STAGES / "pruned"
-        if not _is_done(inputs.context.recipe, trained[-1], journal):
-            _clear(plain)
-            _assemble(planned, results, journal, plain, inputs)
-            release()
-        source = Source(inputs.target.name, open_checkpoint(plain)) if plain.exists() else source
-    out = source.path
+        wanted: Path | None = plain if trained else model
+        if trained and _is_done(inputs.context.recipe, trained[-1], journal):
+            wanted = None
+        made = _known(planned.recipe, _run_pass(planned, inputs, journal, mapped, wanted))
+        release()
+        out = plain if plain.exists() else out
+    if not trained:
+        return made
     for index in trained:
         finished = _train(index, out, inputs, journal)
         out = finished.out
@@ -144,8 +138,7 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     source = Source(inputs.target.name, open_checkpoint(out))
     planned = plan_pass(source, second, inputs)
     inner = _second_journal(journal)
-    results = _run_pass(planned, inputs, inner, mapped)
-    _assemble(planned, results, inner, model, inputs)
+    results = _run_pass(planned, inputs, inner, mapped, model)
     known = _known(second, results)
     made.layers, made.left_alone = known.layers, known.left_alone
     made.experts += known.experts
@@ -247,7 +240,7 @@ def _pack(inputs: RunInputs, journal: Journal, plain: Path, out: Path) -> None:
         _clear(folder)
         folder.mkdir()
         inner = journals.begin(folder, journal.fingerprint)
-        _assemble(planned, _run_pass(planned, inputs, inner, mapped=False), inner, out, inputs)
+        _run_pass(planned, inputs, inner, mapped=False, out=out)
         _clear(folder)
     calibrate_cache(out, inputs)
 
@@ -278,18 +271,18 @@ def _known(recipe: Recipe, results: BlockResults) -> ModelResult:
     return ModelResult(results.layers, results.plan.left_alone, results.experts, results.linears if masked else ())
 
 
-def _run_pass(planned: Pass, inputs: RunInputs, journal: Journal, mapped: bool) -> BlockResults:
+def _run_pass(planned: Pass, inputs: RunInputs, journal: Journal, mapped: bool, out: Path | None) -> BlockResults:
+    """Makes a pass's parts, and puts them together as the model directory `out` where one is wanted."""
     blocks, context = None if planned.blocks is None else replace(planned.blocks, mapped=mapped), inputs.context
-    return sequential.run(planned.source.checkpoint, planned.plan, blocks, journal, context.progress, context.note)
-
-
-def _assemble(planned: Pass, results: BlockResults, journal: Journal, out: Path, inputs: RunInputs) -> None:
-    """Puts a pass's parts together as a model directory."""
-    source, plan = planned.source, results.plan
-    out.mkdir(parents=True)
-    parts = [journal.folder / journal.parts[part]["file"] for part, _ in plan.parts]
-    quantization = directory.quantization_config(plan, source.checkpoint.config)
-    directory.join_model(parts, source.path, out, inputs.context.shard_bytes, quantization, results.config)
+    source = planned.source
+    results = sequential.run(source.checkpoint, planned.plan, blocks, journal, context.progress, context.note)
+    if out is not None:
+        _clear(out)
+        out.mkdir(parents=True)
+        parts = [journal.folder / journal.parts[part]["file"] for part, _ in results.plan.parts]
+        quantization = directory.quantization_config(results.plan, source.checkpoint.config)
+        directory.join_model(parts, source.path, out, context.shard_bytes, quantization, results.config)
+    return results
 
 
 def _second_journal(journal: Journal) -> Journal:

@@ -5,7 +5,7 @@ can be replaced. Experts that transformers fuses into one tensor are left alone,
 trained either, because their tensors come back from the checkpoint as they were.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from compress.model import directory
 from compress.model.block import cast, stored_dtype
 from compress.model.plan import Layer, Plan
 from compress.model.structure import ModelStructure
-from compress.qat.layers import BitLinear, Codes, QuantizedLinear
+from compress.qat.layers import BitLinear, QuantizedLinear
 from compress.quantize import rtn
+from compress.recipe.training_stages import Qat, Ternary
 from compress.records import LayerRecord
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize, to_tensors
@@ -28,38 +29,18 @@ from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import tensor_bytes
 
 RoundedLinear = BitLinear | QuantizedLinear
-# What a layer becomes: given its plan, the layer and the dtype that the model is stored in. Without weights yet.
-Make = Callable[[Layer, nn.Linear, torch.dtype], RoundedLinear]
 
 
-def bit_linear(codes: Codes) -> Make:
-    """Layers with ternary or binary weights."""
-
-    def make(layer: Layer, linear: nn.Linear, stored: torch.dtype) -> RoundedLinear:
-        bias = linear.bias is not None
-        return BitLinear(linear.in_features, linear.out_features, bias, codes=codes, stored=stored, device="meta")
-
-    return make
-
-
-def quantized_linear(int8_inputs: bool) -> Make:
-    """Layers with the integer weights that the plan says."""
-
-    def make(layer: Layer, linear: nn.Linear, stored: torch.dtype) -> RoundedLinear:
-        return QuantizedLinear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            scheme=SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric),
-            stored=stored,
-            int8_inputs=int8_inputs,
-            device="meta",
-        )
-
-    return make
+def rounded_linear(stage: Ternary | Qat, layer: Layer, linear: nn.Linear, stored: torch.dtype) -> RoundedLinear:
+    """What a layer becomes, without weights yet. `stored`: the dtype that the model is stored in."""
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
+    if isinstance(stage, Ternary):
+        return BitLinear(*sizes, codes=stage.weights, stored=stored, device="meta")
+    scheme = SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric)
+    return QuantizedLinear(*sizes, scheme=scheme, stored=stored, int8_inputs=stage.int8_inputs, device="meta")
 
 
-def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) -> None:
+def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, stage: Ternary | Qat) -> None:
     """Replaces the plan's layers in place; their parameters stay the same objects, in the dtype that they have.
 
     checkpoint  the model's: scales are rounded to what its dtype holds.
@@ -72,7 +53,7 @@ def convert(model: nn.Module, plan: Plan, checkpoint: Checkpoint, make: Make) ->
                 f"layer {layer.module}: expected an ordinary linear layer to train, found a {type(linear).__name__}: "
                 "add it to the stage's ignore"
             )
-        made = make(layer, linear, stored_dtype(checkpoint, layer.tensor))
+        made = rounded_linear(stage, layer, linear, stored_dtype(checkpoint, layer.tensor))
         made.weight, made.bias = linear.weight, linear.bias
         model.set_submodule(layer.module, made)
 

@@ -13,10 +13,8 @@ from compress.model.plan import make_plan
 from compress.model.structure import read_structure
 from compress.qat.convert import (
     RoundedModel,
-    bit_linear,
     convert,
     freeze_experts,
-    quantized_linear,
     rounded_layers,
     set_share,
 )
@@ -76,8 +74,7 @@ def run(stage: Ternary | Qat, context: StageContext, out: Path) -> dict[str, Any
     plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
     original, model = (float_model.load(folder, context.device) for folder in (context.original, context.model))
     before = float_model.held_out_loss(original, context.held_out)
-    make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
-    convert(model, plan, checkpoint, make)
+    convert(model, plan, checkpoint, stage)
     frozen = freeze_experts(model, structure)
     rounded = float_model.held_out_loss(model, context.held_out)
     teacher: Any = original if Objective.of(stage).needs_teacher else None

@@ -22,8 +22,6 @@ class Shortening:
         self, tensors: dict[str, Tensor], records: Sequence[LayerRecord]
     ) -> tuple[dict[str, Tensor], list[LayerRecord]]:
         """A block's tensors and records by their new names."""
-        if not self.dropped:
-            return tensors, list(records)
         names = self._names([*tensors, *(record.name for record in records)])
         return (
             {names[name]: tensor for name, tensor in tensors.items()},
@@ -32,8 +30,6 @@ class Shortening:
 
     def plan(self, plan: Plan) -> Plan:
         """The plan of what stays. Layers keep the names of the tensors that they are read from."""
-        if not self.dropped:
-            return plan
         tensors = [*plan.layers, *(name for name, _ in plan.left), *(name for _, names in plan.parts for name in names)]
         names = self._names([*tensors, *plan.skipped, *(layer.module for layer in plan.layers.values())])
         return Plan(
@@ -54,7 +50,7 @@ class Shortening:
 
     def names(self, names: Sequence[str]) -> list[str]:
         """New names of tensors or modules of blocks that stay."""
-        return list(self._names(names).values()) if self.dropped else list(names)
+        return list(self._names(names).values())
 
     def _names(self, names: Sequence[str]) -> dict[str, str]:
         return depth.renumber(names, self.blocks_at, self.dropped)

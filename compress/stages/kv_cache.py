@@ -72,33 +72,20 @@ def logit_error(keys: Tensor, moment: Tensor, factor: Tensor, kind: Kind) -> flo
     return (max(error, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class HeadRecord:
-    """One key/value head: the exponent that was chosen, and the logits' relative error with and without factors."""
-
-    layer: int
-    head: int
-    exponent: float
-    error: float
-    uncalibrated_error: float
-
-
-def search(keys: Tensor, moments: Tensor, rotated: int, kind: Kind, layer: int = 0) -> tuple[Tensor, list[HeadRecord]]:
+def search(keys: Tensor, moments: Tensor, rotated: int, kind: Kind) -> Tensor:
     """The factors (heads, d) of a layer's keys (n, heads, d) float32, with the least `logit_error` of all EXPONENTS.
 
     moments  (heads, d, d), see `logit_error`. Of equal errors the smaller exponent wins, so a head that gains nothing
              has no factors.
     """
     rms = pair_rms(keys, rotated)
-    chosen, records = [], []
+    chosen = []
     for head in range(keys.shape[1]):
         own = keys[:, head].contiguous()
         candidates = [factors_of(rms[head], exponent) for exponent in EXPONENTS]
         errors = [logit_error(own, moments[head], factor, kind) for factor in candidates]
-        best = errors.index(min(errors))
-        chosen.append(candidates[best])
-        records.append(HeadRecord(layer, head, EXPONENTS[best], errors[best], errors[0]))
-    return torch.stack(chosen), records
+        chosen.append(candidates[errors.index(min(errors))])
+    return torch.stack(chosen)
 
 
 def static_scale(absmax: Tensor) -> Tensor:
@@ -173,17 +160,12 @@ class Calibrated:
 
     key_factor  (layers, kv_heads, head_dim) float32.
     key_scale   (layers, kv_heads) float32, and value_scale: static, symmetric, of 8 bits.
-    heads       one record per layer and head.
-    samples     windows used, and `tokens` of them.
     """
 
     kind: Kind
     key_factor: Tensor
     key_scale: Tensor
     value_scale: Tensor
-    heads: tuple[HeadRecord, ...]
-    samples: int
-    tokens: int
 
     def factors(self) -> dict[str, Tensor]:
         """The key factors by name."""
@@ -230,29 +212,18 @@ def calibrate(
     decoder = LlamaDecoder(a, loaded.config, parts, choose("reference", "cpu"))
     rotated = 2 * len(frequencies(loaded.config)[0])
     factors, key_scales, value_scales = [], [], []
-    records: list[HeadRecord] = []
     for layer, heads in enumerate(attention_inputs(decoder, windows, loaded.config)):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
                 "calibration text: check the weights"
             )
-        factor, found = search(heads.keys, heads.moments, rotated, kind, layer)
-        factors.append(factor)
-        records += found
+        factors.append(search(heads.keys, heads.moments, rotated, kind))
         key_scales.append(static_scale(heads.keys.abs().amax((0, 2))))
         value_scales.append(static_scale(heads.values))
         if on_step is not None:
             on_step(layer + 1, a.layers)
-    return Calibrated(
-        kind,
-        torch.stack(factors),
-        torch.stack(key_scales),
-        torch.stack(value_scales),
-        tuple(records),
-        len(windows),
-        windows.numel(),
-    )
+    return Calibrated(kind, torch.stack(factors), torch.stack(key_scales), torch.stack(value_scales))
 
 
 def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> None:

@@ -1,6 +1,6 @@
 """Stages that move ranges between activations and weights, or fix them: AWQ, SmoothQuant, static ranges of inputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -37,10 +37,7 @@ class AwqScale:
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
-        for fold in folding.folds(block.module, self.model_type):
-            paths = [path for path in fold.linears if path in known and path in statistics]
-            if not paths:
-                continue
+        for fold, paths in _foldable(block, known, statistics, self.model_type):
             shares = _shares(paths, statistics)
             fed = [
                 awq.Fed(
@@ -92,11 +89,9 @@ class SmoothRanges:
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
-        for fold in folding.folds(block.module, self.model_type):
-            paths = [path for path in fold.linears if path in known and path in statistics]
-            if paths:
-                factor = self._factor(block, fold, paths, known, statistics)
-                fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
+        for fold, paths in _foldable(block, known, statistics, self.model_type):
+            factor = self._factor(block, fold, paths, known, statistics)
+            fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
 
     def _factor(
         self, block: Block, fold: Fold, paths: list[str], known: Mapping[str, Layer], statistics: Statistics
@@ -156,6 +151,15 @@ class StaticRanges:
         wants = {path: want for path, want in self.wants(block).items() if statistics[path].observed is None}
         if wants and inputs is not None:
             statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
+
+
+def _foldable(
+    block: Block, known: Mapping[str, Layer], statistics: Statistics, model_type: str
+) -> Iterator[tuple[Fold, list[str]]]:
+    """The folds of a block, each with those of its layers that are to be quantised and were calibrated, if any."""
+    for fold in folding.folds(block.module, model_type):
+        if paths := [path for path in fold.linears if path in known and path in statistics]:
+            yield fold, paths
 
 
 def fold_in(block: Block, fold: Fold, factor: Tensor, statistics: Statistics, dtype: torch.dtype) -> None:

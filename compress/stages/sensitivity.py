@@ -6,7 +6,7 @@ al., 2021) and many others do; the sum is a ranking, no forecast.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,10 @@ from compress.logits import kl_rows, log_probabilities
 from compress.model.plan import Plan
 from compress.model.structure import ModelStructure
 from compress.progress import Progress
+from compress.quantize.grid import Grid, decode, encode, fit
 from compress.quantize.knapsack import choose
 from compress.recipe.block_stages import Quantize
 from runtime.formats.schemes import Scheme, stored_bytes
-from runtime.formats.tensors import group_width, round_scale
 
 # Logits of one forward, 256 MB of float32, and rows of them that are compared in float64 at a time.
 _LOGITS = 1 << 26
@@ -69,22 +69,15 @@ class Sensitivity:
     tokens: int
 
 
-# (layer's name, weight (N, K), candidate) → the weight as it would be read back, float32, and its bytes in the file.
-Rounding = Callable[[str, Tensor, Candidate], tuple[Tensor, int]]
+def nearest(weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
+    """A weight (N, K) rounded to nearest as it would be read back, float32, and its bytes in the file.
 
-
-def nearest(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
-    """Round to nearest, the formats' symmetric rule: a range of absmax is 2^bits − 1 steps, scales in bfloat16.
-
-    Raises ValueError where the groups do not divide a row.
+    Scales are bfloat16. Raises ValueError where the groups do not divide a row.
     """
-    n, k = weight.shape
-    width = group_width(k, candidate.group_size)
-    values = weight.float().view(n, -1, width)
-    half = 1 << candidate.bits - 1
-    scale = round_scale(values.abs().amax(dim=-1, keepdim=True) / (half - 0.5), torch.bfloat16)
-    rounded = torch.round(values / scale).clamp_(-half, half - 1) * scale
-    return rounded.view(n, k), stored_bytes(candidate.stored_as, n, k)
+    grid = Grid(candidate.bits, candidate.group_size)
+    scale, zero = fit(weight, grid, torch.bfloat16)
+    rounded = decode(encode(weight, scale, zero, grid), scale, zero, grid)
+    return rounded, stored_bytes(candidate.stored_as, *weight.shape)
 
 
 def fused_units(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -107,7 +100,6 @@ def measure(
     units: Mapping[str, Sequence[str]],
     candidates: Sequence[Candidate],
     blocks_at: str,
-    rounding: Rounding = nearest,
     progress: Progress | None = None,
 ) -> Sensitivity:
     """Rounds one unit at a time to each candidate and measures what that does to the model's output.
@@ -136,7 +128,7 @@ def measure(
         outputs, reference = _recorded(model, blocks, batch)
         for u, (unit, names) in enumerate(units.items()):
             for c, candidate in enumerate(candidates):
-                with _rounded({name: layers[name] for name in names}, candidate, rounding) as size:
+                with _rounded({name: layers[name] for name in names}, candidate) as size:
                     with _replayed(blocks[: firsts[unit]], outputs):
                         logits = model(batch, use_cache=False).logits.flatten(0, 1)
                     found = _divergence(reference, logits)
@@ -213,13 +205,13 @@ def _replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[N
 
 
 @contextmanager
-def _rounded(layers: Mapping[str, nn.Linear], candidate: Candidate, rounding: Rounding) -> Iterator[list[int]]:
+def _rounded(layers: Mapping[str, nn.Linear], candidate: Candidate) -> Iterator[list[int]]:
     """The layers rounded, and put back afterwards; yields the bytes that they would take."""
     before = {name: layer.weight for name, layer in layers.items()}
     size = [0]
     try:
         for name, layer in layers.items():
-            weight, taken = rounding(name, before[name].detach(), candidate)
+            weight, taken = nearest(before[name].detach(), candidate)
             layer.weight = nn.Parameter(weight, requires_grad=False)
             size[0] += taken
         yield size

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        sides = {"before": self.before.to_dict(), "after": self.after.to_dict()}
+        sides = {"before": asdict(self.before), "after": asdict(self.after)}
         return {"loss": self.loss, **sides, "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
 
 

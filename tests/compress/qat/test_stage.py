@@ -19,10 +19,8 @@ from compress.model.structure import read_structure
 from compress.pipeline import compress
 from compress.qat.convert import (
     RoundedModel,
-    bit_linear,
     convert,
     freeze_experts,
-    quantized_linear,
     rounded_layers,
     set_share,
 )
@@ -88,8 +86,7 @@ def converted(folder: Path, stage: Ternary | Qat) -> RoundedModel:
     checkpoint, structure = open_checkpoint(folder), read_structure(folder)
     plan = make_plan({name: checkpoint.shape(name) for name in checkpoint.names()}, structure, stage.quantize())
     model = load_plain(folder)
-    make = bit_linear(stage.weights) if isinstance(stage, Ternary) else quantized_linear(stage.int8_inputs)
-    convert(model, plan, checkpoint, make)
+    convert(model, plan, checkpoint, stage)
     return RoundedModel(model, checkpoint, structure, plan)
 
 
@@ -305,7 +302,7 @@ def test_converted_layers_keep_their_parameters(tiny: Tiny) -> None:
     before = dict(model.named_parameters())
     checkpoint, structure = open_checkpoint(tiny("qwen2")), read_structure(tiny("qwen2"))
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    convert(model, make_plan(shapes, structure, Ternary().quantize()), checkpoint, bit_linear("ternary"))
+    convert(model, make_plan(shapes, structure, Ternary().quantize()), checkpoint, Ternary())
     after = dict(model.named_parameters())
     assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
     assert isinstance(model.lm_head, nn.Linear) and not isinstance(model.lm_head, BitLinear)

@@ -99,21 +99,27 @@ def test_the_logit_error_is_that_of_the_logits() -> None:
 @given(seed=st.integers(0, 1000), kind=st.sampled_from(["int8", "int4"]))
 def test_the_search_never_loses_against_no_factors(seed: int, kind: Kind) -> None:
     keys, moments = uneven(seed)
-    factor, records = kv_cache.search(keys, moments, DIM, kind, layer=5)
-    assert factor.shape == (HEADS, DIM) and [(r.layer, r.head) for r in records] == [(5, 0), (5, 1)]
-    for head, record in enumerate(records):
-        assert record.error <= record.uncalibrated_error
-        assert record.error == kv_cache.logit_error(keys[:, head].contiguous(), moments[head], factor[head], kind)
+    factor = kv_cache.search(keys, moments, DIM, kind)
+    assert factor.shape == (HEADS, DIM)
+    for head, (with_it, without) in enumerate(errors(keys, moments, factor, kind)):
+        assert with_it <= without, head
+
+
+def errors(keys: Tensor, moments: Tensor, factor: Tensor, kind: Kind) -> list[tuple[float, float]]:
+    """Of each head, with its factors and without."""
+    return [
+        tuple(kv_cache.logit_error(keys[:, head].contiguous(), moments[head], f, kind) for f in (own, own * 0 + 1))
+        for head, own in enumerate(factor)
+    ]
 
 
 def test_uneven_channels_get_factors_and_even_or_silent_ones_none() -> None:
     keys, moments = uneven(7)
-    _, records = kv_cache.search(keys, moments, DIM, "int4")
-    assert all(r.exponent > 0 and r.error < 0.85 * r.uncalibrated_error for r in records)
+    factor = kv_cache.search(keys, moments, DIM, "int4")
+    assert all(with_it < 0.85 * without for with_it, without in errors(keys, moments, factor, "int4"))
     signs = torch.randn(400, HEADS, DIM, generator=generator(8)).sign()
     for dull in (signs, torch.zeros_like(signs)):
-        factor, records = kv_cache.search(dull, moments, DIM, "int4")
-        assert [r.exponent for r in records] == [0, 0] and torch.equal(factor, torch.ones(HEADS, DIM))
+        assert torch.equal(kv_cache.search(dull, moments, DIM, "int4"), torch.ones(HEADS, DIM))
 
 
 def test_static_scales_reach_the_largest_number() -> None:
@@ -143,7 +149,6 @@ def test_calibration_sees_the_keys_and_values_that_the_cache_holds(tiny: Callabl
                 highest[part, layer] = torch.maximum(highest[part, layer], seen.abs().amax((0, 2, 3)))
     torch.testing.assert_close(found.key_scale, highest[0] / 127.5, rtol=1e-3, atol=0)
     torch.testing.assert_close(found.value_scale, highest[1] / 127.5, rtol=1e-3, atol=0)
-    assert (found.samples, found.tokens) == (3, 300)
     assert tuple(found.key_factor.shape) == (*found.key_scale.shape, decoder.architecture.head_dim)  # type: ignore[attr-defined]
 
 
@@ -154,7 +159,7 @@ def test_equal_calibrations_are_equal(tiny: Callable[..., Path]) -> None:
         kv_cache.calibrate(tiny("llama"), "int4", windows, threads, lambda *step: steps.append(step))
         for threads in (torch.get_num_threads(), None)
     )
-    assert first.heads == second.heads and torch.equal(first.key_factor, second.key_factor)
+    assert torch.equal(first.key_factor, second.key_factor)
     assert torch.equal(first.key_scale, second.key_scale) and torch.equal(first.value_scale, second.value_scale)
     assert steps == [(1, 2), (2, 2)] * 2
 

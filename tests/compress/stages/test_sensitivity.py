@@ -1,5 +1,6 @@
 """Damage of one layer at a time, and what is chosen by it."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UserError
+from compress.stages import sensitivity
 from compress.stages.sensitivity import (
     Candidate,
     Sensitivity,
@@ -69,7 +71,7 @@ def test_damage_is_the_divergence_of_the_changed_model(tiny: Tiny, kind: str) ->
         layer = other.get_submodule(unit.name)
         with torch.inference_mode():
             reference = model(tokens).logits.double().log_softmax(-1)
-            layer.weight.data = nearest(unit.name, layer.weight.data, candidate)[0]
+            layer.weight.data = nearest(layer.weight.data, candidate)[0]
             changed = other(tokens).logits.double().log_softmax(-1)
         kl = float((reference.exp() * (reference - changed)).sum(-1).mean())
         assert unit.damage[c] == pytest.approx(kl, rel=1e-4, abs=1e-10)
@@ -105,29 +107,12 @@ def test_all_experts_are_one_unit() -> None:
     }
 
 
-def test_a_rounding_of_one_s_own(tiny: Tiny) -> None:
-    """GPTQ and the like need the layer's name; weights that come back unchanged do no damage."""
-    model, asked = load(tiny("llama")), []
-
-    def exact(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
-        asked.append((name, candidate.bits))
-        return weight.clone(), 7
-
-    name = linears(model)[0]
-    found = measure(model, text(), single_units([name]), CANDIDATES[:2], "model.layers", rounding=exact)
-    assert asked == [(name, 2), (name, 4)]
-    assert found.units[0].damage == (0.0, 0.0) and found.units[0].stored_bits == (56, 56)
-
-
-def test_weights_that_are_not_finite(tiny: Tiny) -> None:
+def test_weights_that_are_not_finite(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(tiny("llama"))
-
-    def broken(name: str, weight: Tensor, candidate: Candidate) -> tuple[Tensor, int]:
-        return torch.full_like(weight, float("nan")), 0
-
+    monkeypatch.setattr(sensitivity, "nearest", lambda weight, candidate: (weight * float("nan"), 0))
     name = linears(model)[0]
     with pytest.raises(UserError, match=rf"{name}: expected finite logits after rounding it to 2 bits"):
-        measure(model, text(), single_units([name]), CANDIDATES, "model.layers", rounding=broken)
+        measure(model, text(), single_units([name]), CANDIDATES, "model.layers")
     with torch.inference_mode():
         assert torch.isfinite(model(text()).logits).all()
 
@@ -146,12 +131,12 @@ def test_sizes_are_the_files(n: int, k: int) -> None:
 
 def test_rounding_to_nearest_is_the_format_s() -> None:
     weight = torch.randn(16, 96)
-    assert torch.equal(nearest("", weight, Candidate(4, 32))[0], int4.dequantize(int4.pack(weight, 32)))
-    errors = [float((nearest("", weight, Candidate(bits, 32))[0] - weight).norm()) for bits in (2, 3, 4, 8)]
+    assert torch.equal(nearest(weight, Candidate(4, 32))[0], int4.dequantize(int4.pack(weight, 32)))
+    errors = [float((nearest(weight, Candidate(bits, 32))[0] - weight).norm()) for bits in (2, 3, 4, 8)]
     assert errors == sorted(errors, reverse=True)
-    assert len(nearest("", weight, Candidate(2, 0))[0][0].unique()) <= 4
+    assert len(nearest(weight, Candidate(2, 0))[0][0].unique()) <= 4
     with pytest.raises(ValueError, match="groups of 64"):
-        nearest("", weight, Candidate(4, 64))
+        nearest(weight, Candidate(4, 64))
 
 
 def made() -> Sensitivity:
@@ -189,11 +174,14 @@ def test_mixed_bits_beat_uniform_ones_of_their_size(tiny: Tiny) -> None:
     assert len(set(mixed.values())) > 1
 
     def damage(choice: dict[str, Candidate]) -> float:
-        def rounding(name: str, weight: Tensor, _: Candidate) -> tuple[Tensor, int]:
-            return nearest(name, weight, choice[name])
-
-        whole = measure(model, tokens, {"all": names}, candidates[:1], "model.layers", rounding=rounding)
-        assert whole.units[0].stored_bits[0] <= budget * whole.units[0].weights
-        return whole.units[0].damage[0]
+        other, size = copy.deepcopy(model), 0
+        with torch.inference_mode():
+            for name, candidate in choice.items():
+                layer = other.get_submodule(name)
+                layer.weight.data, taken = nearest(layer.weight.data, candidate)
+                size += 8 * taken
+            before, after = (one(tokens).logits.double().log_softmax(-1) for one in (model, other))
+        assert size <= budget * sum(unit.weights for unit in found.units)
+        return float((before.exp() * (before - after)).sum(-1).mean())
 
     assert damage(mixed) < 0.8 * damage(uniform)
