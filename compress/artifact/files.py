@@ -7,8 +7,9 @@ Everything that a run writes goes through `whole`, and everything that it moves 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,6 +69,64 @@ def write_json(path: Path, value: Any) -> None:
 def render_json(value: Any) -> bytes:
     """The bytes that `write_json` writes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file that was just written holds: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+class Digesting:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._hash, self._bytes = file, hashlib.sha256(), 0
+
+    def write(self, content: Any) -> None:
+        """Writes bytes, or anything that has their buffer."""
+        self._file.write(content)
+        self._hash.update(content)
+        self._bytes += len(content)
+
+    def written(self) -> Written:
+        """What went in so far."""
+        return Written(self._bytes, self._hash.hexdigest())
+
+
+@contextmanager
+def keeping(path: Path, about: Mapping[str, Any]) -> Iterator[Digesting]:
+    """A file that takes long to make: it counts once `about`, as it is at the end, lies beside it with its checksum."""
+    remove(_beside(path))
+    with whole(path) as opened:
+        file = Digesting(opened)
+        yield file
+    write_json(_beside(path), {**about, "sha256": file.written().sha256})
+
+
+def kept(path: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What lies beside a whole file that was made with these keys; None where there is no such file."""
+    try:
+        about: dict[str, Any] = json.loads(_beside(path).read_bytes())
+        same = all(about[name] == value for name, value in key.items()) and sha256(path) == about["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return about if same else None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below a folder, by its path there."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def write_sealed(path: Path, schema: int, body: dict[str, Any]) -> None:

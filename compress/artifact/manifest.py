@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from compress.artifact.files import sha256, write_json
+from compress.artifact.files import listed, sha256, write_json
 from compress.errors import UserError
 
 NAME = "manifest.json"
@@ -68,9 +68,8 @@ def verify(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    paths = [folder / "recipe.yaml"]
+    recipe = folder / "recipe.yaml"
+    found = {recipe.name: {"bytes": recipe.stat().st_size, "sha256": sha256(recipe)}} if recipe.is_file() else {}
     for part in _COVERED:
-        paths += sorted(p for p in (folder / part).rglob("*") if p.is_file())
-    return {
-        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in paths if p.is_file()
-    }
+        found |= {f"{part}/{name}": file for name, file in listed(folder / part).items()}
+    return found

@@ -5,19 +5,18 @@ joined into shards by copying bytes. The layout follows the safetensors library:
 name, so that every tensor is aligned.
 """
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.artifact import SHARD_BYTES
-from compress.artifact.files import sync_folder, whole, write_json
+from compress.artifact.files import Digesting, Written, sync_folder, whole, write_json
 
 INDEX = "model.safetensors.index.json"
 NAMES = {
@@ -48,14 +47,6 @@ class _Entry:
     size: int
     source: Path | Tensor
     offset: int = 0
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a file that was just written holds: its size in bytes and its SHA-256."""
-
-    bytes: int
-    sha256: str
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> Written:
@@ -94,23 +85,6 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
         names.append(INDEX)
     sync_folder(folder)
     return names
-
-
-class Digesting:
-    """A file that is hashed while it is written."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self._hash, self._bytes = file, hashlib.sha256(), 0
-
-    def write(self, content: Any) -> None:
-        """Writes bytes, or anything that has their buffer."""
-        self._file.write(content)
-        self._hash.update(content)
-        self._bytes += len(content)
-
-    def written(self) -> Written:
-        """What went in so far."""
-        return Written(self._bytes, self._hash.hexdigest())
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.artifact.files import PRIVATE, whole
-from compress.artifact.safetensors import Digesting, raw
+from compress.artifact.files import PRIVATE, Digesting, whole
+from compress.artifact.safetensors import raw
 from compress.errors import UserError
 from compress.model.block import Block
 

@@ -6,7 +6,6 @@ would be pushed to give all of its mass to the k tokens.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,6 @@ from compress.recipe.training_stages import Answers
 from compress.training.contract import Batches, StageContext
 from compress.training.data import PackedBatches, ShuffledNumbers
 from compress.training.parallel import World, current
-
-_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -53,21 +50,13 @@ class TopLogits:
 
 
 class LogitsCache:
-    """Read-only; `write` makes one.
+    """Read-only; `write` makes one. Raises UserError where there is none that is whole and of this key."""
 
-    Raises UserError for a file that is missing, damaged, or of other windows or another teacher than `identity` says.
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any]):
-        about = _read(path)
-        if about["identity"] != dict(identity):
-            raise UserError(
-                f"{path} holds a teacher's answers to {about['identity']}, expected {dict(identity)}: remove it"
-            )
-        self.k, self.windows, self.length = (int(about[key]) for key in ("k", "windows", "length"))
-        expected = self.windows * self.length * _record(self.k).itemsize
-        if not path.is_file() or path.stat().st_size != expected or files.sha256(path) != about["sha256"]:
-            raise UserError(f"{path} is damaged or missing: expected {expected} bytes with its checksum: remove it")
+    def __init__(self, path: Path, key: Mapping[str, Any]):
+        about = files.kept(path, key)
+        if about is None:
+            raise UserError(f"{path}: expected a teacher's answers to {dict(key)}, found none: remove it")
+        self.k, self.windows, self.length = (int(about[name]) for name in ("k", "windows", "length"))
         self._records = np.memmap(path, dtype=_record(self.k), mode="r", shape=(self.windows, self.length))
 
     def __len__(self) -> int:
@@ -81,36 +70,23 @@ class LogitsCache:
 
 
 def write(
-    path: Path,
-    teacher: Teacher,
-    windows: Tensor,
-    k: int,
-    identity: Mapping[str, Any],
-    progress: Progress,
-    rows: int = 8,
+    path: Path, teacher: Teacher, windows: Tensor, k: int, key: Mapping[str, Any], progress: Progress, rows: int = 8
 ) -> None:
     """Writes the k best answers to each token of `windows` (N, T) int64; the file is whole or not there.
 
-    identity  plain JSON data that says which teacher and which windows these are.
-    rows      windows in one call of the teacher.
+    key   plain JSON data that says which teacher and which windows these are.
+    rows  windows in one call of the teacher.
     Raises ValueError for k out of range and UserError for logits that are not finite.
     """
     count, length = windows.shape
-    digest = hashlib.sha256()
-    files.remove(_about(path))
-    with files.whole(path) as file:
+    with files.keeping(path, {**key, "k": k, "windows": count, "length": length}) as file:
         for first in range(0, count, rows):
             progress("teacher", first, count)
             logits = teacher(windows[first : first + rows])
             if not 0 < k < logits.shape[-1]:
                 raise ValueError(f"k must be from 1 to {logits.shape[-1] - 1}, found {k}")
-            records = _records(logits.flatten(0, 1), k, first)
-            raw = records.tobytes()
-            digest.update(raw)
-            file.write(raw)
+            file.write(_records(logits.flatten(0, 1), k, first).tobytes())
     progress("teacher", count, count)
-    sizes = {"schema": _SCHEMA, "k": k, "windows": count, "length": length}
-    files.write_json(_about(path), {**sizes, "sha256": digest.hexdigest(), "identity": dict(identity)})
 
 
 def _records(logits: Tensor, k: int, window: int) -> NDArray[np.void]:
@@ -125,20 +101,6 @@ def _records(logits: Tensor, k: int, window: int) -> NDArray[np.void]:
 
 def _record(k: int) -> np.dtype[np.void]:
     return np.dtype([("token", "<i4", (k,)), ("log_prob", "<f4", (k + 1,))])
-
-
-def _about(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(_about(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{_about(path)} cannot be read: expected a cache of a teacher's answers: write it") from error
-    if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
-        raise UserError(f"{_about(path)}: expected a cache of schema {_SCHEMA}, found another one: remove it")
-    return about
 
 
 class NumberedBatches:
@@ -171,16 +133,16 @@ def keep(
     if answers.top >= vocabulary:
         raise UserError(f"answers.top: expected fewer than the teacher's {vocabulary} tokens, found {answers.top}")
     windows = torch.from_numpy(np.stack([batches.window(index) for index in range(answers.windows)]))
-    identity = {"windows": hashlib.sha256(windows.numpy().tobytes()).hexdigest(), "top": answers.top}
+    key = {"text": hashlib.sha256(windows.numpy().tobytes()).hexdigest(), "top": answers.top}
     path, world = folder / "answers", current()
-    if world.leads and not _there(path, identity):
+    if world.leads and files.kept(path, key) is None:
         # The teacher computes as it will in training without this: in the loop's autocast.
         device = next(teacher.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
             asked = windows[:, :-1].to(device)
-            write(path, of_model(teacher), asked, answers.top, identity, progress)
+            write(path, of_model(teacher), asked, answers.top, key, progress)
     world.share(True)
-    return LogitsCache(path, identity), NumberedBatches(windows, settings, world)
+    return LogitsCache(path, key), NumberedBatches(windows, settings)
 
 
 def teacher_and_batches(
@@ -191,11 +153,3 @@ def teacher_and_batches(
     if answers is None:
         return teacher, batches
     return keep(answers, teacher, batches, context.settings, context.work, context.run.progress)
-
-
-def _there(path: Path, identity: dict[str, Any]) -> bool:
-    try:
-        LogitsCache(path, identity)
-    except UserError:
-        return False
-    return True

@@ -56,42 +56,38 @@ def divergence(
     if not 0 < beta < 1:
         raise ValueError(f"beta must be between 0 and 1, found {beta}")
     rule = partial(_jsd, beta=beta) if kind == "jsd" else _RULES[kind]
-    return _mean(student, teacher, rule, temperature, temperature**2, weights)
+    return _mean(student, teacher, rule, temperature, weights)
 
 
-def cross_entropy(student: Tensor, labels: Tensor, temperature: float = 1.0, weights: Tensor | None = None) -> Tensor:
-    """Mean −log q(label) with q = softmax(logits / T), labels (rows,) int64.
+def cross_entropy(student: Tensor, labels: Tensor) -> Tensor:
+    """Mean −log q(label) with q = softmax(logits), labels (rows,) int64. Errors as for `divergence`.
 
-    No factor of T: beside soft labels, hard ones are taken at T = 1 (1503.02531), and with hard labels alone a higher T
-    only lowers the gradient, by 1/T. Arguments and errors otherwise as for `divergence`.
+    Beside soft labels, hard ones are taken at T = 1 (1503.02531).
     """
     if labels.dtype != torch.int64 or labels.shape != student.shape[:1]:
         raise ValueError(
             f"labels must be int64 of shape {tuple(student.shape[:1])}, found {labels.dtype} {tuple(labels.shape)}"
         )
-    return _mean(student, labels, None, temperature, 1.0, weights)
+    return _mean(student, labels, None, 1.0, None)
 
 
-def collapse(logits: Tensor, kept: Tensor, temperature: float = 1.0) -> Tensor:
+def collapse(logits: Tensor, kept: Tensor) -> Tensor:
     """(rows, k + 1) log-probabilities of the `kept` tokens (rows, k) int64, and last of all others together.
 
     For a teacher of which only k tokens were kept: with the student's distribution collapsed in the same way, every
-    loss here (at T = 1; multiply by T² for another) is a proper divergence over k + 1 classes, and a lower bound of the
+    loss here (at T = 1) is a proper divergence over k + 1 classes, and a lower bound of the
     one over the whole vocabulary. Gradients flow into `logits` (rows, V). k is less than V.
     """
     if kept.ndim != 2 or len(kept) != len(logits) or not 0 < kept.shape[1] < logits.shape[1]:
         raise ValueError(f"kept {tuple(kept.shape)} does not fit logits {tuple(logits.shape)}")
     scaled = logits.float() if logits.dtype != torch.float64 else logits
-    scaled = scaled / temperature
     whole = torch.logsumexp(scaled, dim=-1, keepdim=True)
     # Not log(1 − Σ): where the kept ones have nearly all of it, that difference is rounding noise.
     others = torch.logsumexp(scaled.scatter(1, kept, -math.inf), dim=-1, keepdim=True)
     return torch.cat([scaled.gather(1, kept), others], dim=1) - whole
 
 
-def _mean(
-    student: Tensor, teacher: Tensor, rule: _Rule | None, temperature: float, factor: float, weights: Tensor | None
-) -> Tensor:
+def _mean(student: Tensor, teacher: Tensor, rule: _Rule | None, temperature: float, weights: Tensor | None) -> Tensor:
     if student.ndim != 2 or (rule is not None and teacher.shape != student.shape):
         raise ValueError(f"logits of the student {tuple(student.shape)} and teacher {tuple(teacher.shape)} do not fit")
     if not temperature > 0:
@@ -103,7 +99,7 @@ def _mean(
     total = float(shares.sum())
     if not total > 0 or not math.isfinite(total) or float(shares.min()) < 0:
         raise ValueError(f"weights must not be negative, and not all 0; their sum is {total}")
-    out: Tensor = _Fused.apply(student, teacher.detach(), rule, temperature, factor, shares / total)
+    out: Tensor = _Fused.apply(student, teacher.detach(), rule, temperature, shares / total)
     return out
 
 
@@ -117,9 +113,9 @@ class _Fused(torch.autograd.Function):
         teacher: Tensor,
         rule: _Rule | None,
         temperature: float,
-        factor: float,
         weights: Tensor,
     ) -> Tensor:
+        factor = temperature**2
         total = torch.zeros((), dtype=torch.float64, device=student.device)
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(student) if wanted else None
@@ -142,7 +138,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         [gradient] = ctx.saved_tensors
-        return gradient * above.to(gradient.dtype), None, None, None, None, None
+        return gradient * above.to(gradient.dtype), None, None, None, None
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -5,8 +5,6 @@ On its own text a student meets its own mistakes, and a teacher that answers the
 distillation (Kim and Rush 2016, 1606.07947).
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,14 +143,11 @@ def write_samples(
     seconds  fewer texts where these have passed, but one batch of each writer at least.
     A whole file that is there already, asked for with the same arguments, is taken as it is.
     """
-    about = path.with_name(path.name + ".json")
     key = {"asked": count, "length": length, "seed": seed}
-    found = _whole(path, about, key)
+    found = files.kept(path, key)
     if found is None:
-        began, generator, digest = time.monotonic(), torch.Generator().manual_seed(seed), hashlib.sha256()
-        written = 0
-        files.remove(about)
-        with files.whole(path) as file:
+        began, generator, written, found = time.monotonic(), torch.Generator().manual_seed(seed), 0, dict[str, Any](key)
+        with files.keeping(path, found) as file:
             for number, first in enumerate(range(0, count, rows)):
                 spent = time.monotonic() - began
                 if seconds is not None and spent > seconds and number >= len(writers):
@@ -160,22 +155,9 @@ def write_samples(
                 progress("samples", first, count)
                 starts = prompts(min(rows, count - first), generator)
                 text = writers[number % len(writers)](starts, length - starts.shape[1], generator)
-                raw = text.numpy().astype("<i4").tobytes()
-                digest.update(raw)
-                file.write(raw)
+                file.write(text.numpy().astype("<i4").tobytes())
                 written += len(starts)
+            found |= {"texts": written, "seconds": time.monotonic() - began}
         progress("samples", count, count)
-        took = {"texts": written, "seconds": time.monotonic() - began}
-        found = {**key, **took, "sha256": digest.hexdigest()}
-        files.write_json(about, found)
     shape = (int(found["texts"]), length)
     return Samples(np.memmap(path, dtype="<i4", mode="r", shape=shape), float(found["seconds"]))
-
-
-def _whole(path: Path, about: Path, key: dict[str, int]) -> dict[str, Any] | None:
-    try:
-        found = json.loads(about.read_bytes())
-        same = all(found[name] == value for name, value in key.items()) and files.sha256(path) == found["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if same else None

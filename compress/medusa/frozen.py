@@ -24,7 +24,6 @@ from compress.recipe.training_stages import Medusa
 from compress.training.contract import Group, Loss, StageContext, Task
 from compress.training.data import AT_ONCE, ShuffledNumbers
 from compress.training.loop import TrainingResult, train_stage
-from compress.training.parallel import current
 from runtime import Model, Speculator, formats, load
 from runtime.checkpoints.medusa import Choice, weights_digest
 from runtime.checkpoints.open import open_checkpoint
@@ -156,7 +155,7 @@ def budget_left(stage: Medusa, context: StageContext, text: Text) -> Budget:
 
 def train_on(task: Task, text: Text, context: StageContext, budget: Budget, folder: Path) -> TrainingResult:
     """Trains on the text's windows until the budget ends; the task then holds the best weights."""
-    batches = ShuffledNumbers(len(text.train), context.settings, current())
+    batches = ShuffledNumbers(len(text.train), context.settings)
     return train_stage(context, task, batches, "medusa", budget=budget, folder=folder)
 
 

@@ -283,7 +283,7 @@ def _width(capture: Capture, tokens: Tensor) -> int:
     return int(next(capture.inputs(tokens[:1])).shape[-1])
 
 
-def _record(file: str, written: safetensors.Written, records: Sequence[LayerRecord]) -> dict[str, Any]:
+def _record(file: str, written: files.Written, records: Sequence[LayerRecord]) -> dict[str, Any]:
     return {
         "file": file,
         "bytes": written.bytes,

@@ -162,7 +162,7 @@ def run_stage(stage: Stage, home: Path, journal: Journal, context: StageContext,
     _sync(making)
     files.rename(making, out)
     files.sync_folder(home)
-    journal.stages[home.name] = {"files": _listed(out), "report": report}
+    journal.stages[home.name] = {"files": files.listed(out), "report": report}
     journal.note()
     # Its checkpoints are of no more use.
     shutil.rmtree(context.work)
@@ -190,14 +190,6 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def _sync(folder: Path) -> None:
     """Makes what a library has written last, before the journal says that it is there."""
     for path in sorted(folder.rglob("*")):
@@ -207,7 +199,7 @@ def _sync(folder: Path) -> None:
 
 
 def _check(folder: Path, expected: dict[str, dict[str, Any]]) -> None:
-    found = _listed(folder) if folder.is_dir() else {}
+    found = files.listed(folder) if folder.is_dir() else {}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise UserError(f"{folder / name} is not what the journal says was written: start again with --force")

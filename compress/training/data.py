@@ -23,7 +23,7 @@ from compress.errors import UserError
 from compress.progress import Progress
 from compress.recipe import Recipe
 from compress.recipe.training import Settings
-from compress.training.parallel import World, alone
+from compress.training.parallel import World, current
 
 # Tokens that an evaluation reads at once, as many as a micro-batch has by default. Logits take most of its memory.
 AT_ONCE = 2048
@@ -44,7 +44,7 @@ class ShuffledNumbers:
     """Numbers of windows, the same ones in every epoch, each in an order of its own: for tasks that look them up."""
 
     def __init__(self, windows: int, settings: Settings, world: World | None = None) -> None:
-        self._windows, self._settings, self._world = windows, settings, world or alone()
+        self._windows, self._settings, self._world = windows, settings, world or current()
         self._epoch = -1
         self._order: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -64,27 +64,20 @@ class PackedBatches:
     """Windows of `length` + 1 tokens, cut from a stream one behind the other; every epoch has its own cut and order.
 
     tokens  1-D: a NumPy array of any integer type (it may be memory-mapped) or a tensor.
-    name    what the text is called in errors.
 
     Two windows share one token: the last of one is only predicted, the first of the next only read. The rows of a
     micro-batch are dealt out to the processes in turn. Raises UserError for a stream shorter than one window.
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[np.integer] | Tensor,
-        settings: Settings,
-        world: World | None = None,
-        name: str = "the training text",
-    ):
+    def __init__(self, tokens: NDArray[np.integer] | Tensor, settings: Settings, world: World | None = None):
         self._tokens = tokens.numpy() if isinstance(tokens, Tensor) else tokens
-        self._settings, self._world = settings, world or alone()
+        self._settings, self._world = settings, world or current()
         if self._tokens.ndim != 1:
             raise ValueError(f"expected a stream of tokens, found shape {self._tokens.shape}")
         length = settings.length
         if len(self._tokens) < length + 1:
             raise UserError(
-                f"{name} is too short to train on: it has {len(self._tokens)} tokens, and one window needs "
+                f"the training text is too short to train on: it has {len(self._tokens)} tokens, and one window needs "
                 f"{length + 1}: name a longer text with training.source or shorten training.length"
             )
         windows = (len(self._tokens) - 1) // length

@@ -55,8 +55,6 @@ def train(
     folder: Path,
     progress: Progress,
     note: Note,
-    *,
-    world: World | None = None,
     stage: str = "train",
 ) -> TrainingResult:
     """Trains until the budget is used up; the task then holds the weights with the lowest held-out loss.
@@ -68,7 +66,7 @@ def train(
     loss or gradient that is not finite (naming the step; the last checkpoint stays) and a checkpoint that is damaged or
     of another run.
     """
-    world = world or current()
+    world = current()
     if settings.batch % world.size:
         raise UserError(
             f"training.batch: expected a multiple of the {world.size} processes, found {settings.batch}: change it"
@@ -91,7 +89,7 @@ def train_stage(
 ) -> TrainingResult:
     """`train` for a stage of a recipe; `budget` and `folder` are the stage's own where they are left out."""
     run, budget, folder = context.run, budget or context.budget, folder or context.work
-    return train(task, batches, budget, context.settings, folder, run.progress, run.note, stage=stage)
+    return train(task, batches, budget, context.settings, folder, run.progress, run.note, stage)
 
 
 @dataclass(eq=False)

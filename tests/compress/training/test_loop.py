@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.artifact import TRAINING
 from compress.errors import UserError
 from compress.recipe.training import Budget, Settings
-from compress.training import loop
+from compress.training import data, loop
 from compress.training.contract import Loss
 from compress.training.data import PackedBatches
 from compress.training.loop import train
@@ -242,11 +242,18 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
     check_processes(drive(tmp_path, {"steps": STEPS, "no_dropout": True, "processes": 2}))
 
 
-def test_a_batch_that_processes_cannot_share(tmp_path: Path) -> None:
+def test_rows_are_dealt_out_to_the_processes_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(driver.SETTINGS, batch=4)
+    alone = PackedBatches(driver.stream(), settings).take(3, 0)
+    for rank in (0, 1):
+        monkeypatch.setattr(data, "current", lambda rank=rank: World(rank, 2))
+        assert torch.equal(PackedBatches(driver.stream(), settings).take(3, 0), alone[rank::2])
+
+
+def test_a_batch_that_processes_cannot_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "current", lambda: World(0, 3))
     with pytest.raises(UserError, match="expected a multiple of the 3 processes, found 4"):
-        train(
-            driver.Toy(), driver.batches(), BUDGET, driver.SETTINGS, tmp_path, driver.silent, print, world=World(0, 3)
-        )
+        train(driver.Toy(), driver.batches(), BUDGET, driver.SETTINGS, tmp_path, driver.silent, print)
 
 
 @pytest.mark.slow
