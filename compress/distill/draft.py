@@ -24,7 +24,7 @@ from compress.errors import UserError
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Draft
 from compress.training import float_model
-from compress.training.contract import Group, Loss, StageContext
+from compress.training.contract import Loss, StageContext
 from compress.training.data import PackedBatches, portions
 from compress.training.loop import train_stage
 from runtime import load
@@ -115,14 +115,11 @@ class DraftTask(float_model.ModelTask):
         if (stage.on_policy_fraction > 0) != (writer is not None) or (stage.teacher > 0) != (samples is not None):
             raise ValueError("expected a writer and samples where the stage has a share for them, and only there")
         super().__init__(student, held_out, autocast)
-        self.stage, self.teacher, self.blocks, self.writer, self.samples = stage, teacher, blocks, writer, samples
+        self.blocks, self.optimizer = blocks, stage.optimizer
+        self.stage, self.teacher, self.writer, self.samples = stage, teacher, writer, samples
         self.kind: Divergence = "reverse_kl" if stage.loss == "minillm" else stage.loss
         weights = {self.kind: 1.0} | ({"cross_entropy": stage.cross_entropy} if stage.cross_entropy else {})
         self.objective = Objective(weights, stage.temperature, stage.beta)
-
-    def groups(self) -> list[Group]:
-        """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return float_model.parameter_groups(self.model, self.blocks, self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """See `Task.loss`. Whose text the micro-batch is, is drawn by torch's random numbers, which the loop seeds."""

@@ -10,7 +10,7 @@ from compress.distill.objective import DistilledTask, Objective
 from compress.errors import UserError
 from compress.recipe.training_stages import Heal
 from compress.training import float_model
-from compress.training.contract import Group, StageContext
+from compress.training.contract import StageContext
 from compress.training.loop import train_stage
 
 
@@ -51,10 +51,6 @@ class HealTask(DistilledTask):
         sparse = [name for name, parameter in student.named_parameters() if name in blocks and _keep_zeros(parameter)]
         if sparse and stage.optimizer == "muon":
             raise UserError(f"heal.optimizer: expected adamw where single weights are pruned ({sparse[0]}), found muon")
-
-    def groups(self) -> list[Group]:
-        """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
-        return float_model.parameter_groups(self.model, self.blocks, self.optimizer)
 
 
 def _keep_zeros(parameter: nn.Parameter) -> bool:

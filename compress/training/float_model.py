@@ -96,26 +96,31 @@ def perplexities(**losses: float) -> dict[str, float]:
     return {name: math.exp(loss) for name, loss in losses.items()}
 
 
-def parameter_groups(model: Any, blocks: Collection[str], optimizer: Literal["adamw", "muon"]) -> list[Group]:
-    """What is trained: the blocks' matrices, by their names, the other matrices, and norms and biases without decay."""
-    wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        Group("blocks", [p for name, p in wanted if name in blocks], optimizer=optimizer),
-        Group("outside", [p for name, p in wanted if name not in blocks and p.dim() >= 2]),
-        Group("norms and biases", [p for name, p in wanted if name not in blocks and p.dim() < 2], weight_decay=0.0),
-    ]
-    return [group for group in groups if group.parameters]
-
-
 class ModelTask:
     """What tasks on a whole transformers model have in common (`compress.training.contract.Task`).
 
     held_out  (E, length) int64: windows to evaluate on.
     autocast  whether evaluation, too, computes in bfloat16.
+    blocks    names of the blocks' matrices, which have an `optimizer` of their own.
     """
+
+    blocks: Collection[str] = ()
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     def __init__(self, model: Any, held_out: Tensor, autocast: bool) -> None:
         self.model, self.held_out, self.autocast = model, held_out, autocast
+
+    def groups(self) -> list[Group]:
+        """The blocks' matrices, the other matrices, and norms and biases, which have no weight decay."""
+        wanted = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        inside = [p for name, p in wanted if name in self.blocks]
+        others = [p for name, p in wanted if name not in self.blocks]
+        groups = [
+            Group("blocks", inside, optimizer=self.optimizer),
+            Group("outside", [p for p in others if p.dim() >= 2]),
+            Group("norms and biases", [p for p in others if p.dim() < 2], weight_decay=0.0),
+        ]
+        return [group for group in groups if group.parameters]
 
     def evaluate(self) -> float:
         """Mean cross entropy of the held-out windows, nats."""
