@@ -119,42 +119,46 @@ class Moments:
         self._rows, self._keys = rows, keys
 
     @property
-    def hessian(self) -> Tensor | None:
-        """(K, K) float32, the mean of x xᵀ over the tokens, exactly symmetric. Read only: it is what `add` adds to."""
-        if self._hessian is not None and not self._mirrored:
+    def hessian(self) -> Tensor:
+        """(K, K) float32, the mean of x xᵀ over the tokens, exactly symmetric. Read only: it is what `add` adds to.
+
+        Raises ValueError, as all statistics do, where nobody wanted it.
+        """
+        hessian = _wanted(self._hessian)
+        if not self._mirrored:
             for start in range(0, self.inputs, _BLOCK):
                 stop = min(start + _BLOCK, self.inputs)
-                corner = self._hessian[start:stop, start:stop]
+                corner = hessian[start:stop, start:stop]
                 corner.copy_(corner.triu() + corner.triu(1).T)
-                self._hessian[stop:, start:stop] = self._hessian[start:stop, stop:].T
+                hessian[stop:, start:stop] = hessian[start:stop, stop:].T
             self._mirrored = True
-        return self._hessian
+        return hessian
 
     @property
-    def norms(self) -> Tensor | None:
+    def norms(self) -> Tensor:
         """(K,) float32, the root of the sum of x² over the tokens."""
-        return None if self._squares is None else self._squares.sqrt().float()
+        return _wanted(self._squares).sqrt().float()
 
     @property
-    def absmax(self) -> Tensor | None:
+    def absmax(self) -> Tensor:
         """(K,) float32, the largest |x|; 0 before the first token."""
-        return self._absmax
+        return _wanted(self._absmax)
 
     @property
-    def absmean(self) -> Tensor | None:
+    def absmean(self) -> Tensor:
         """(K,) float32, the mean |x|; 0 before the first token."""
-        return None if self._sizes is None else (self._sizes / max(self.tokens, 1)).float()
+        return (_wanted(self._sizes) / max(self.tokens, 1)).float()
 
     @property
-    def rows(self) -> Tensor | None:
+    def rows(self) -> Tensor:
         """(min(tokens, wanted), K) float32: input rows in the order in which they came."""
-        return self._rows
+        return _wanted(self._rows)
 
     @property
     def observed(self) -> float | None:
         """The observer's range: the |x| that the last code is to stand for. Raises ValueError before the first token.
 
-        None, too, once channels were scaled: a range of all values cannot be scaled with them.
+        None without an observer, and once channels were scaled: a range of all values cannot be scaled with them.
         """
         return None if self._observer is None else self._observer.absmax()
 
@@ -180,9 +184,9 @@ class Moments:
         other = Moments(self.inputs, Wants())
         other.wants, other.tokens = self.wants, self.tokens
         inverse = 1 / factor.double()
-        if (hessian := self.hessian) is not None:
+        if self._hessian is not None:
             # Row, then column, in float32: the product of both factors could leave its range.
-            other._hessian = hessian * inverse.float().unsqueeze(1)
+            other._hessian = self.hessian * inverse.float().unsqueeze(1)
             other._hessian *= inverse.float()
             # The two sides of the diagonal were rounded in different orders.
             other._mirrored = False
@@ -193,3 +197,9 @@ class Moments:
         if self._rows is not None:
             other._rows, other._keys = self._rows * inverse.float(), self._keys
         return other
+
+
+def _wanted(statistic: Tensor | None) -> Tensor:
+    if statistic is None:
+        raise ValueError("a statistic was not collected that no stage has asked for")
+    return statistic

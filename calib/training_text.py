@@ -12,7 +12,6 @@ it.
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,8 +52,6 @@ class TrainingText:
     documents  the texts.
     runs       runs of tokens between windows that were taken from the same text.
     sha256     of documents and runs in their order.
-    python     the interpreter's version where its standard library is in it, else None.
-    packages   "name version (licence)" of each package in it.
     left_out   why → how many documents.
     """
 
@@ -62,8 +59,6 @@ class TrainingText:
     documents: tuple[str, ...]
     runs: tuple[Ints, ...]
     sha256: str
-    python: str | None = None
-    packages: tuple[str, ...] = ()
     left_out: dict[str, int] = field(default_factory=dict)
 
 
@@ -174,10 +169,8 @@ def _of_library(measured: Corpus, packages: bool) -> TrainingText:
     library = list(standard_library())
     files = [(path, text) for path, text in library if not is_held_out(path)]
     held = marks([*(text for path, text in library if is_held_out(path)), *measured.documents])
-    names = []
     if packages:
-        for name, found in package_files():
-            names.append(name)
+        for _, found in package_files():
             files += [(file.path, file.text) for file in found if not is_held_out(file.path)]
             held |= marks(file.text for file in found if is_held_out(file.path))
     kept, leaks = _without_copies([text for _, text in files], held)
@@ -190,7 +183,7 @@ def _of_library(measured: Corpus, packages: bool) -> TrainingText:
             seen |= own
     left_out = {_COPIES_OF_HELD_OUT: leaks, _COPIES_OF_OTHERS: len(kept) - len(taken)}
     name = "Python standard library" + (" and installed packages" if packages else "") + " (without held-out files)"
-    return _text(name, taken, python=platform.python_version(), packages=tuple(names), left_out=left_out)
+    return _text(name, taken, left_out=left_out)
 
 
 def _without_copies(documents: Sequence[str], held: set[int]) -> tuple[list[str], int]:
@@ -200,12 +193,7 @@ def _without_copies(documents: Sequence[str], held: set[int]) -> tuple[list[str]
 
 
 def _text(
-    name: str,
-    documents: Sequence[str],
-    runs: Sequence[Ints] = (),
-    python: str | None = None,
-    packages: tuple[str, ...] = (),
-    left_out: dict[str, int] | None = None,
+    name: str, documents: Sequence[str], runs: Sequence[Ints] = (), left_out: dict[str, int] | None = None
 ) -> TrainingText:
     if not documents and not runs:
         raise UserError(
@@ -215,7 +203,7 @@ def _text(
     digest = hashlib.sha256()
     for raw in (*(text.encode() for text in documents), *(run.tobytes() for run in runs)):
         digest.update(len(raw).to_bytes(8, "big") + raw)
-    return TrainingText(name, tuple(documents), tuple(runs), digest.hexdigest(), python, packages, left_out or {})
+    return TrainingText(name, tuple(documents), tuple(runs), digest.hexdigest(), left_out or {})
 
 
 def _encoded(

@@ -15,13 +15,6 @@ from compress.model.block import Block
 from compress.recipe.block_stages import Experts
 
 
-def present(statistic: Tensor | None) -> Tensor:
-    """A statistic that a stage has asked for. Raises ValueError where it was not collected."""
-    if statistic is None:
-        raise ValueError("a statistic was not collected that no stage has asked for")
-    return statistic
-
-
 def union(wanted: Iterable[Mapping[str, Wants]]) -> dict[str, Wants]:
     """What several stages want together, by path of a linear layer."""
     out: dict[str, Wants] = {}

@@ -178,17 +178,13 @@ class HeadsTask:
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
         total, count = 0.0, 0
-        for tokens, states in self.text.watched.blocks(self.at_once()):
+        for tokens, states in self.text.watched.blocks(windows_at_once(self.text, self.heads)):
             with self.precision():
                 total += float(self._loss(tokens, states)[0]) * len(tokens)
             count += len(tokens)
             if count >= WATCHED:
                 break
         return total / count
-
-    def at_once(self) -> int:
-        """Windows whose logits are there at once: every head has its own."""
-        return windows_at_once(self.text, self.heads)
 
     def precision(self) -> AbstractContextManager[Any]:
         """What evaluation computes in."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from compress.logits import log_probabilities, token_nll
@@ -77,10 +77,11 @@ def share(budget: Budget, part: float) -> Budget:
 class JointTask:
     """Heads and the blocks of their model. Embedding and output head stay: the heads share them."""
 
-    def __init__(self, heads: frozen.HeadsTask, model: nn.Module, teacher: nn.Module, joint: Joint) -> None:
+    def __init__(self, heads: frozen.HeadsTask, model: Any, teacher: Any, joint: Joint) -> None:
         self._task, self._model, self._teacher, self._joint = heads, model.eval(), teacher.eval(), joint
         self._teacher.requires_grad_(False)
-        kept = {id(parameter) for parameter in (*_embedding(model), *_output(model))}
+        outside = (model.get_input_embeddings(), model.get_output_embeddings())
+        kept = {id(parameter) for module in outside for parameter in module.parameters()}
         self._trained = {name: p for name, p in model.named_parameters() if id(p) not in kept}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) not in kept)
@@ -103,7 +104,9 @@ class JointTask:
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
         values, counts = [], []
-        for tokens in self._task.text.watched.tokens()[: frozen.WATCHED].split(self._task.at_once()):
+        for tokens in self._task.text.watched.tokens()[: frozen.WATCHED].split(
+            frozen.windows_at_once(self._task.text, self.heads)
+        ):
             with self._task.precision():
                 values.append(float(self._loss(tokens).value))
             counts.append(len(tokens))
@@ -137,14 +140,6 @@ class JointTask:
         heads, _ = frozen.heads_loss(self.heads(hidden), targets, self._task.decay)
         parts = {"kl": float(kl.detach()), "heads": float(heads.detach())}
         return Loss(kl + self._joint.weight * heads, parts)
-
-
-def _embedding(model: Any) -> list[nn.Parameter]:
-    return list(model.get_input_embeddings().parameters())
-
-
-def _output(model: Any) -> list[nn.Parameter]:
-    return list(model.get_output_embeddings().parameters())
 
 
 @torch.inference_mode()

@@ -120,7 +120,7 @@ def check(need: Forecast, folder: Path, budget: int | None) -> bool:
             f"{'raise it' if budget is not None else 'free some'}, take a recipe that looks at no text, or a smaller "
             "model"
         )
-    there = _first_existing(folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     free = shutil.disk_usage(there).free + used
     if need.disk > free:
@@ -247,10 +247,6 @@ def _shortest(work: Callable[[], object]) -> float:
 def count(shape: Sequence[int]) -> int:
     """How many numbers a tensor of that shape has."""
     return torch.Size(shape).numel()
-
-
-def _first_existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _shown(size: float) -> str:

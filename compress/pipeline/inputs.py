@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from calib import corpora
 from calib.training_text import Measured
-from calib.windows import Windows
 from compress.context import RunContext
 from compress.model.source import Source, open_sources
 from compress.model.structure import ModelStructure, read_structure
@@ -28,11 +27,6 @@ class RunInputs:
     structure: ModelStructure
     text: Measured
     training_texts: Mapping[int, StageText]
-
-    @property
-    def windows(self) -> Windows:
-        """The text as it is cut; the report reads the same windows."""
-        return self.text.windows
 
 
 def open_inputs(context: RunContext) -> RunInputs:

@@ -88,7 +88,7 @@ def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
     # Stages that change no sizes leave the structure as it is.
     unchanged = source.checkpoint.config == inputs.target.checkpoint.config
     structure = inputs.structure if unchanged else read_structure(source.path)
-    windows = inputs.windows.calibration
+    windows = inputs.text.windows.calibration
     plan = make_plan(source.shapes(), structure, recipe.quantize, changed=bool(recipe.prunes))
     if recipe.quantize is not None and recipe.quantize.method == "sensitivity":
         plan = choose_schemes(source.path, plan, structure, recipe.quantize, windows, inputs.context.progress)
@@ -250,7 +250,7 @@ def calibrate_cache(model: Path, inputs: RunInputs) -> None:
     context = inputs.context
     if context.recipe.kv is None:
         return
-    scheme, windows = context.recipe.kv.scheme, inputs.windows.calibration
+    scheme, windows = context.recipe.kv.scheme, inputs.text.windows.calibration
     found = kv_cache.calibrate(model, scheme, windows, context.threads, partial(context.progress, "cache"))
     kv_cache.attach(model, found, context.shard_bytes)
 

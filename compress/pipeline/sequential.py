@@ -245,9 +245,9 @@ class _BlockPipeline:
         capture = Capture(self.loader, outside)
         tokens = self.blocks.tokens
         if self.journal.inputs is None:
-            shape = (*tokens.shape, _width(capture, tokens))
-            first = self.kept[0]
-            saved = activations.save(self.journal.folder, first, capture.inputs(tokens), shape)
+            width = next(capture.inputs(tokens[:1])).shape[-1]
+            shape = (*tokens.shape, width)
+            saved = activations.save(self.journal.folder, self.kept[0], capture.inputs(tokens), shape)
             self.journal.note(inputs=saved)
         else:
             # The inputs are as they were saved; how blocks are called does not depend on the text.
@@ -277,10 +277,6 @@ def release() -> None:
     """
     with suppress(OSError, AttributeError):  # another C library has no such function
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _width(capture: Capture, tokens: Tensor) -> int:
-    return int(next(capture.inputs(tokens[:1])).shape[-1])
 
 
 def _record(file: str, written: files.Written, records: Sequence[LayerRecord]) -> dict[str, Any]:

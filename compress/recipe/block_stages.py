@@ -124,7 +124,9 @@ class Quantize(Strict):
         if self.method not in methods:
             expected = " or ".join(methods)
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
-        self._fit_groups(self.scheme)
+        self._fit_group(SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
+        if self.symmetric is not None and self.scheme not in GRIDS:
+            raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {self.scheme}")
         for key in ("act_order", "damping", "search"):
             if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GRIDS):
                 owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
@@ -140,13 +142,10 @@ class Quantize(Strict):
             )
         return self
 
-    def _fit_groups(self, scheme: str) -> None:
-        allowed = SCHEMES[scheme].group_sizes
+    def _fit_group(self, allowed: tuple[int, ...], where: str) -> None:
         if self.group_size is not None and self.group_size not in allowed:
             expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
-            raise ValueError(f"group_size: expected {expected} with scheme {scheme}, found {self.group_size}")
-        if self.symmetric is not None and scheme not in GRIDS:
-            raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {scheme}")
+            raise ValueError(f"group_size: expected {expected} with {where}, found {self.group_size}")
 
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
@@ -154,10 +153,7 @@ class Quantize(Strict):
         for key in ("scheme", "symmetric", "act_order", "damping", "search", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
-        sizes = SCHEMES["int4"].group_sizes
-        if self.group_size is not None and self.group_size not in sizes:
-            expected = ", ".join(map(str, sizes))
-            raise ValueError(f"group_size: expected one of {expected} with method sensitivity, found {self.group_size}")
+        self._fit_group(SCHEMES["int4"].group_sizes, "method sensitivity")
 
 
 class Prune(Strict):

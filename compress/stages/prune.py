@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from calib.moments import Wants
 from compress.calibration.activations import Inputs
-from compress.calibration.statistics import present
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
@@ -45,8 +44,8 @@ class MaskPrune:
         if self.stage.method == "magnitude" or starved:
             return weight * masks.magnitude_mask(weight, sparsity)
         if self.stage.method == "wanda":
-            return weight * masks.wanda_mask(weight, present(statistics[path].norms), sparsity)
-        return sparsegpt.prune(weight, present(statistics[path].hessian), sparsity)
+            return weight * masks.wanda_mask(weight, statistics[path].norms, sparsity)
+        return sparsegpt.prune(weight, statistics[path].hessian, sparsity)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class WidthPrune:
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         tensors = {path: parameter.detach() for path, parameter in block.module.named_parameters()}
-        hessians = {path: present(statistics[path].hessian) for path in (width.O_PROJ, width.DOWN_PROJ)}
+        hessians = {path: statistics[path].hessian for path in (width.O_PROJ, width.DOWN_PROJ)}
         narrowed = width.narrow(tensors, hessians, self.before, self.after)
         with torch.device("meta"):
             # transformers' own layer at the new sizes: its forward knows them from the configuration.

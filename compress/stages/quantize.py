@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from calib.moments import Wants
 from compress.calibration.activations import Inputs, matmul_precision
-from compress.calibration.statistics import present
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
@@ -108,7 +107,7 @@ class Gptq:
                 with matmul_precision():
                     rounded = gptq.quantize_together(
                         [block.linears[path].weight.detach() for path in same],
-                        present(statistics[paths[0]].hessian),
+                        statistics[paths[0]].hessian,
                         *kind,
                         order=bool(self.stage.act_order),
                         damping=self.stage.damping or DAMPING,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.moments import Moments, Wants
 from compress.calibration.activations import Inputs
-from compress.calibration.statistics import collect, present
+from compress.calibration.statistics import collect
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.plan import Layer
@@ -42,13 +42,13 @@ class AwqScale:
             fed = [
                 awq.Fed(
                     block.linears[path].weight.detach(),
-                    present(statistics[path].hessian),
+                    statistics[path].hessian,
                     grid_of(known[path]),
                     shares[path],
                 )
                 for path in paths
             ]
-            means = [present(statistics[path].absmean) * shares[path] for path in paths]
+            means = [statistics[path].absmean * shares[path] for path in paths]
             mean = torch.stack(means).sum(dim=0) / sum(shares.values())
             found = awq.search_scale(fed, mean, scale_dtype(block, paths[0]), tie=partial(folding.share, fold))
             fold_in(block, fold, found.factor, statistics, block.dtypes[paths[0]])
@@ -69,7 +69,7 @@ class AwqRound:
                 round_to_nearest(block, path, layer)
                 continue
             weight, wanted = block.linears[path].weight.detach(), grid_of(layer)
-            scale, zero = awq.search_clip(weight, present(statistics[path].hessian), wanted, scale_dtype(block, path))
+            scale, zero = awq.search_clip(weight, statistics[path].hessian, wanted, scale_dtype(block, path))
             codes = grid.encode(weight, scale, zero, wanted)
             block.pack(path, grid.to_packed(codes, scale, zero, wanted), layer.scheme)
             del statistics[path]
@@ -97,9 +97,9 @@ class SmoothRanges:
         self, block: Block, fold: Fold, paths: list[str], known: Mapping[str, Layer], statistics: Statistics
     ) -> Tensor:
         weights = [block.linears[path].weight.detach() for path in paths]
-        largest = torch.stack([present(statistics[path].absmax) for path in paths]).amax(dim=0)
+        largest = torch.stack([statistics[path].absmax for path in paths]).amax(dim=0)
         if self.stage.alpha == "search":
-            rows = torch.cat([present(statistics[group[0]].rows) for group in sharing(paths, statistics)])
+            rows = torch.cat([statistics[group[0]].rows for group in sharing(paths, statistics)])
             static = SCHEMES[known[paths[0]].scheme].is_static
             tie = partial(folding.share, fold, by="max")
             activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
@@ -134,7 +134,7 @@ class StaticRanges:
             weights = [block.linears[path].weight.detach() for path in paths]
             first = statistics[paths[0]]
             if self._searches:
-                scale = smoothquant.search_input_scale(present(first.rows), present(first.absmax).amax(), weights)
+                scale = smoothquant.search_input_scale(first.rows, first.absmax.amax(), weights)
             else:
                 scale = smoothquant.input_scale(torch.tensor(first.observed))
             for path in paths:

@@ -263,9 +263,5 @@ def choose_schemes(
     count = max(1, _TOKENS // windows.shape[1])
     found = measure(loaded, windows[:count], fused_units(fitting), candidates, model.blocks_at, progress=progress)
     chosen = allocate(found, bits_per_weight=stage.bits_per_weight)
-    return plan.with_schemes({name: _scheme(candidate) for name, candidate in chosen.items()})
-
-
-def _scheme(candidate: Candidate) -> tuple[str, int]:
-    """As plan.Layer has it."""
-    return _SCHEMES.get(candidate.bits, "int8-dynamic"), candidate.group_size
+    schemes = {name: (_SCHEMES.get(one.bits, "int8-dynamic"), one.group_size) for name, one in chosen.items()}
+    return plan.with_schemes(schemes)

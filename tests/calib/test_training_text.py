@@ -70,7 +70,6 @@ def test_the_standard_library_without_held_out_files(tokenizer: PreTrainedTokeni
     held = set().union(*(shingles(source) for path, source in standard_library() if is_held_out(path)))
     assert all(share(shingles(document), held) <= LEAK_SHARE for document in text.documents)
     assert text.left_out["copies of held-out text"] > 0
-    assert text.python is not None
 
 
 def test_packages_by_licence_and_without_generated_files() -> None:
@@ -103,7 +102,6 @@ def test_python_is_the_library_and_packages(
     monkeypatch.setattr(training_text, "package_files", lambda: iter([("p 1.0 (MIT)", files)]))
     corpus = Corpus("measured", (library[1][1], "something else"), "0" * 64)
     text = gather("python", measured(corpus, tokenizer, None))
-    assert text.packages == ("p 1.0 (MIT)",)
     assert new in text.documents
     assert free in text.documents and text.documents.count(free) == 1
     assert held not in text.documents and held + "\nx = 1\n" not in text.documents
