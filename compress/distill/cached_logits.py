@@ -118,11 +118,10 @@ class NumberedBatches:
 def keep(
     answers: Answers, teacher: Any, batches: PackedBatches, settings: Settings, folder: Path, progress: Progress
 ) -> tuple[LogitsCache, NumberedBatches]:
-    """Asks the teacher, a transformers model, once, and gives what it said with the batches that go with it.
+    """What the teacher, a transformers model, says of the first of `batches`, asked once, and the batches for that.
 
-    The windows are the first of `batches`. The file in `folder` is used again where it is of the same windows, as after
-    a run that was killed; of several processes the first one writes it. Raises UserError for more windows than the text
-    has, and where the teacher's vocabulary is no larger than `answers.top`.
+    A file in `folder` of the same windows is used again; of several processes the first one writes it. Raises UserError
+    for more windows than the text has, and where the teacher's vocabulary is no larger than `answers.top`.
     """
     if answers.windows > batches.windows:
         raise UserError(

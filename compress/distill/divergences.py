@@ -1,10 +1,8 @@
 """Divergences between a teacher's and a student's next-token distributions, over rows of logits.
 
-Values and gradients are worked out together, a block of rows at a time: of a (B·T, V) tensor of logits no float32 copy
-is ever made, and the one thing kept for the backward pass is the gradient itself, in the student's dtype. On a CPU the
-blocks stay in a core's cache, which is what makes a loss over a large vocabulary cheap beside a small student.
-
-The teacher is a constant here: no gradient flows into it. Everything is in nats.
+Values and gradients are worked out together, a block of rows at a time, so that blocks stay in a core's cache: of a
+(B·T, V) tensor of logits no float32 copy is ever made, and the one thing kept for the backward pass is the gradient
+itself, in the student's dtype. The teacher is a constant: no gradient flows into it. Everything is in nats.
 """
 
 import math

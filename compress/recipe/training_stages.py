@@ -15,8 +15,8 @@ Temperature = Annotated[float, Field(gt=0, le=100, strict=False)]
 class Draft(TrainingStage):
     """A stage that aligns the draft with its compressed target, by distillation on the texts that both write.
 
-    loss           divergence of the draft's next-token distribution from the target's; minillm: the policy gradient of
-                   the reverse KL of whole texts, on the student's batches (reverse_kl on the others).
+    loss           divergence from the target's next-token distribution; minillm: the policy gradient of the reverse KL
+                   of whole texts, on the student's batches (reverse_kl on the others).
     beta           jsd: its β.
     temperature    of both softmaxes.
     cross_entropy  weight of the text itself, beside the divergence.

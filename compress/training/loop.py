@@ -94,6 +94,8 @@ def train_stage(
 
 @dataclass(eq=False)
 class _Loop:
+    """One run of `train`, whose arguments these are."""
+
     task: Task
     batches: Batches
     budget: Budget
