@@ -4,6 +4,7 @@ A forecast counts what is large (weights in float32, statistics, activations, fi
 already. It is rough on purpose and a little on the safe side; nothing in the report comes from it.
 """
 
+import math
 import re
 import shutil
 import time
@@ -77,7 +78,7 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
     copied  bytes of files that are copied beside (a draft).
     """
     shapes, itemsize = source.shapes(), source.item_sizes()
-    numbers = {name: count(shape) for name, shape in shapes.items()}
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
     stored = {name: stored_bytes(name, shapes[name], itemsize[name], plan) for name in shapes}
     sizes = [sum(numbers[name] for name in names) for _, names in plan.parts]
     kept = [sum(stored[name] for name in names) for _, names in plan.parts]
@@ -160,7 +161,7 @@ def resident() -> int:
 
 def stored_bytes(name: str, shape: Sequence[int], itemsize: int, plan: Plan) -> int:
     """What a tensor takes as the plan stores it; `itemsize` bytes a number where it stays as it is."""
-    layer, numbers = plan.layers.get(name), count(shape)
+    layer, numbers = plan.layers.get(name), math.prod(shape)
     if layer is None:
         return numbers * itemsize
     outputs, inputs = (shape[1], shape[0]) if layer.transposed else shape
@@ -242,11 +243,6 @@ def _shortest(work: Callable[[], object]) -> float:
         work()
         taken.append(time.perf_counter() - begun)
     return max(min(taken), 1e-9)
-
-
-def count(shape: Sequence[int]) -> int:
-    """How many numbers a tensor of that shape has."""
-    return torch.Size(shape).numel()
 
 
 def _shown(size: float) -> str:

@@ -1,5 +1,6 @@
 """What the stages of a recipe that train will take of memory, disk and time: each trains something else."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ from compress.distill.draft_init import count_of
 from compress.model.plan import Plan
 from compress.model.source import Source
 from compress.model.structure import ModelStructure
-from compress.pipeline.forecast import Forecast, compute_seconds, count, resident, stored_bytes
+from compress.pipeline.forecast import Forecast, compute_seconds, resident, stored_bytes
 from compress.recipe import Recipe
 from compress.recipe.training import TrainingStage
 from compress.recipe.training_stages import DistillationStage, Draft, Medusa
@@ -40,8 +41,8 @@ class Size:
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "Size":
         """Of the shapes of all tensors."""
-        inputs = sum(shape[-1] * count(shape[:-2]) for shape in shapes.values() if len(shape) > 1)
-        return cls(sum(map(count, shapes.values())), inputs)
+        inputs = sum(shape[-1] * math.prod(shape[:-2]) for shape in shapes.values() if len(shape) > 1)
+        return cls(sum(map(math.prod, shapes.values())), inputs)
 
     def __add__(self, other: "Size") -> "Size":
         """Of both."""
@@ -93,7 +94,7 @@ class Sizes:
             around=around,
             block=max(blocks, key=lambda block: block.weights, default=Size(0, 0)),
             blocks=len(blocks),
-            stored=sum(count(shape) * itemsize[name] for name, shape in shapes.items()),
+            stored=sum(math.prod(shape) * itemsize[name] for name, shape in shapes.items()),
             packed=sum(stored_bytes(name, shape, itemsize[name], plan) for name, shape in shapes.items()),
             rows=rows,
             width=width,

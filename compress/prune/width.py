@@ -5,6 +5,7 @@ config.json has one number for all blocks. Which heads and channels stay is each
 inputs. The result is an ordinary smaller model.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -137,10 +138,10 @@ def shrink(config: Config, block: Mapping[str, tuple[int, ...]], outside: int, s
     """
     before = sizes(config)
     layers = config["num_hidden_layers"]
-    total = sum(_count(shape) for shape in block.values())
+    total = sum(math.prod(shape) for shape in block.values())
     rows = _rows(before, torch.arange(before.kv_heads), torch.arange(before.intermediate))
     attention, mlp = (
-        sum(_count(shape) for name, shape in block.items() if name.startswith(part) and _shrinks(name, rows))
+        sum(math.prod(shape) for name, shape in block.items() if name.startswith(part) and _shrinks(name, rows))
         for part in ("self_attn.", "mlp.")
     )
     wanted = weights_to_remove(share, layers * total, outside) / layers
@@ -246,7 +247,3 @@ def _accepted(config: Config) -> bool:
     except (StrictDataclassError, ValueError):
         return False
     return True
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

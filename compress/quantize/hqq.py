@@ -18,12 +18,10 @@ from runtime.formats.tensors import group_width, round_scale
 _PENALTY, _GROWTH = 10.0, 1.01
 
 
-def quantize(
-    weight: Tensor, grid: Grid, dtype: torch.dtype, norm: float = 0.7, turns: int = 20, bias: Tensor | None = None
-) -> PackedWeight:
+def quantize(weight: Tensor, grid: Grid, dtype: torch.dtype) -> PackedWeight:
     """Codes of a weight (N, K) of any float dtype, on the grid that `fit` finds."""
-    scale, zero = fit(weight, grid, dtype, norm, turns)
-    return to_packed(encode(weight, scale, zero, grid), scale, zero, grid, bias=bias)
+    scale, zero = fit(weight, grid, dtype)
+    return to_packed(encode(weight, scale, zero, grid), scale, zero, grid)
 
 
 def fit(weight: Tensor, grid: Grid, dtype: torch.dtype, norm: float = 0.7, turns: int = 20) -> tuple[Tensor, Tensor]:

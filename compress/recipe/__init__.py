@@ -31,10 +31,7 @@ from compress.recipe.renamed import with_new_names
 from compress.recipe.stages import ORDER, Stage, check_order
 from compress.recipe.training import Budget
 
-# Keys and values that the format reserves and this version cannot do yet.
-NOT_BUILT = {
-    "draft": "drafts are made by a stage: write the key under stages, or name a draft with --draft",
-}
+# A scheme that the format reserves and this version cannot do yet.
 _SCHEMES_NOT_BUILT = ("nested",)
 # Our own validators put the key that they speak of in front.
 _KEYED = re.compile(
@@ -302,12 +299,13 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(data: dict[str, Any], path: Path) -> Recipe:
-    for key, why in NOT_BUILT.items():
-        if data.get(key) is not None:
-            raise UserError(f"{_show(path)}: {key}: {why}")
-    kept = {key: value for key, value in data.items() if key not in NOT_BUILT}
+    if data.pop("draft", None) is not None:
+        raise UserError(
+            f"{_show(path)}: draft: drafts are made by a stage: write the key under stages, or name a draft with "
+            "--draft"
+        )
     try:
-        return Recipe.model_validate(kept)
+        return Recipe.model_validate(data)
     except ValidationError as error:
         raise UserError(f"{_show(path)}: {sentence(error, _fields)}") from error
 

@@ -39,7 +39,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the loop trains.
+    """How the loop trains; `Training` has the ranges.
 
     learning_rate   the optimiser's peak learning rate.
     schedule        cosine: down to the least rate from the warm-up on; wsd: warm-up, stable, decay (linear).
@@ -68,17 +68,6 @@ class Settings:
     evaluate_every: int = 100
     save_every: int = 100
     autocast: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "gradient_accumulation_steps", "length", "evaluate_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        for name in ("warmup", "decay", "min_lr_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a share from 0 to 1, found {getattr(self, name)}")
-        for name in ("learning_rate", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: expected a number above 0, found {getattr(self, name)}")
 
     @property
     def tokens_per_step(self) -> int:

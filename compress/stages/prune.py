@@ -1,6 +1,7 @@
 """Pruning as stages: single weights of every linear layer, or whole heads and channels of the block."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ def width_prune(loader: BlockLoader, plan: Plan, stage: Prune) -> WidthPrune:
             if number == 0 and slot is not None:
                 shapes[f"{slot.path}.{slot.leaf}"] = loader.checkpoint.shape(name)
             elif number is None:
-                outside += torch.Size(loader.checkpoint.shape(name)).numel()
+                outside += math.prod(loader.checkpoint.shape(name))
     after = width.shrink(config, shapes, outside, stage.share)
     changed = {key: width.narrow_config(config, after)[key] for key in _WIDTH_KEYS}
     narrow = copy.deepcopy(loader.structure.config)
