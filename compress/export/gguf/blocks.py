@@ -10,8 +10,6 @@ inputs in activation order, int8 with offsets, smaller groups) is rounded again 
 row kept as F32. The layouts are those of ggml-quants.c (github.com/ggml-org/llama.cpp).
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,17 +29,19 @@ def choose(weight: PackedWeight | Tensor) -> BlockType:
     """The type that holds a weight (N, K), by its scheme and shape alone."""
     if isinstance(weight, Tensor):
         return _PLAIN.get(weight.dtype, F32)
-    kind, (_, k) = weight.scheme.kind, weight.shape
-    if k % Q8_0.weights:
-        return F32
-    in_blocks = weight.perm is None and (weight.scheme.group_size or k) % Q8_0.weights == 0
-    if not in_blocks or kind == "nf4":
-        return Q8_0
+    return F32 if weight.shape[1] % Q8_0.weights else _with_its_grid(weight) or Q8_0
+
+
+def _with_its_grid(weight: PackedWeight) -> BlockType | None:
+    """The type whose blocks take the weight's own codes; None where none has its grid."""
+    kind, size = weight.scheme.kind, weight.scheme.group_size or weight.shape[1]
+    if weight.perm is not None or size % Q8_0.weights:
+        return None
     if kind == "ternary":
-        return TQ2_0 if k % TQ2_0.weights == 0 and (weight.scheme.group_size or k) % TQ2_0.weights == 0 else Q4_0
+        return Q4_0 if size % TQ2_0.weights else TQ2_0
     if kind == "int4":
         return Q4_0 if weight.offset is None else Q4_1
-    return Q8_0
+    return Q8_0 if kind == "int8" and weight.offset is None else None
 
 
 def pack(name: str, weight: PackedWeight | Tensor, kind: BlockType) -> Bytes:
@@ -49,14 +49,12 @@ def pack(name: str, weight: PackedWeight | Tensor, kind: BlockType) -> Bytes:
 
     Raises UserError naming the tensor where float16 cannot hold its scales.
     """
-    if kind.plain:
-        return _plain(weight if isinstance(weight, Tensor) else dequantize(weight), kind)
-    if isinstance(weight, Tensor) or choose(weight) != kind or not _repacks(weight, kind):
+    if kind.plain or isinstance(weight, Tensor) or _with_its_grid(weight) != kind:
         from gguf import GGMLQuantizationType, quants
 
         values = weight if isinstance(weight, Tensor) else dequantize(weight)
-        rounded: Bytes = quants.quantize(values.float().numpy(), GGMLQuantizationType(kind.number))
-        return rounded
+        rounded = quants.quantize(values.float().numpy(), GGMLQuantizationType(kind.number))
+        return np.ascontiguousarray(rounded).view(np.uint8).reshape(len(values), -1)
     codes, scale = weight.codes.numpy(), _per_block(weight, weight.scale, kind)
     n = codes.shape[0]
     blocks = codes.view(np.uint8).reshape(n, -1, kind.weights)
@@ -87,14 +85,6 @@ def _joined(*parts: Bytes) -> Bytes:
     return np.concatenate(parts, axis=-1).reshape(parts[0].shape[0], -1)
 
 
-def _repacks(weight: PackedWeight, kind: BlockType) -> bool:
-    """Whether the weight's own codes go into blocks of `kind`."""
-    whole = weight.perm is None and (weight.scheme.group_size or weight.shape[1]) % kind.weights == 0
-    if kind == Q8_0:
-        return whole and weight.scheme.kind == "int8" and weight.offset is None
-    return whole
-
-
 def _per_block(weight: PackedWeight, values: Tensor, kind: BlockType) -> NDArray[np.float32]:
     """(N, G) as (N, blocks): each group is whole blocks."""
     groups = weight.shape[1] // kind.weights // values.shape[1]
@@ -113,19 +103,12 @@ def _half(name: str, values: NDArray[np.float32]) -> Bytes:
     return half.view(np.uint8).reshape(*values.shape, 2)
 
 
-def _plain(values: Tensor, kind: BlockType) -> Bytes:
-    if kind == BF16:
-        raw: NDArray[Any] = values.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
-    else:
-        raw = values.to(torch.float16 if kind == F16 else torch.float32).contiguous().numpy()
-    return np.ascontiguousarray(raw).view(np.uint8).reshape(values.shape[0], -1)
-
-
 def read_back(rows: Bytes, kind: BlockType) -> NDArray[np.float32]:
     """(N, K) float32: what a reader makes of rows of bytes."""
     if kind.plain:
-        values = torch.from_numpy(rows.view({F16: "<f2", BF16: "<i2"}.get(kind, "<f4")))
-        plain: NDArray[np.float32] = (values.view(torch.bfloat16) if kind == BF16 else values).float().numpy()
+        from gguf import GGMLQuantizationType, quants
+
+        plain: NDArray[np.float32] = quants.dequantize(rows, GGMLQuantizationType(kind.number))
         return plain
     groups = unpack(kind, rows)
     n, count = groups.scale.shape

@@ -5,11 +5,11 @@ K-quants are read and not written: the gguf package does not quantise to them, a
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.artifact.files import sync
 from compress.errors import UserError
-from compress.export import Exported, Loss, Progress
+from compress.export import Exported, Loss, Progress, told
 from compress.export.gguf import metadata
 from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
@@ -27,9 +27,6 @@ from runtime.checkpoints.gguf.names import ROPE_FACTORS, Place, rows_there, to_g
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, BlockType
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats.packed import PackedWeight
-
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
 
 _EMBEDDING = "model.embed_tokens"
 Weight = PackedWeight | Tensor
@@ -41,51 +38,57 @@ class Part:
 
     place: Place
     names: tuple[str, ...]
-    linear: bool
+    kind: BlockType
+    shape: tuple[int, ...]
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is the weight of linear layers, and of those that may be packed."""
+        return len(self.shape) > 1 and not self.place.tensor.endswith(("ffn_gate_inp.weight", "token_embd.weight"))
 
 
-def parts(checkpoint: Checkpoint, kind: str, a: Architecture) -> Iterator[Part]:
-    """What the file is to hold, in llama.cpp's usual order. Raises UserError for a tensor that has no name there."""
-    names = frozenset(checkpoint.names())
-    yield _part([f"{_EMBEDDING}.weight"], kind, linear=False)
+def tensors(names: Collection[str], a: Architecture) -> Iterator[tuple[str, ...]]:
+    """transformers' names of what the file is to hold, in llama.cpp's usual order; of experts all of a stack.
+
+    Raises UserError for a layer that chooses experts by a tensor of another name than is known.
+    """
+    yield (f"{_EMBEDDING}.weight",)
     if not a.tied:
-        yield _part(["lm_head.weight"], kind)
-    yield _part(["model.norm.weight"], kind, linear=False)
+        yield ("lm_head.weight",)
+    yield ("model.norm.weight",)
     for number in range(a.layers):
         prefix = f"model.layers.{number}"
-        vectors = ["input_layernorm", "post_attention_layernorm"]
-        vectors += ["self_attn.q_norm", "self_attn.k_norm"] if a.query_key_norm else []
-        for vector in vectors:
-            yield _part([f"{prefix}.{vector}.weight"], kind, linear=False)
-        layers = ["self_attn.qkv_proj"] if a.fused else [f"self_attn.{part}_proj" for part in "qkv"]
+        layers = ["input_layernorm", "post_attention_layernorm"]
+        layers += ["self_attn.q_norm", "self_attn.k_norm"] if a.query_key_norm else []
+        layers += ["self_attn.qkv_proj"] if a.fused else [f"self_attn.{part}_proj" for part in "qkv"]
         layers.append("self_attn.o_proj")
         if a.experts is None:
             layers += ["mlp.gate_up_proj"] if a.fused else ["mlp.gate_proj", "mlp.up_proj"]
             layers.append("mlp.down_proj")
         for layer in layers:
-            yield _part([f"{prefix}.{layer}.weight"], kind)
+            yield (f"{prefix}.{layer}.weight",)
             if f"{prefix}.{layer}.bias" in names:
-                yield _part([f"{prefix}.{layer}.bias"], kind, linear=False)
-        if a.experts is not None:
-            yield from _mixture(names, prefix, kind, a)
+                yield (f"{prefix}.{layer}.bias",)
+        if a.experts is None:
+            continue
+        base = next((f"{prefix}.{name}" for name in a.experts.names if f"{prefix}.{name}.gate.weight" in names), None)
+        if base is None:
+            raise UserError(f"{prefix}.mlp.gate.weight: expected a layer that chooses experts, found none")
+        yield (f"{base}.gate.weight",)
+        old = any(name.startswith(f"{base}.experts.0.w1.") for name in names)
+        for part in ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj"):
+            yield tuple(f"{base}.experts.{index}.{part}.weight" for index in range(a.experts.count))
 
 
-def _mixture(names: frozenset[str], prefix: str, kind: str, a: Architecture) -> Iterator[Part]:
-    assert a.experts is not None
-    base = next((f"{prefix}.{name}" for name in a.experts.names if f"{prefix}.{name}.gate.weight" in names), None)
-    if base is None:
-        raise UserError(f"{prefix}.mlp.gate.weight: expected a layer that chooses experts, found none")
-    yield _part([f"{base}.gate.weight"], kind, linear=False)
-    first = f"{base}.experts.0"
-    old = any(name.startswith(f"{first}.w1.") for name in names)
-    for part in ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj"):
-        yield _part([f"{base}.experts.{index}.{part}.weight" for index in range(a.experts.count)], kind)
-
-
-def _part(names: list[str], kind: str, linear: bool = True) -> Part:
-    place = to_gguf(names[0], kind)
+def _part(checkpoint: Checkpoint, names: tuple[str, ...], architecture: str, floats: BlockType | None) -> Part:
+    """Where tensors go, and type and shape of what they become, by the first of them."""
+    place = to_gguf(names[0], architecture)
     assert place is not None, f"{names[0]} has no name in GGUF"
-    return Part(place, tuple(names), linear)
+    weight = read(checkpoint, names[0])
+    shape = tuple(weight.shape) if place.expert is None else (len(names), *weight.shape)
+    kind = floats if floats is not None and isinstance(weight, Tensor) else choose(weight)
+    in_floats = len(weight.shape) == 1 or place.tensor.endswith("ffn_gate_inp.weight")
+    return Part(place, names, F32 if in_floats else kind, shape)
 
 
 def read(checkpoint: Checkpoint, name: str) -> Weight:
@@ -122,7 +125,7 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     """
     if (why := refusal(frozenset())) is not None:
         raise UserError(f"export {NAME}: {why}")
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     checkpoint = open_checkpoint(model)
     shown = checkpoint.path.name
@@ -131,27 +134,51 @@ def write(model: Path, out: Path, progress: Progress, *, floats: Floats = "keep"
     kind, a = metadata.architecture(shown, checkpoint.config)
     parameters, factors = metadata.rope(shown, checkpoint.config, a)
     vocabulary = tokenizers.read(checkpoint.path, a.vocab)
-    held = list(parts(checkpoint, kind, a))
-    plans = [_plan(checkpoint, part, _FLOATS.get(floats)) for part in held]
-    kinds = [found for found, _ in plans]
+    wanted = tensors(frozenset(checkpoint.names()), a)
+    parts = [_part(checkpoint, names, kind, _FLOATS.get(floats)) for names in wanted]
+    losses: list[Loss] = []
     file = out / FILE
     writer = GGUFWriter(file, kind)
     try:
         called = metadata.name(a, () if vocabulary is None else vocabulary.tokens)
         metadata.add(writer, called, a, parameters)
-        writer.add_file_type(_file_type(kinds))
+        writer.add_file_type(_file_type(parts))
         tokenizers.add(writer, checkpoint.path, vocabulary, checkpoint.config)
-        _announce(writer, held, plans, factors)
-        losses = _write(writer, checkpoint, a, held, kinds, progress)
+        for part in parts:
+            size = int(np.prod(part.shape[:-1])) * part.kind.row_bytes(part.shape[-1])
+            # float32 so that the shape is taken as it is: the package would read uint8's as bytes.
+            number = GGMLQuantizationType(part.kind.number)
+            writer.add_tensor_info(part.place.tensor, part.shape, np.dtype(np.float32), size, raw_dtype=number)
+        if factors is not None:
+            writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for done, part in enumerate(parts):
+            progress(f"export {NAME}", done, len(parts))
+            rows = [_rows(checkpoint, a, part, name, losses) for name in part.names]
+            writer.write_tensor_data(rows[0] if len(rows) == 1 else np.stack(rows))
+        progress(f"export {NAME}", len(parts), len(parts))
         if factors is not None:
             writer.write_tensor_data(factors)
     finally:
         writer.close()
     with file.open("r+b") as opened:
         sync(opened)
-    linear = {name.removesuffix(".weight") for part in held if part.linear for name in part.names}
+    linear = {name.removesuffix(".weight") for part in parts if part.linear for name in part.names}
     kept = linear - {entry.layer for entry in losses}
-    notes = (*_notes(kinds, vocabulary, parameters, metadata.context(a)[1]), *_left_out(checkpoint))
+    counted = Counter(part.kind.name for part in parts).most_common()
+    notes = told(
+        "tensors: " + ", ".join(f"{count} {kind}" for kind, count in counted),
+        metadata.context(a)[1],
+        vocabulary is None and "there is no tokenizer.json beside the weights, so the file has no tokenizer",
+        not metadata.reads_back(parameters)
+        and "the rotary factors are not those of Llama 3's releases: llama.cpp reads them, Specpress does not",
+        any(name.endswith(".input_scale") for name in checkpoint.names())
+        and "the static input scales are left out: llama.cpp rounds inputs block by block",
+        "kv_cache" in checkpoint.config.get("specpress", {})
+        and "the cache's scheme is left out: llama.cpp has its own, --cache-type-k and --cache-type-v",
+    )
     return Exported(NAME, file.stat().st_size, len(kept), tuple(losses), notes)
 
 
@@ -162,64 +189,9 @@ def refusal(kinds: frozenset[str]) -> str | None:
     return None
 
 
-def _plan(checkpoint: Checkpoint, part: Part, plain: BlockType | None) -> tuple[BlockType, tuple[int, ...]]:
-    """Type and shape of a tensor of the file, by the first that goes into it."""
-    weight = read(checkpoint, part.names[0])
-    shape = tuple(weight.shape) if part.place.expert is None else (len(part.names), *weight.shape)
-    if len(weight.shape) == 1 or part.place.tensor.endswith("ffn_gate_inp.weight"):
-        return F32, shape
-    return plain if plain is not None and isinstance(weight, Tensor) else choose(weight), shape
-
-
-def _announce(
-    writer: "GGUFWriter",
-    held: list[Part],
-    plans: list[tuple[BlockType, tuple[int, ...]]],
-    factors: NDArray[np.float32] | None,
-) -> None:
-    """Writes the header: metadata, and where each tensor is going to be."""
-    from gguf import GGMLQuantizationType
-
-    for part, (kind, shape) in zip(held, plans, strict=True):
-        size = int(np.prod(shape[:-1])) * kind.row_bytes(shape[-1])
-        # float32 so that the shape is taken as it is: the package would read uint8's as bytes.
-        number = GGMLQuantizationType(kind.number)
-        writer.add_tensor_info(part.place.tensor, shape, np.dtype(np.float32), size, raw_dtype=number)
-    if factors is not None:
-        writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-
-
-def _write(
-    writer: "GGUFWriter",
-    checkpoint: Checkpoint,
-    a: Architecture,
-    held: list[Part],
-    kinds: list[BlockType],
-    progress: Progress,
-) -> list[Loss]:
-    """Streams the tensors, one in memory at a time; says what was rounded."""
-    losses: list[Loss] = []
-    for done, (part, kind) in enumerate(zip(held, kinds, strict=True)):
-        progress(f"export {NAME}", done, len(held))
-        rows = []
-        for name in part.names:
-            packed, error = _rows(checkpoint, a, part.place, name, kind)
-            rows.append(packed)
-            if error:
-                losses.append(Loss(name.removesuffix(".weight"), error))
-        writer.write_tensor_data(rows[0] if len(rows) == 1 else np.stack(rows))
-    progress(f"export {NAME}", len(held), len(held))
-    return losses
-
-
-def _rows(
-    checkpoint: Checkpoint, a: Architecture, place: Place, name: str, kind: BlockType
-) -> tuple[NDArray[np.uint8], float]:
-    """A tensor's bytes, (N, bytes of a row), rows in llama.cpp's order, and what rounding cost."""
-    weight = read(checkpoint, name)
+def _rows(checkpoint: Checkpoint, a: Architecture, part: Part, name: str, losses: list[Loss]) -> NDArray[Any]:
+    """A tensor's bytes, (N, bytes of a row), rows in llama.cpp's order; what rounding cost is added to `losses`."""
+    weight, place, kind = read(checkpoint, name), part.place, part.kind
     vector = len(weight.shape) == 1
     if vector and isinstance(weight, Tensor):
         weight = (weight.float() + (1.0 if place.plus_one else 0.0)).unsqueeze(1)
@@ -231,45 +203,23 @@ def _rows(
                 f" {weight.scheme.kind}: give them one scheme in the recipe"
             )
     packed = pack(name, weight, kind)
-    error = loss(weight, packed, kind)
+    if error := loss(weight, packed, kind):
+        losses.append(Loss(name.removesuffix(".weight"), error))
     if place.rotated is not None:
         packed = packed[rows_there(packed.shape[0], a.heads if place.rotated == "query" else a.kv_heads)]
-    return np.ascontiguousarray(packed.reshape(-1) if vector else packed), error
+    return np.ascontiguousarray(packed.reshape(-1) if vector else packed)
 
 
-def _file_type(kinds: list[BlockType]) -> int:
+def _file_type(parts: list[Part]) -> int:
     """llama.cpp's number for the type that most matrices have."""
     from gguf import LlamaFileType
 
+    kinds = [part.kind for part in parts]
     quantised = Counter(kind.name for kind in kinds if not kind.plain)
     half = F16 if F16 in kinds else BF16 if BF16 in kinds else None
     if not quantised:
         return int(LlamaFileType.ALL_F32 if half is None else LlamaFileType[f"MOSTLY_{half.name}"])
     return int(LlamaFileType[f"MOSTLY_{quantised.most_common(1)[0][0]}"])
-
-
-def _notes(
-    kinds: list[BlockType], vocabulary: Any, parameters: dict[str, Any], windowed: str | None
-) -> tuple[str, ...]:
-    counted = Counter(kind.name for kind in kinds).most_common()
-    notes = ["tensors: " + ", ".join(f"{count} {kind}" for kind, count in counted)]
-    if windowed is not None:
-        notes.append(windowed)
-    if vocabulary is None:
-        notes.append("there is no tokenizer.json beside the weights, so the file has no tokenizer")
-    if not metadata.reads_back(parameters):
-        notes.append("the rotary factors are not those of Llama 3's releases: llama.cpp reads them, Specpress does not")
-    return tuple(notes)
-
-
-def _left_out(checkpoint: Checkpoint) -> list[str]:
-    """What the artifact has that a GGUF file has no place for."""
-    notes = []
-    if any(name.endswith(".input_scale") for name in checkpoint.names()):
-        notes.append("the static input scales are left out: llama.cpp rounds inputs block by block")
-    if "kv_cache" in checkpoint.config.get("specpress", {}):
-        notes.append("the cache's scheme is left out: llama.cpp has its own, --cache-type-k and --cache-type-v")
-    return notes
 
 
 __all__ = ["FILE", "NAME", "refusal", "write"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PHI_3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
+_LLAMA_3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
@@ -62,11 +63,8 @@ def rope(shown: str, config: dict[str, Any], a: Architecture) -> tuple[dict[str,
     if kind in ("default", "linear"):
         return said, None
     if kind == "llama3":
-        low, high = float(said["low_freq_factor"]), float(said["high_freq_factor"])
-        original = int(said["original_max_position_embeddings"])
-        return said, llama3_factors(
-            float(said["rope_theta"]), said["rotated"], float(said["factor"]), low, high, original
-        )
+        theta, factor, low, high = (float(said[key]) for key in ("rope_theta", "factor", *_LLAMA_3[:2]))
+        return said, llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))
     if kind == "yarn" and set(said) - {"rotated"} <= _YARN:
         said.setdefault("original_max_position_embeddings", a.max_positions)
         return said, None
@@ -78,10 +76,7 @@ def rope(shown: str, config: dict[str, Any], a: Architecture) -> tuple[dict[str,
 
 def reads_back(parameters: dict[str, Any]) -> bool:
     """Whether Llama 3's factors are those of its releases, which alone are recognised when the file is read here."""
-    found = tuple(
-        parameters.get(k) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    return parameters["rope_type"] != "llama3" or found == (LOW, HIGH, ORIGINAL)
+    return parameters["rope_type"] != "llama3" or [parameters.get(k) for k in _LLAMA_3] == [LOW, HIGH, ORIGINAL]
 
 
 def name(a: Architecture, tokens: Collection[str]) -> str:
