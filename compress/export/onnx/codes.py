@@ -93,21 +93,6 @@ def to_blocks(name: str, packed: PackedWeight, bits: int | None = None) -> Block
     return Blocks(bits, block, k, codes.contiguous(), scales.float().contiguous(), zeros)
 
 
-def dequantize(blocks: Blocks) -> Tensor:
-    """(N, K) float32: what MatMulNBits multiplies by, (code − zero) · scale."""
-    n, count = blocks.scales.shape
-    codes = _unpack(blocks.codes.view(n, -1), blocks.bits)[:, : count * blocks.block]
-    zeros: Tensor | float
-    if blocks.zeros is None:
-        zeros = float(1 << blocks.bits - 1)
-    elif blocks.zeros.dtype == torch.uint8:
-        zeros = _unpack(blocks.zeros, blocks.bits)[:, :count].float().unsqueeze(-1)
-    else:
-        zeros = blocks.zeros.unsqueeze(-1)
-    values = (codes.float().view(n, count, blocks.block) - zeros) * blocks.scales.unsqueeze(-1)
-    return values.view(n, -1)[:, : blocks.inputs]
-
-
 def nf4_bytes(packed: PackedWeight) -> tuple[Tensor, Tensor]:
     """MatMulBnb4's B (N · K / 2,) uint8 and absmax (N · K / block,) float32."""
     codes = packed.codes.flatten().to(torch.uint8)
@@ -124,9 +109,3 @@ def _pack_zeros(zeros: Tensor, bits: int) -> Tensor:
     per_byte = 8 // bits
     padded = torch.nn.functional.pad(zeros, (0, -zeros.shape[1] % per_byte))
     return sum((padded[:, i::per_byte] << bits * i for i in range(per_byte)), torch.zeros_like(padded[:, ::per_byte]))
-
-
-def _unpack(octets: Tensor, bits: int) -> Tensor:
-    """(N, bytes) to (N, bytes · 8 / bits) uint8."""
-    places = range(0, 8, bits)
-    return torch.stack([octets >> place & (1 << bits) - 1 for place in places], dim=-1).flatten(1)

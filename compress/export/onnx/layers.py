@@ -6,41 +6,37 @@
     nf4                      MatMulBnb4
     experts                  GatherBlockQuantized in place of the gather of float experts
 
-Activation order is a Gather of the inputs.
+Activation order is a Gather of the inputs. It is imported where the packages of the extra `onnx` are there.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
+from onnx_ir import convenience
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
 from compress.errors import UserError
 from compress.export.onnx import codes as onnx_codes
 from runtime.formats.packed import PackedWeight
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
-
-_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.uint8: "UINT8", torch.int32: "INT32"}
 
 
 class Builder:
     """New nodes and initialisers of a graph. Their names begin with the layer's."""
 
-    def __init__(self, graph: "ir.Graph", layer: str, dtype: torch.dtype):
+    def __init__(self, graph: ir.Graph, layer: str, dtype: torch.dtype):
         self.graph, self.layer, self.dtype = graph, layer, dtype
         self.nodes: list[ir.Node] = []
 
-    def constant(self, name: str, values: Tensor | np.ndarray) -> "ir.Value":
+    def constant(self, name: str, values: Tensor | np.ndarray) -> ir.Value:
         """An initialiser `layer.name`."""
-        import onnx_ir as ir
-
         array = values.contiguous().numpy() if isinstance(values, Tensor) else values
         full = f"{self.layer}.{name}"
         value = ir.Value(
@@ -52,21 +48,17 @@ class Builder:
         self.graph.initializers.add(value)
         return value
 
-    def node(self, kind: str, inputs: Sequence["ir.Value | None"], domain: str = "", **attributes: Any) -> "ir.Value":
+    def node(self, kind: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: Any) -> ir.Value:
         """A node's only output."""
-        import onnx_ir as ir
-
         name = f"{self.layer}/{kind}_{len(self.nodes)}"
         made = ir.node(kind, list(inputs), attributes=attributes, domain=domain, name=name)
         made.outputs[0].name = f"{name}_output"
         self.nodes.append(made)
         return made.outputs[0]
 
-    def cast(self, x: "ir.Value", to: torch.dtype) -> "ir.Value":
+    def cast(self, x: ir.Value, to: torch.dtype) -> ir.Value:
         """`x` as another dtype."""
-        import onnx_ir as ir
-
-        return self.node("Cast", [x], to=int(getattr(ir.DataType, _NAMES[to])))
+        return self.node("Cast", [x], to=int(from_torch_dtype(to)))
 
     def floats(self, values: Tensor) -> Tensor:
         """Scales as the graph's floats. Raises UserError where float16 overflows or loses one altogether."""
@@ -79,13 +71,13 @@ class Builder:
         return cast
 
 
-def present(value: "ir.Value | None") -> "ir.Value":
+def present(value: ir.Value | None) -> ir.Value:
     """An input that is not optional."""
     assert value is not None
     return value
 
 
-def replace_experts(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
+def replace_experts(graph: ir.Graph, name: str, packed: PackedWeight, dtype: torch.dtype) -> bool:
     """Gathers packed experts and dequantises only those; False where the graph uses the initialiser in another way.
 
     packed  (E · N, K), as Weights.packed_experts has it.
@@ -93,8 +85,6 @@ def replace_experts(graph: "ir.Graph", name: str, packed: PackedWeight, dtype: t
 
     Raises UserError for groups, rows or zero points that the operator does not have, and scales that float16 does not.
     """
-    from onnx_ir import convenience
-
     weight = graph.initializers[name]
     uses = list(weight.uses())
     assert weight.shape is not None
@@ -152,13 +142,13 @@ class Linear:
     """
 
     name: str
-    nodes: tuple["ir.Node", ...]
-    x: "ir.Value"
-    y: "ir.Value"
-    bias: "ir.Value | None" = None
+    nodes: tuple[ir.Node, ...]
+    x: ir.Value
+    y: ir.Value
+    bias: ir.Value | None = None
 
 
-def find(graph: "ir.Graph", name: str) -> Linear | None:
+def find(graph: ir.Graph, name: str) -> Linear | None:
     """The linear layer whose weight is the initialiser `name`; None where it is used otherwise, or more than once."""
     weight = graph.initializers[name]
     uses = list(weight.uses())
@@ -176,13 +166,11 @@ def find(graph: "ir.Graph", name: str) -> Linear | None:
     return None
 
 
-def replace(graph: "ir.Graph", linear: Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
+def replace(graph: ir.Graph, linear: Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
     """Puts an operator over the codes in place of a layer's float product, whose weight leaves the graph.
 
     dtype  of the graph's floats. Raises UserError where no operator holds the codes, or float16 the scales.
     """
-    from onnx_ir import convenience
-
     layer = linear.name.removesuffix(".weight")
     builder = Builder(graph, layer, dtype)
     x = linear.x
@@ -207,7 +195,7 @@ def replace(graph: "ir.Graph", linear: Linear, packed: PackedWeight, dtype: torc
     graph.initializers.pop(weight.name)
 
 
-def _nbits(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+def _nbits(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
     blocks = onnx_codes.to_blocks(builder.layer, packed)
     inputs = [x, builder.constant("codes", blocks.codes), builder.constant("scales", builder.floats(blocks.scales))]
     if blocks.zeros is not None:
@@ -234,14 +222,14 @@ def _takes_floats(packed: PackedWeight) -> bool:
     return packed.scheme.kind != "ternary" and packed.scheme.activation != "int8-group"
 
 
-def _bnb4(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+def _bnb4(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
     codes, absmax = onnx_codes.nf4_bytes(packed)
     n, k = packed.shape
     inputs = [x, builder.constant("codes", codes), builder.constant("absmax", builder.floats(absmax))]
     return builder.node("MatMulBnb4", inputs, MICROSOFT, K=k, N=n, block_size=packed.scheme.group_size, quant_type=1)
 
 
-def _per_token(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+def _per_token(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
     """y = (q W) · step · scale, q = round(x / step), step = max |x| / 127 of each row; the product is exact int32."""
     half = builder.dtype != torch.float32
     x = builder.cast(x, torch.float32) if half else x
@@ -261,7 +249,7 @@ def _per_token(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Val
     return builder.cast(y, builder.dtype) if half else y
 
 
-def _static(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value":
+def _static(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
     """QDQ: both factors as DequantizeLinear of integers, which engines fuse into an integer product."""
     assert packed.input_scale is not None
     step = builder.constant("input_scale", builder.floats(packed.input_scale.reshape(())))
@@ -272,7 +260,7 @@ def _static(builder: Builder, x: "ir.Value", packed: PackedWeight) -> "ir.Value"
     return builder.node("MatMul", [rounded, builder.node("DequantizeLinear", [codes, scale, code_zeros], axis=1)])
 
 
-def _unsigned(builder: Builder, packed: PackedWeight) -> "tuple[ir.Value, ir.Value]":
+def _unsigned(builder: Builder, packed: PackedWeight) -> tuple[ir.Value, ir.Value]:
     """int8 codes (K, N) as uint8 about 128, and the zero point of each output.
 
     ONNX Runtime's product of unsigned inputs and signed weights adds pairs in 16 bits, which saturate on x86 processors

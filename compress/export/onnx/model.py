@@ -9,7 +9,9 @@ The folder is also a model for `runtime.load`, and has Optimum's layout.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +20,20 @@ from torch import Tensor
 
 from compress.artifact.files import write_json
 from compress.errors import USER_ERRORS, UserError
-from compress.export import Exported, Loss, Progress
+from compress.export import Exported, Loss, Progress, told
 from compress.export.onnx import graph as onnx_graph
-from compress.export.onnx import layers as onnx_experts
-from compress.export.onnx import layers as onnx_layers
 from compress.export.onnx.graph import Sizes
-from compress.export.onnx.layers import MICROSOFT
-from compress.export.onnx.weights import Weights
+from compress.export.onnx.weights import Weights, plain
 from compress.model.directory import copy_companions
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import expect_shape
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from compress.export.onnx.layers import Linear
 
 FILE = "genai_config.json"
 # GenAI's name for any decoder of text whose inputs are named below; its others only add chat habits.
@@ -104,17 +104,6 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], sizes
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 # A protobuf file holds at most 2 GB and is built in memory whole: weights get a file of their own well before that.
 ONE_FILE = 1 << 29
-_NAMES = {torch.float32: "FLOAT", torch.float16: "FLOAT16"}
-
-
-def write(model: Path, out: Path, progress: Progress) -> Exported:
-    """Fills `out` with a graph whose floats are float32."""
-    return export(model, out, progress, torch.float32)
-
-
-def write_fp16(model: Path, out: Path, progress: Progress) -> Exported:
-    """Fills `out` with a graph whose floats, keys and values are float16."""
-    return export(model, out, progress, torch.float16)
 
 
 def refusal(kinds: frozenset[str]) -> str | None:
@@ -137,6 +126,10 @@ def export(model: Path, out: Path, progress: Progress, dtype: torch.dtype, one_f
     checkpoint = open_checkpoint(model)
     graph, sizes = onnx_graph.trace(checkpoint.path, dtype)
     return assemble(checkpoint, graph, sizes, out, progress, dtype, one_file)
+
+
+write = partial(export, dtype=torch.float32)
+write_fp16 = partial(export, dtype=torch.float16)
 
 
 def assemble(
@@ -163,54 +156,51 @@ def assemble(
     write_json(out / FILE, genai_config(config, said, sizes, GRAPH))
     size = sum((out / file).stat().st_size for file in (GRAPH, DATA) if (out / file).is_file())
     losses = tuple(Loss(layer, error) for layer, error in sorted(filled.rounded.items()))
-    return Exported(name, size, filled.repacked, losses, tuple(_notes(filled, dtype)))
+    return Exported(name, size, filled.kinds.total(), losses, _notes(filled, dtype))
 
 
 class Filled:
     """Puts weights into a traced graph, and keeps account of it.
 
-    repacked  layers whose codes are the artifact's.
-    rounded   layer → ‖W' − W‖ / ‖W‖, of plain weights that float16 rounded (known when they are written).
-    kinds     operators by which packed layers were replaced.
+    rounded  layer → ‖W' − W‖ / ‖W‖, of plain weights that float16 rounded (known when they are written).
+    kinds    how many packed layers were replaced by each kind of operator; their codes are the artifact's.
     """
 
     def __init__(self, weights: Weights, dtype: torch.dtype):
         self.weights, self.dtype = weights, dtype
-        self.repacked = 0
         self.rounded: dict[str, float] = {}
-        self.kinds: set[str] = set()
+        self.kinds: Counter[str] = Counter()
 
     def fill(self, model: "ir.Model", progress: Callable[[int, int], None]) -> None:
         """Gives every initialiser of the traced graph its value, packed layers as operators over their codes."""
+        from compress.export.onnx import layers
+
         graph = model.graph
         names = [name for name, value in graph.initializers.items() if value.const_value is None]
         for done, name in enumerate(names):
             progress(done, len(names))
             experts = self.weights.packed_experts(name)
-            if experts is not None and onnx_experts.replace_experts(graph, name, experts, self.dtype):
-                self._count("experts")
+            if experts is not None and layers.replace_experts(graph, name, experts, self.dtype):
+                self.kinds["experts"] += 1
                 continue
             found = None if experts is not None else self.weights.weight(name)
-            linear = onnx_layers.find(graph, name)
+            linear = layers.find(graph, name)
             if isinstance(found, PackedWeight):
                 if linear is None:
                     raise UserError(
                         f"{name}: expected a packed weight to be one linear layer's, found that the graph uses it in"
                         " another way: leave this layer out of the recipe's targets"
                     )
-                onnx_layers.replace(graph, linear, found, self.dtype)
-                self._count(found.scheme.activation if found.scheme.kind == "int8" else found.scheme.kind)
+                layers.replace(graph, linear, found, self.dtype)
+                self.kinds[found.scheme.activation if found.scheme.kind == "int8" else found.scheme.kind] += 1
             else:
                 self._plain(graph, name, linear)
         progress(len(names), len(names))
-        model.opset_imports.setdefault(MICROSOFT, 1)
+        model.opset_imports.setdefault(layers.MICROSOFT, 1)
 
-    def _count(self, kind: str) -> None:
-        self.repacked += 1
-        self.kinds.add(kind)
-
-    def _plain(self, graph: "ir.Graph", name: str, linear: "onnx_layers.Linear | None") -> None:
+    def _plain(self, graph: "ir.Graph", name: str, linear: "Linear | None") -> None:
         import onnx_ir as ir
+        from onnx_ir.tensor_adapters import from_torch_dtype
 
         value = graph.initializers[name]
         assert value.shape is not None
@@ -222,11 +212,11 @@ class Filled:
             product.replace_input_with(1, value)
             graph.remove(before, safe=True)
             value.shape = ir.Shape(shape[::-1])
-        kind = getattr(ir.DataType, _NAMES[self.dtype])
+        kind = from_torch_dtype(self.dtype)
 
         def read() -> ir.TensorProtocol:
             found = self.weights.weight(name)
-            tensor = self._cast(name, expect_shape(name, _dense(found), shape))
+            tensor = self._cast(name, expect_shape(name, plain(found), shape))
             return ir.Tensor((tensor.T if transpose else tensor).contiguous().numpy(), name=name)
 
         value.type = ir.TensorType(kind)
@@ -263,19 +253,13 @@ def save(model: "ir.Model", out: Path, external: bool) -> None:
         raise
 
 
-def _dense(weight: PackedWeight | Tensor) -> Tensor:
-    return dequantize(weight) if isinstance(weight, PackedWeight) else weight
-
-
-def _notes(filled: Filled, dtype: torch.dtype) -> Iterator[str]:
-    if "int8-token" in filled.kinds:
-        yield (
-            "int8 layers round their inputs per token in the graph, as Specpress' kernels do; both factors are"
-            " unsigned, so that ONNX Runtime's products are exact with and without VNNI"
-        )
-    if "ternary" in filled.kinds:
-        yield "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token"
-    if "experts" in filled.kinds:
-        yield "experts take their inputs as floats"
-    if dtype == torch.float16:
-        yield "float16 is for GPUs: on a CPU ONNX Runtime turns most of it into float32"
+def _notes(filled: Filled, dtype: torch.dtype) -> tuple[str, ...]:
+    return told(
+        filled.kinds["int8-token"]
+        and "int8 layers round their inputs per token in the graph, as Specpress' kernels do; both factors are"
+        " unsigned, so that ONNX Runtime's products are exact with and without VNNI",
+        filled.kinds["ternary"]
+        and "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token",
+        filled.kinds["experts"] and "experts take their inputs as floats",
+        dtype == torch.float16 and "float16 is for GPUs: on a CPU ONNX Runtime turns most of it into float32",
+    )

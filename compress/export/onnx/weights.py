@@ -66,7 +66,7 @@ class Weights:
             name = self._tensors[parameter]
             return check_finite(name, self.checkpoint.tensor(name))
         if leaf in _FUSED and (parts := self._expert_layers(module, leaf)):
-            return torch.stack([torch.cat([_plain(self._layer(path)) for path in expert]) for expert in parts])
+            return torch.stack([torch.cat([plain(self._layer(path)) for path in expert]) for expert in parts])
         for name in self._shared(parameter):
             if name in self._tensors or name.rpartition(".")[0] in self._prefixes:
                 return self.weight(name)
@@ -117,5 +117,6 @@ class Weights:
         return [name for name in (root, *(n for n, to in tied.items() if to == root)) if name != parameter]
 
 
-def _plain(weight: Weight) -> Tensor:
+def plain(weight: Weight) -> Tensor:
+    """The weight as floats."""
     return dequantize(weight) if isinstance(weight, PackedWeight) else weight
