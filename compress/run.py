@@ -8,13 +8,18 @@ import shlex
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.context import RunContext
 from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from compress.report.schema import Report
 
 # Fields of RunContext that a command to repeat the run does not have.
 _UNSHOWN = ("recipe", "resume", "force", "shard_bytes", "command", "progress", "note")
@@ -108,7 +113,7 @@ def _main(
         command = command_line(recipe, context)
         artifact = run(replace(context, command=command, progress=progress, note=progress.note))
     if not follows():
-        _summary(artifact.report, artifact.path)
+        _summary(artifact.path)
 
 
 def _quiet_libraries() -> None:
@@ -141,47 +146,45 @@ def _shown(value: Any) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
-def _summary(report: dict[str, Any], folder: Path) -> None:
+def _summary(folder: Path) -> None:
     """The figures that people ask for first."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE, show_header=False)
-    for label, value in summary_rows(report):
-        table.add_row(label, value)
+    from compress.report.files import read_report
+
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-    console.print(table)
+    console.print(summary_table(read_report(folder)))
     where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     typer.echo(f"Report: {where / 'report.html'} (also .md, .json)")
 
 
-def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_table(report: "Report") -> "Table":
+    """The summary for a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    for row in summary_rows(report):
+        table.add_row(*row)
+    return table
+
+
+def summary_rows(report: "Report") -> list[tuple[str, str]]:
     """Label and text of each line of the summary."""
+    from compress.report.wording import megabytes, number
 
-    def at(*path: str) -> Any:
-        value: Any = report
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    def figure(value: Any, form: str) -> str:
-        return format(value, form) if isinstance(value, (int, float)) else "not measured"
-
-    def megabytes(value: Any) -> str:
-        return f"{value / 1e6:,.1f} MB" if isinstance(value, (int, float)) else "not measured"
-
-    size = f"{megabytes(at('size', 'original_bytes'))} -> {megabytes(at('size', 'compressed_bytes'))}"
-    before, after = (at("quality", "perplexity", key) for key in ("original", "compressed"))
-    speeds = " / ".join(
-        figure(at("speed", kind, "tokens_per_second"), ".1f") for kind in ("original", "compressed", "speculative")
-    )
+    size, perplexity, speed = report.size, report.quality.perplexity, report.speed
+    ways = (speed.original, speed.compressed, speed.speculative)
+    sizes = f"{megabytes(size.original_bytes)} -> {megabytes(size.compressed_bytes)}"
     return [
-        ("size", f"{size} ({figure(at('size', 'ratio'), '.2f')} x smaller)"),
-        ("bits per quantised weight", figure(at("size", "bits_per_weight"), ".3f")),
-        ("perplexity", f"{figure(before, '.3f')} -> {figure(after, '.3f')}"),
-        ("tokens/s: original / compressed / speculative", speeds),
-        ("acceptance rate α", figure(at("speed", "acceptance_rate"), ".3f")),
+        ("size", f"{sizes} ({size.ratio:.2f} x smaller)"),
+        ("bits per quantised weight", number(size.bits_per_weight, 3)),
+        ("perplexity", f"{number(perplexity.original, 3)} -> {number(perplexity.compressed, 3)}"),
+        (
+            "tokens/s: original / compressed / speculative",
+            " / ".join(number(way.tokens_per_second if way else None, 1) for way in ways),
+        ),
+        ("acceptance rate α", number(speed.acceptance_rate, 3)),
     ]
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import yaml
 
+from compress.export import told
+from compress.report.schema import Report
+from compress.report.wording import megabytes, number
+
 # What config.json's quant_method asks for, as pip knows it.
 _LOADERS = {
     "bitsandbytes": "bitsandbytes",
@@ -20,26 +24,25 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_card(
-    report: Mapping[str, Any], config: Mapping[str, Any], repo: str, text: str, base: str | None, license_: str | None
+    report: Report, config: Mapping[str, Any], repo: str, text: str, base: str | None, license_: str | None
 ) -> str:
     """README.md of the repository `repo`: metadata in YAML, then Markdown.
 
-    report    report.json.
     config    the compressed model's config.json.
     text      report.md, which ends the card.
     base      the base model's name on the hub; None: the report's, where it has the form of one.
     license_  the base model's license, where it states one.
     """
-    base = base or (report["model"] if _HUB_NAME.fullmatch(report["model"]) else None)
+    base = base or (report.model if _HUB_NAME.fullmatch(report.model) else None)
     method = (config.get("quantization_config") or {}).get("quant_method")
-    about = report["asked"]["recipe"].get("about", "")
-    source = f"[{base}](https://huggingface.co/{base})" if base else f"`{report['model']}`"
+    about = report.asked.recipe.get("about", "")
+    source = f"[{base}](https://huggingface.co/{base})" if base else f"`{report.model}`"
     parts = [
         f"---\n{yaml.safe_dump(_metadata(report, base, license_, method), sort_keys=False)}---",
         f"# {repo.partition('/')[2]}",
-        f"{source}, compressed with Specpress by the recipe `{report['recipe']}`{': ' + about if about else '.'}",
+        f"{source}, compressed with Specpress by the recipe `{report.recipe}`{': ' + about if about else '.'}",
         _figures(report),
-        _loading(repo, method, report["draft"] is not None),
+        _loading(repo, method, report.draft is not None),
         "## Report",
         re.sub(r"^#", "###", text, flags=re.MULTILINE).strip(),
     ]
@@ -67,54 +70,40 @@ def read_config(model: Path) -> dict[str, Any]:
     return content
 
 
-def _metadata(report: Mapping[str, Any], base: str | None, license_: str | None, method: str | None) -> dict[str, Any]:
-    tags = ["specpress", report["recipe"], *([method] if method else [])]
+def _metadata(report: Report, base: str | None, license_: str | None, method: str | None) -> dict[str, Any]:
+    tags = ["specpress", report.recipe, *([method] if method else [])]
     found: dict[str, Any] = {}
     if base is not None:
         found |= {"base_model": base, "base_model_relation": "quantized" if method else "finetune"}
     if license_ is not None:
         found["license"] = license_
     found |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    return found | {"tags": [*tags, *(["speculative-decoding"] if report["draft"] else [])]}
+    return found | {"tags": [*tags, *(["speculative-decoding"] if report.draft else [])]}
 
 
-def _figures(report: Mapping[str, Any]) -> str:
+def _figures(report: Report) -> str:
     """The table size × quality × speed; what was not measured says so."""
-    size, quality, speed = (report.get(key) or {} for key in ("size", "quality", "speed"))
-
-    def at(value: Any, form: str, unit: str = "") -> str:
-        return f"{value:{form}}{unit}" if isinstance(value, int | float) else "not measured"
-
-    def megabytes(value: Any) -> str:
-        return at(value / 1e6 if value else None, ",.1f", " MB")
-
-    def fast(kind: str) -> str:
-        return at((speed.get(kind) or {}).get("tokens_per_second"), ",.1f")
-
-    perplexity = quality.get("perplexity") or {}
-    draft = size.get("draft_bytes")
+    size, quality, speed = report.size, report.quality, report.speed
+    paces = [number(way.tokens_per_second if way else None, 1) for way in (speed.original, speed.compressed)]
+    speculative = number(speed.speculative.tokens_per_second if speed.speculative else None, 1)
+    draft = f"+ {megabytes(size.draft_bytes)} draft" if size.draft_bytes else ""
+    perplexities = [number(value, 3) for value in (quality.perplexity.original, quality.perplexity.compressed)]
     rows = [
-        (
-            "size on disk",
-            megabytes(size.get("original_bytes")),
-            megabytes(size.get("compressed_bytes")),
-            f"+ {megabytes(draft)} draft" if draft else "",
-        ),
-        ("perplexity", *(at(perplexity.get(key), ".3f") for key in ("original", "compressed")), ""),
-        ("tokens/s", fast("original"), fast("compressed"), fast("speculative")),
+        ("size on disk", megabytes(size.original_bytes), megabytes(size.compressed_bytes), draft),
+        ("perplexity", *perplexities, ""),
+        ("tokens/s", *paces, speculative),
     ]
-    facts = [
-        (size.get("ratio"), "{:.2f} × smaller"),
-        (size.get("bits_per_weight"), "{:.2f} bits per quantised weight"),
-        ((quality.get("kl_divergence") or {}).get("mean"), "KL divergence {:.4f} nats a token"),
-        (speed.get("acceptance_rate"), "acceptance rate α = {:.2f}"),
-        (speed.get("draft_length"), "draft length γ = {}"),
-    ]
+    facts = told(
+        f"{size.ratio:.2f} × smaller",
+        size.bits_per_weight is not None and f"{size.bits_per_weight:.2f} bits per quantised weight",
+        quality.kl_divergence is not None and f"KL divergence {quality.kl_divergence.mean:.4f} nats a token",
+        speed.acceptance_rate is not None and f"acceptance rate α = {speed.acceptance_rate:.2f}",
+        speed.draft_length is not None and f"draft length γ = {speed.draft_length}",
+    )
     lines = ["| | original | compressed | compressed, speculative |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    told = ", ".join(form.format(value) for value, form in facts if isinstance(value, int | float))
-    machine = report["machine"]
-    return "\n".join(lines) + f"\n\n{told}. Measured on {machine['cpu']}, {machine['cores']} cores."
+    machine = report.machine
+    return "\n".join(lines) + f"\n\n{', '.join(facts)}. Measured on {machine.cpu}, {machine.cores} cores."
 
 
 def _loading(repo: str, method: str | None, has_draft: bool) -> str:

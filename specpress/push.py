@@ -84,11 +84,12 @@ def _check_name(repo: str) -> None:
 
 
 def _card(artifact: "Artifact", repo: str, base: str | None, license_: str | None) -> str:
+    from compress.report.files import read_report
     from specpress.model_card import model_card, read_config, read_license
 
     text = (artifact.path / "report.md").read_text(encoding="utf-8")
     stated = license_ or read_license(artifact.model)
-    return model_card(artifact.report, read_config(artifact.model), repo, text, base, stated)
+    return model_card(read_report(artifact.path), read_config(artifact.model), repo, text, base, stated)
 
 
 def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, token: str | None) -> str:

@@ -56,22 +56,16 @@ def _open(page: Path) -> None:
 
 
 def _print(artifact: "Artifact") -> None:
-    from rich import box
     from rich.console import Console
     from rich.markdown import Markdown
-    from rich.table import Table
 
-    from compress.run import summary_rows
+    from compress.report.files import read_report
+    from compress.run import summary_rows, summary_table
 
-    rows = summary_rows(artifact.report)
+    report = read_report(artifact.path)
     text = (artifact.path / "report.md").read_text(encoding="utf-8")
-    if not sys.stdout.isatty():
-        typer.echo("".join(f"{label}: {value}\n" for label, value in rows))
-        typer.echo(text, nl=False)
+    if sys.stdout.isatty():
+        Console().print(summary_table(report), Markdown(text))
         return
-    table = Table(box=box.SIMPLE, show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    console.print(Markdown(text))
+    typer.echo("".join(f"{label}: {value}\n" for label, value in summary_rows(report)))
+    typer.echo(text, nl=False)

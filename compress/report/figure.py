@@ -2,9 +2,11 @@
 
 import base64
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # One colour per subject, the same in every plot and on the page.
@@ -39,6 +41,26 @@ def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
     figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
     axes = figure.subplots(1, columns)
     return figure, axes
+
+
+class Bar(NamedTuple):
+    """One bar: its name before it, its figure behind it."""
+
+    name: str
+    value: float
+    figure: str
+    colour: str
+
+
+def draw_bars(axes: "Axes", bars: Sequence[Bar], gap: float, align: str) -> None:
+    """From top to bottom; figures stand `gap` of the longest behind their bars, aligned as text's `va` has it."""
+    places = list(range(len(bars)))[::-1]
+    axes.barh(places, [bar.value for bar in bars], color=[bar.colour for bar in bars], height=0.62)
+    longest = max(bar.value for bar in bars)
+    for place, bar in zip(places, bars, strict=True):
+        axes.text(bar.value + gap * longest, place, bar.figure, va=align, fontsize=9)
+    axes.set_yticks(places, [bar.name for bar in bars], color=INK)
+    axes.tick_params(axis="y", length=0)
 
 
 def png(figure: "Figure") -> bytes:

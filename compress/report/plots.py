@@ -2,6 +2,7 @@
 by position, errors of layers, losses of training."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,15 @@ from compress.report.figure import (
     ORIGINAL,
     SPECULATIVE,
     STYLE,
+    Bar,
+    draw_bars,
     new_figure,
     svg,
     svg_uri,
 )
-from compress.report.schema import Report
+from compress.report.schema import Report, Size
+from compress.report.schema_speed import Speed
+from compress.report.wording import megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +36,6 @@ _ORDER = ("q", "k", "v", "qkv", "c_attn", "o", "gate", "up", "gate_up", "c_fc", 
 def all_plots(report: Report) -> dict[str, str]:
     """Name to data URI of each plot whose figures are there: size, quality, speed, acceptance, layers, training."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     makers = {
         "size": size_bars,
@@ -46,24 +50,27 @@ def all_plots(report: Report) -> dict[str, str]:
         for name, make in makers.items():
             figure = make(report)
             if figure is not None:
-                FigureCanvasSVG(figure)  # a canvas of its own: no display, no global backend
                 out[name] = svg_uri(svg(figure))
     return out
 
 
 def size_bars(report: Report) -> "Figure":
     """Weights on disk, in MB: original, compressed, draft."""
-    size = report.size
-    bars = [
-        ("original", size.original_bytes / 1e6, ORIGINAL),
-        ("compressed", size.compressed_bytes / 1e6, COMPRESSED),
-    ]
-    if size.draft_bytes is not None:
-        bars.append(("draft", size.draft_bytes / 1e6, DRAFT))
+    bars = weights(report.size)
     figure, axes = new_figure(0.42 * len(bars) + 0.75)
-    _horizontal(axes, bars, [f"{value:,.1f} MB" for _, value, _ in bars])
+    _horizontal(axes, bars)
     axes.set_xlabel("weights on disk (MB)")
     return figure
+
+
+def weights(size: Size) -> list[Bar]:
+    """The bars of size, in MB."""
+    parts = (
+        ("original", size.original_bytes, ORIGINAL),
+        ("compressed", size.compressed_bytes, COMPRESSED),
+        ("draft", size.draft_bytes, DRAFT),
+    )
+    return [Bar(name, value / 1e6, megabytes(value), colour) for name, value, colour in parts if value is not None]
 
 
 def perplexity_interval(report: Report) -> "Figure | None":
@@ -74,10 +81,9 @@ def perplexity_interval(report: Report) -> "Figure | None":
     interval = found.ci95
     figure, axes = new_figure(1.85, columns=2)
     left, right = axes
-    _whisker(
-        left, 0, found.compressed, interval.compressed if interval else None, COMPRESSED, f"{found.compressed:.2f}"
-    )
-    _whisker(left, 1, found.original, interval.original if interval else None, ORIGINAL, f"{found.original:.2f}")
+    ours, theirs = (interval.compressed, interval.original) if interval else (None, None)
+    _whisker(left, 0, found.compressed, ours, COMPRESSED, f"{found.compressed:.2f}")
+    _whisker(left, 1, found.original, theirs, ORIGINAL, f"{found.original:.2f}")
     left.set_yticks([0, 1], ["compressed", "original"], color=INK)
     left.tick_params(axis="y", length=0)
     left.set_ylim(-0.6, 1.75)
@@ -101,17 +107,25 @@ def perplexity_interval(report: Report) -> "Figure | None":
 def speed_bars(report: Report) -> "Figure | None":
     """Tokens per second: original, compressed, speculative, and the baselines, lighter."""
     speed = report.speed
-    bars: list[tuple[str, float, str]] = []
-    for name, colour in (("original", ORIGINAL), ("compressed", COMPRESSED), ("speculative", SPECULATIVE)):
-        if pace := speed.pace(name):
-            bars.append(("compressed + speculative" if name == "speculative" else name, pace, colour))
+    bars = paces(speed, "compressed + speculative", 1)
     if not bars:
         return None
-    bars += [(row.name, row.tokens_per_second, BASELINE) for row in speed.baselines or [] if row.tokens_per_second]
+    rates = [(row.name, row.tokens_per_second) for row in speed.baselines or []]
+    bars += [Bar(name, rate, f"{rate:,.1f}", BASELINE) for name, rate in rates if rate]
     figure, axes = new_figure(0.36 * len(bars) + 0.8)
-    _horizontal(axes, bars, [f"{value:,.1f}" for _, value, _ in bars])
+    _horizontal(axes, bars)
     axes.set_xlabel("tokens per second, prompt included")
     return figure
+
+
+def paces(speed: Speed, speculative: str, digits: int) -> list[Bar]:
+    """The bars of our three ways of decoding, those that were measured; `speculative` is how the last is called."""
+    ways = (("original", ORIGINAL), ("compressed", COMPRESSED), ("speculative", SPECULATIVE))
+    return [
+        Bar(speculative if name == "speculative" else name, pace, f"{pace:,.{digits}f}", colour)
+        for name, colour in ways
+        if (pace := speed.pace(name))
+    ]
 
 
 def acceptance_by_position(report: Report) -> "Figure | None":
@@ -125,9 +139,8 @@ def acceptance_by_position(report: Report) -> "Figure | None":
     p = report.speed.per_token_acceptance
     if p is not None:
         fitted = [100 * p**i for i in places]
-        axes.plot(
-            places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=f"independent tokens, p = {p:.2f}"
-        )
+        label = f"independent tokens, p = {p:.2f}"
+        axes.plot(places, fitted, "o--", color=INK, markersize=3.5, linewidth=1, label=label)
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     if len(places) <= 16:
         for place, share in zip(places, survival, strict=True):
@@ -146,15 +159,14 @@ def layer_errors(report: Report) -> "Figure | None":
     layers = report.quality.layers
     if not layers:
         return None
-    series: dict[str, list[tuple[float, float]]] = {}
+    series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for index, layer in enumerate(layers):
         block, kind = split_layer_name(layer.name, index)
-        series.setdefault(kind, []).append((block, 100 * layer.error))
+        series[kind].append((block, 100 * layer.error))
     figure, axes = new_figure(2.7)
-    series = {kind: series[kind] for kind in sorted(series, key=_place)}
     last = max(block for points in series.values() for block, _ in points)
     shift = min(0.09, 0.7 / max(len(series), 1))
-    for index, (kind, points) in enumerate(series.items()):
+    for index, (kind, points) in enumerate(sorted(series.items(), key=lambda item: _place(item[0]))):
         offset = (index - (len(series) - 1) / 2) * shift
         xs, ys = [block + offset for block, _ in points], [error for _, error in points]
         axes.plot(xs, ys, "o", color=_KINDS[index % len(_KINDS)], markersize=4 if last < 16 else 2.5, label=kind)
@@ -206,16 +218,10 @@ def loss_curves(report: Report) -> "Figure | None":
     return figure
 
 
-def _horizontal(axes: "Axes", bars: Sequence[tuple[str, float, str]], labels: Sequence[str]) -> None:
-    """Bars from top to bottom with their values behind them."""
-    places = list(range(len(bars)))[::-1]
-    axes.barh(places, [value for _, value, _ in bars], color=[colour for _, _, colour in bars], height=0.62)
-    longest = max(value for _, value, _ in bars)
-    for place, (_, value, _), label in zip(places, bars, labels, strict=True):
-        axes.text(value + 0.012 * longest, place, label, va="center", ha="left", fontsize=9)
-    axes.set_yticks(places, [name for name, _, _ in bars], color=INK)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, longest * 1.17)
+def _horizontal(axes: "Axes", bars: Sequence[Bar]) -> None:
+    """Bars with a scale below them."""
+    draw_bars(axes, bars, 0.012, "center")
+    axes.set_xlim(0, max(bar.value for bar in bars) * 1.17)
     axes.grid(axis="x")
 
 

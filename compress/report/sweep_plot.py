@@ -27,7 +27,6 @@ def pareto(found: SweepTable) -> "Figure | None":
     None where no recipe has finished.
     """
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     rows = [row for row in found.rows if row.compressed_bytes is not None and row.perplexity_change is not None]
     if not rows or found.original is None:
@@ -35,7 +34,6 @@ def pareto(found: SweepTable) -> "Figure | None":
     timed = [row for row in rows if row.speed is not None]
     with matplotlib.rc_context(STYLE):
         figure, axes = new_figure(3.6, columns=2 if timed else 1)
-        FigureCanvasAgg(figure)  # a canvas of its own: no display, no global backend
         panels = list(axes) if timed else [axes]
         left = panels[0]
         _panel(left, rows, [(row.compressed_bytes or 0) / 1e6 for row in rows], found.original.bytes / 1e6, -1)

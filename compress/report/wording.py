@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.records import ExpertRecord
-from compress.report.schema import Report, Sparsity
+from compress.report.schema import Interval95, Report, Sparsity
 from compress.report.schema_speed import Speed
 
 NOT_MEASURED = "not measured"
@@ -69,6 +69,12 @@ def times(value: float) -> str:
     return f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"
 
 
+def change_interval(found: Interval95) -> str:
+    """The change of perplexity on the same resamples: -0.10 to +2.30 %."""
+    low, high = (100 * (bound - 1) for bound in found.ratio)
+    return f"{low:+.2f} to {high:+.2f} %"
+
+
 def headlines(report: Report) -> list[Headline]:
     """Size, quality, speed."""
     return [_size(report), _quality(report), _speed(report)]
@@ -90,8 +96,7 @@ def _quality(report: Report) -> Headline:
     change = found.compressed / found.original - 1
     caption = f"{found.original:.2f} becomes {found.compressed:.2f} on held-out text"
     if found.ci95 is not None:
-        low, high = (100 * (bound - 1) for bound in found.ci95.ratio)
-        caption += f"; 95 % interval of the change {low:+.2f} to {high:+.2f} %"
+        caption += f"; 95 % interval of the change {change_interval(found.ci95)}"
     return Headline("perplexity", f"{100 * change:+.2f} %", caption, "bad" if change > 0.05 else "good")
 
 

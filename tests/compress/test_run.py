@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from compress.context import RunContext
 from compress.recipe import Recipe, built_in
+from compress.report.schema import Report
 from compress.run import app, command_line, summary_rows
 
 Tiny = Callable[..., Path]
@@ -235,11 +236,14 @@ def test_the_command_line_is_reproducible_and_has_no_foreign_paths(tmp_path: Pat
 
 
 def test_the_summary_says_what_was_not_measured() -> None:
-    report = {
-        "size": {"original_bytes": 4_000_000, "compressed_bytes": 1_000_000, "ratio": 4.0, "bits_per_weight": 4.127},
-        "quality": {"perplexity": {"original": 20.0, "compressed": 20.5}},
-        "speed": {"original": {"tokens_per_second": 10.0}, "compressed": None, "acceptance_rate": None},
-    }
+    found = json.loads(Path(__file__).parent.joinpath("report", "report_example.json").read_text(encoding="utf-8"))
+    found["size"] |= {"original_bytes": 4_000_000, "compressed_bytes": 1_000_000, "ratio": 4.0}
+    found["quality"]["perplexity"] |= {"original": 20.0, "compressed": 20.5}
+    found["speed"]["original"]["tokens_per_second"] = 10.0
+    found["speed"] |= {"compressed": None, "speculative": None, "acceptance_rate": None}
+    missing = ("compressed", "speculative", "acceptance_rate")
+    found["not_measured"] |= {f"speed.{name}": "too few" for name in missing}
+    report = Report.model_validate(found)
     rows = dict(summary_rows(report))
     assert rows["size"] == "4.0 MB -> 1.0 MB (4.00 x smaller)"
     assert rows["perplexity"] == "20.000 -> 20.500"
