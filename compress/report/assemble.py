@@ -1,7 +1,6 @@
 """Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
 from compress.context import RunContext
 from compress.recipe import Recipe
-from compress.records import LayerRecord, RunFacts
+from compress.records import RunFacts
 from compress.report import baselines, exports, machine, quality, size, speed
 from compress.report.files import write_report
 from compress.report.not_measured import NOT_LOADED, Reasons
@@ -23,15 +22,11 @@ from compress.report.schema import (
     Calibration,
     Comparison,
     CorpusInfo,
-    ExportEntry,
     LayerError,
-    Machine,
     Quality,
     Report,
     Sample,
-    Size,
 )
-from compress.report.schema_speed import Lossless, Speed
 from compress.report.scrub import display_name, scrub_command, without_directories, without_paths
 from runtime import load
 from runtime.devices import resolve
@@ -45,21 +40,8 @@ if TYPE_CHECKING:
 
 PROMPTS = 8
 _SHORT_PROMPT = 32  # tokens of a prompt that is cut from an evaluation window
+_ASKED = ("samples", "seq_len", "eval_tokens", "new_tokens", "draft_length", "threads")
 _LAYER_FIGURES = ("name", "scheme", "group_size", "error", "output_error", "damping")
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Sections of the report, and why figures are missing."""
-
-    machine: Machine
-    size: Size
-    quality: Quality
-    speed: Speed
-    lossless: Lossless
-    sample: Sample | None
-    exports: list[ExportEntry]
-    not_measured: Reasons
 
 
 def make_report(facts: RunFacts, context: RunContext) -> Report:
@@ -69,38 +51,27 @@ def make_report(facts: RunFacts, context: RunContext) -> Report:
 
     Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
     """
-    # Models larger than memory can be compressed, but not be measured here.
-    loads = bool(context.eval_tokens) or context.speed
-    measured = _measure(facts, context) if loads else _unloaded(facts, context)
     recipe = context.recipe
+    asked = Asked(
+        command=scrub_command(context.command or f"python -m compress.run --recipe {recipe.name}"),
+        recipe=without_directories(recipe.to_dict()),
+        **{name: getattr(context, name) for name in _ASKED},
+    )
+    # Models larger than memory can be compressed, but not be measured here.
+    sections, missing = (_measure if context.eval_tokens or context.speed else _unloaded)(facts, context)
     calibration, uncalibrated = _calibration(facts.calibration)
     report = Report(
         schema_=SCHEMA,
         recipe=recipe.name,
         model=display_name(facts.model_name),
         draft=None if facts.draft_name is None else display_name(facts.draft_name),
-        asked=Asked(
-            command=scrub_command(context.command or f"python -m compress.run --recipe {recipe.name}"),
-            recipe=without_directories(recipe.to_dict()),
-            samples=context.samples,
-            seq_len=context.seq_len,
-            eval_tokens=context.eval_tokens,
-            new_tokens=context.new_tokens,
-            draft_length=context.draft_length,
-            threads=context.threads,
-        ),
-        machine=measured.machine,
+        asked=asked,
         versions=facts.versions,
         seed=context.seed,
-        size=measured.size,
-        quality=measured.quality,
-        speed=measured.speed,
-        lossless=measured.lossless,
         calibration=calibration,
         left_alone=list(facts.left_alone),
-        sample=measured.sample,
-        exports=measured.exports,
-        not_measured=measured.not_measured | uncalibrated,
+        not_measured=missing | uncalibrated,
+        **sections,
     )
     context.progress("page", 0, 1)
     write_report(report, facts.folder)
@@ -108,8 +79,8 @@ def make_report(facts: RunFacts, context: RunContext) -> Report:
     return report
 
 
-def _measure(facts: RunFacts, context: RunContext) -> _Measured:
-    """Loads both models and measures what was asked for."""
+def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reasons]:
+    """The report's sections on the models, which are loaded, by name; and why figures are missing."""
     progress, corpus, windows = context.progress, facts.text.corpus, facts.text.windows
     progress("load", 0, 1)
     models = [load(path, device=context.device, threads=context.threads) for path in (facts.original, facts.model)]
@@ -121,7 +92,7 @@ def _measure(facts: RunFacts, context: RunContext) -> _Measured:
     if compressed.medusa_path is not None and context.speed:
         heads = MedusaDrafter(load_heads(compressed.medusa_path, compressed))
     progress("load", 1, 1)
-    kind = compressed.decoder.kv.kind
+    kind, head = compressed.decoder.kv.kind, _head(context.recipe)
     few_windows = exports.held_out(windows.evaluation)
     kv_perplexity = exports_perplexity = None
     if context.eval_tokens:
@@ -130,7 +101,7 @@ def _measure(facts: RunFacts, context: RunContext) -> _Measured:
             compressed.decoder,
             windows,
             context.seed,
-            head=_head(context.recipe),
+            head=head,
             on_step=lambda done, total: progress("quality", done, total),
         )
         if kind == "float32":
@@ -138,10 +109,9 @@ def _measure(facts: RunFacts, context: RunContext) -> _Measured:
         else:
             kv_perplexity = quality.kv_perplexity(compressed.decoder, windows, kind)
         if facts.exports:
-            what = "the compressed model's logits"
-            exports_perplexity = quality.perplexity(compressed.decoder, few_windows, what)
+            exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
     else:
-        comparison, unknown = quality.not_measured(windows.length, _head(context.recipe))
+        comparison, unknown = quality.not_measured(windows.length, head)
     new_tokens = _affordable(context.new_tokens, [*models, *([draft] if draft else [])])
     prompts = make_prompts(corpus, compressed, windows, new_tokens, context.seed)
     timed = speed.not_measured()
@@ -173,8 +143,9 @@ def _measure(facts: RunFacts, context: RunContext) -> _Measured:
     measured_speed = timed.speed
     if context.speed:
         progress("baselines", 0, 1)
-        rows = baselines.run(facts.original, facts.draft, prompts, new_tokens, context.draft_length, threads, device)
-        rows = [without_paths(row, paths) for row in rows]
+        helper = None if facts.draft is None else str(facts.draft)
+        job = baselines.Job(str(facts.original), helper, prompts, new_tokens, context.draft_length, threads, device)
+        rows = [without_paths(row, paths) for row in baselines.run(job)]
         missing |= {f"speed.baselines.{index}": row.why for index, row in enumerate(rows) if row.why}
         measured_speed = timed.speed.model_copy(update={"baselines": rows})
         progress("baselines", 1, 1)
@@ -188,42 +159,37 @@ def _measure(facts: RunFacts, context: RunContext) -> _Measured:
         run=context,
     )
     exported, without_figures = exports.measure(facts.exports, task) if facts.exports else ([], {})
-    measured_size, without_size = _size(facts, context, cache_bytes)
-    return _Measured(
-        machine=described_machine,
-        size=measured_size,
-        quality=_quality(facts, comparison, kv_perplexity),
-        speed=measured_speed,
-        lossless=timed.lossless,
-        sample=sample,
-        exports=[without_paths(entry, paths) for entry in exported],
-        not_measured=missing | timed.not_measured | without_paths(without_figures, paths) | without_size | unknown,
-    )
+    measured_size, without_size = size.measure(facts, cache_bytes, resolve(context.device))
+    sections = {
+        "machine": described_machine,
+        "size": measured_size,
+        "quality": _quality(facts, comparison, kv_perplexity),
+        "speed": measured_speed,
+        "lossless": timed.lossless,
+        "sample": sample,
+        "exports": [without_paths(entry, paths) for entry in exported],
+    }
+    return sections, missing | timed.not_measured | without_paths(without_figures, paths) | without_size | unknown
 
 
-def _unloaded(facts: RunFacts, context: RunContext) -> _Measured:
-    """What there is to say where nothing is measured that takes a model."""
+def _unloaded(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reasons]:
+    """The same where nothing is measured that takes a model."""
     timed = speed.not_measured()
     device = resolve(context.device)
     kernels = next(kernel.name for kernel in available(str(device)) if kernel.usable)
     exported, without_figures = exports.not_measured(facts.exports, NOT_LOADED)
     comparison, unknown = quality.not_measured(context.seq_len, _head(context.recipe))
-    measured_size, without_size = _size(facts, context, None)
-    return _Measured(
-        machine=machine.describe(device, kernels),
-        size=measured_size,
-        quality=_quality(facts, comparison, None),
-        speed=timed.speed,
-        lossless=timed.lossless,
-        sample=None,
-        exports=exported,
-        not_measured={**timed.not_measured, "sample": NOT_LOADED, **without_figures, **without_size, **unknown},
-    )
-
-
-def _size(facts: RunFacts, context: RunContext, cache_bytes: tuple[int, int] | None) -> tuple[Size, Reasons]:
-    device = resolve(context.device)
-    return size.measure(facts.original, facts.model, facts.draft, facts.layers, cache_bytes, facts.pruned, device)
+    measured_size, without_size = size.measure(facts, None, device)
+    sections = {
+        "machine": machine.describe(device, kernels),
+        "size": measured_size,
+        "quality": _quality(facts, comparison, None),
+        "speed": timed.speed,
+        "lossless": timed.lossless,
+        "sample": None,
+        "exports": exported,
+    }
+    return sections, {**timed.not_measured, "sample": NOT_LOADED, **without_figures, **without_size, **unknown}
 
 
 def _quality(facts: RunFacts, comparison: Comparison, kv_perplexity: float | None) -> Quality:
@@ -232,14 +198,12 @@ def _quality(facts: RunFacts, comparison: Comparison, kv_perplexity: float | Non
         corpus=CorpusInfo(name=corpus.name, sha256=corpus.sha256, python=corpus.python),
         **dict(comparison),
         kv_perplexity=kv_perplexity,
-        layers=[_layer(layer) for layer in facts.layers],
+        # Figures that a layer's method does not measure are left out.
+        layers=[
+            LayerError(**{name: value for name in _LAYER_FIGURES if (value := getattr(layer, name)) is not None})
+            for layer in facts.layers
+        ],
     )
-
-
-def _layer(layer: LayerRecord) -> LayerError:
-    """A layer's line: figures that its method does not measure are left out."""
-    figures = {name: getattr(layer, name) for name in _LAYER_FIGURES}
-    return LayerError(**{name: value for name, value in figures.items() if value is not None})
 
 
 def make_prompts(

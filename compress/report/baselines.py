@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,15 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 @dataclass(frozen=True)
 class Job:
-    """What the child measures. `prompts` all have the same length: compiled shapes are fixed."""
+    """What the child measures: original and draft are directories."""
 
     original: str
     draft: str | None
-    prompts: list[list[int]]
+    prompts: Sequence[Sequence[int]]
     new_tokens: int
     draft_length: int
     threads: int
-    device: str
+    device: str = "cpu"
 
 
 def names(has_draft: bool) -> list[str]:
@@ -48,36 +48,24 @@ def names(has_draft: bool) -> list[str]:
     return ["transformers, eager", assisted, "transformers, static cache + torch.compile"]
 
 
-def run(
-    original: Path,
-    draft: Path | None,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    draft_length: int,
-    threads: int,
-    device: str = "cpu",
-    limit: float = LIMIT_SECONDS,
-) -> list[Baseline]:
-    """One row per baseline; a failure is a row with null and `why`."""
-    labels = names(draft is not None)
-    reason = _too_large(original)
+def run(job: Job, limit: float = LIMIT_SECONDS) -> list[Baseline]:
+    """One row per baseline, of some of the prompts, cut; a failure is a row with null and `why`."""
+    labels = names(job.draft is not None)
+    reason = _too_large(Path(job.original))
     if reason is not None:
         return [_row(name, reason) for name in labels]
-    shortest = min(len(prompt) for prompt in prompts[:_PROMPTS])
-    job = Job(
-        original=str(original),
-        draft=None if draft is None else str(draft),
-        prompts=[list(prompt[-shortest:]) for prompt in prompts[:_PROMPTS]],
-        new_tokens=min(new_tokens, _NEW_TOKENS),
-        draft_length=draft_length,
-        threads=threads,
-        device=device,
-    )
+    # All of one length: compiled shapes are fixed.
+    shortest = min(len(prompt) for prompt in job.prompts[:_PROMPTS])
+    prompts = [list(prompt[-shortest:]) for prompt in job.prompts[:_PROMPTS]]
+    job = replace(job, prompts=prompts, new_tokens=min(job.new_tokens, _NEW_TOKENS))
     output, errors, finished = _child(job, limit)
-    rows = {row.name: row for row in _parse(output)}
-    ending = (
-        f"did not finish within {limit:.0f} seconds" if not finished else f"the process ended: {_last_line(errors)}"
-    )
+    rows: dict[str, Baseline] = {}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):  # other lines are a library's
+            row = Baseline.model_validate_json(line)
+            rows[row.name] = row
+    last = (errors.strip().splitlines() or ["it said nothing"])[-1].strip()
+    ending = f"the process ended: {last}" if finished else f"did not finish within {limit:.0f} seconds"
     return [rows.get(name, _row(name, ending)) for name in labels]
 
 
@@ -132,19 +120,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
             process.kill()
 
 
-def _parse(output: str) -> list[Baseline]:
-    rows = []
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # other lines are a library's
-            rows.append(Baseline.model_validate_json(line))
-    return rows
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
-
-
 def _measure(job: Job) -> None:
     """In the child: one row after the other, each printed as soon as it is there."""
     import torch
@@ -191,13 +166,14 @@ def _guarded(name: str, model: Any, job: Job, options: dict[str, Any]) -> Baseli
     try:
         return _timed(name, model, job, options)
     except Exception as error:
-        return _row(name, f"{type(error).__name__}: {_first_line(str(error))}")
+        said = (str(error).strip().splitlines() or ["no message"])[0][:200]
+        return _row(name, f"{type(error).__name__}: {said}")
 
 
 def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> Baseline:
     import torch
 
-    def generate(prompt: list[int]) -> int:
+    def generate(prompt: Sequence[int]) -> int:
         ids = torch.tensor([prompt], device=job.device)
         out = model.generate(
             input_ids=ids,
@@ -232,11 +208,6 @@ def _timed(name: str, model: Any, job: Job, options: dict[str, Any]) -> Baseline
         note=NOTE,
         why=None,
     )
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:200] if lines else "no message"
 
 
 def _print(row: Baseline) -> None:

@@ -1,7 +1,7 @@
 """Keeps directories, and with them the names of users, out of reports."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -23,35 +23,41 @@ def scrub_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    return shlex.join(without_directories(word) for word in words)
+    return shlex.join(_last_part(word) for word in words)
 
 
 def without_directories(value: Any) -> Any:
     """The same data with every string that is an absolute path cut down to its last part, `--key=/path` included."""
-    if isinstance(value, dict):
-        return {key: without_directories(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_directories(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    head, equals, rest = value.partition("=")
+    return _with_strings(value, _last_part)
+
+
+def _last_part(text: str) -> str:
+    head, equals, rest = text.partition("=")
     if equals and head.startswith("--"):
-        return f"{head}={without_directories(rest)}"
-    return PurePath(value).name or value if value.startswith(("/", "~")) or PurePath(value).is_absolute() else value
+        return f"{head}={_last_part(rest)}"
+    return PurePath(text).name or text if text.startswith(("/", "~")) or PurePath(text).is_absolute() else text
 
 
 def without_paths(value: T, paths: Iterable[Path]) -> T:
     """A sentence of a library, or a part of the report that holds some: of these `paths` only their last part stays."""
-    paths = tuple(paths)
+    shown = {str(path): path.name for path in paths if len(path.parts) > 1}
+
+    def cut(text: str) -> str:
+        for path, name in shown.items():
+            text = text.replace(path, name)
+        return text
+
+    found: T = _with_strings(value, cut)
+    return found
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """The same data, or part of the report, with other strings."""
     if isinstance(value, BaseModel):
-        return type(value).model_validate(without_paths(value.model_dump(by_alias=True, exclude_unset=True), paths))
-    found: Any = value
+        given = value.model_dump(by_alias=True, exclude_unset=True)
+        return type(value).model_validate(_with_strings(given, change))
     if isinstance(value, dict):
-        found = {key: without_paths(item, paths) for key, item in value.items()}
-    elif isinstance(value, list):
-        found = [without_paths(item, paths) for item in value]
-    elif isinstance(value, str):
-        for path in paths:
-            if len(path.parts) > 1:
-                found = found.replace(str(path), path.name)
-    return found  # type: ignore[no-any-return]
+        return {key: _with_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_strings(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value

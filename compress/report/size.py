@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.records import LayerRecord
+from compress.records import LayerRecord, RunFacts
 from compress.report.not_measured import NOT_LOADED, Reasons
 from compress.report.schema import CacheBytes, Size, Sparsity
 from runtime.checkpoints.open import open_checkpoint
@@ -20,37 +20,28 @@ from runtime.formats.packed import PackedWeight
 
 
 def measure(
-    original: Path,
-    model: Path,
-    draft: Path | None,
-    packed: Sequence[LayerRecord],
-    cache_bytes: tuple[int, int] | None,
-    pruned: Sequence[str] = (),
-    device: torch.device | None = None,
+    facts: RunFacts, cache_bytes: tuple[int, int] | None, device: torch.device | None = None
 ) -> tuple[Size, Reasons]:
     """The `size` section, and why figures are missing.
 
-    original, model, draft   model directories; `packed` the quantised layers of `model`.
-    cache_bytes              what one token takes in the cache of the original and of the compressed decoder; None:
-                             neither was loaded.
-    pruned                   linear layers of `model` whose weights were set to zero one by one, by their names there.
+    cache_bytes  what one token takes in the cache of the original and of the compressed decoder; None: neither was
+                 loaded.
 
     The draft does not count in the ratio; peak memory is that of this process until now (on CUDA: what torch held on
     the GPU at most). Raises UserError for a directory without readable safetensors weights.
     """
     missing: Reasons = {}
-    original_bytes, compressed_bytes = weight_bytes(original), weight_bytes(model)
-    weights = sum(layer.weights for layer in packed)
-    if not weights:
+    original_bytes, compressed_bytes = weight_bytes(facts.original), weight_bytes(facts.model)
+    if not facts.layers:
         missing["size.bits_per_weight"] = "no layer is quantised"
-    if draft is None:
+    if facts.draft is None:
         missing["size.draft_bytes"] = "the run has no draft model"
     if cache_bytes is None:
         missing["size.kv_bytes_per_token"] = NOT_LOADED
     zeros = None
-    if pruned:
-        checkpoint = open_checkpoint(model)
-        zeros = sparsity(checkpoint.weight(name) for name in pruned)
+    if facts.pruned:
+        checkpoint = open_checkpoint(facts.model)
+        zeros = sparsity(checkpoint.weight(name) for name in facts.pruned)
         if zeros.two_of_four_bytes is None:
             missing["size.sparsity.two_of_four_bytes"] = (
                 "the zeros do not lie two in every four, so a 2:4 store cannot hold these layers"
@@ -63,9 +54,9 @@ def measure(
         original_bytes=original_bytes,
         compressed_bytes=compressed_bytes,
         ratio=original_bytes / compressed_bytes,
-        bits_per_weight=bits_per_weight(packed) if weights else None,
+        bits_per_weight=bits_per_weight(facts.layers) if facts.layers else None,
         kv_bytes_per_token=CacheBytes(original=before, compressed=after),
-        draft_bytes=None if draft is None else weight_bytes(draft),
+        draft_bytes=None if facts.draft is None else weight_bytes(facts.draft),
         peak_memory_bytes=peak,
         sparsity=zeros,
     )
@@ -80,18 +71,16 @@ def bits_per_weight(layers: Sequence[LayerRecord]) -> float:
 def sparsity(weights: Iterable[PackedWeight | Tensor]) -> Sparsity:
     """The zeros of pruned layers (N, K), as they are on disk. `two_of_four_bytes` is None unless every four of a row
     have two zeros."""
-    layers = total = zeros = 0
-    value_bits = kept_bits = 0
+    layers = total = zeros = value_bits = kept_bits = 0
     fits = True
     for weight in weights:
-        if isinstance(weight, PackedWeight):
-            values, bits = dequantize(weight), weight.scheme.bits
-        else:
-            values, bits = weight, 8 * weight.element_size()
-        is_zero = values == 0
-        layers, total, zeros = layers + 1, total + values.numel(), zeros + int(is_zero.sum())
-        value_bits += bits * values.numel()
-        kept_bits += two_of_four_bits(values.numel(), bits)
+        values = dequantize(weight) if isinstance(weight, PackedWeight) else weight
+        bits = weight.scheme.bits if isinstance(weight, PackedWeight) else 8 * weight.element_size()
+        is_zero, count = values == 0, values.numel()
+        layers, total, zeros = layers + 1, total + count, zeros + int(is_zero.sum())
+        value_bits += bits * count
+        # Of every four values two are kept, each with a 2-bit index (NVIDIA's Ampere layout).
+        kept_bits += count // 4 * 2 * (bits + 2)
         fits = fits and values.shape[1] % 4 == 0 and bool((is_zero.view(-1, 4).sum(1) >= 2).all())
     return Sparsity(
         layers=layers,
@@ -99,11 +88,6 @@ def sparsity(weights: Iterable[PackedWeight | Tensor]) -> Sparsity:
         value_bytes=value_bits // 8,
         two_of_four_bytes=kept_bits // 8 if fits else None,
     )
-
-
-def two_of_four_bits(values: int, bits: int) -> int:
-    """Bits of a 2:4 store: of every four values two are kept, each with a 2-bit index (NVIDIA's Ampere layout)."""
-    return values // 4 * 2 * (bits + 2)
 
 
 def weight_bytes(directory: Path) -> int:

@@ -8,8 +8,8 @@ from compress.report import baselines
 PROMPTS = [[5, 80, 41, 7, 9], [101, 33, 200]]
 
 
-def job(path: Path) -> baselines.Job:
-    return baselines.Job(str(path), None, [prompt[-3:] for prompt in PROMPTS], 4, 3, 1, "cpu")
+def job(path: Path, draft: Path | None = None, new_tokens: int = 4) -> baselines.Job:
+    return baselines.Job(str(path), draft and str(draft), PROMPTS, new_tokens, 3, 1)
 
 
 def test_a_row_is_measured_or_says_why(tiny: Callable[..., Path]) -> None:
@@ -25,27 +25,27 @@ def test_a_row_is_measured_or_says_why(tiny: Callable[..., Path]) -> None:
 
 
 def test_what_takes_too_long_is_ended_and_said(tiny: Callable[..., Path]) -> None:
-    rows = baselines.run(tiny("llama"), None, PROMPTS, 4, 3, 1, limit=0.5)
+    rows = baselines.run(job(tiny("llama")), limit=0.5)
     assert [row.name for row in rows] == baselines.names(has_draft=False)
     assert {row.why for row in rows} == {"did not finish within 0 seconds"}
 
 
 def test_a_broken_model_is_a_reason_in_every_row(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    rows = baselines.run(tmp_path, None, PROMPTS, 4, 3, 1)
+    rows = baselines.run(job(tmp_path))
     assert all(row.tokens_per_second is None and "the process ended: " in row.why for row in rows)
 
 
 def test_a_model_that_memory_cannot_hold_is_not_loaded(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 42)  # sparse: takes no space
-    rows = baselines.run(tmp_path, tmp_path, PROMPTS, 4, 3, 1)
+    rows = baselines.run(job(tmp_path, tmp_path))
     assert [row.name for row in rows] == baselines.names(has_draft=True)
     assert all("a float32 copy would take" in row.why for row in rows)
 
 
 @pytest.mark.slow
 def test_all_rows_in_a_child_process(tiny: Callable[..., Path]) -> None:
-    rows = baselines.run(tiny("llama"), tiny("llama", seed=1), PROMPTS, 8, 3, 1, limit=240)
+    rows = baselines.run(job(tiny("llama"), tiny("llama", seed=1), 8), limit=240)
     assert [row.why for row in rows] == [None] * 3
     assert all(row.tokens_per_second > 0 for row in rows)

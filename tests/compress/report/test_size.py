@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.records import LayerRecord
+from compress.records import LayerRecord, RunFacts
 from compress.report.schema import CacheBytes
 from compress.report.size import bits_per_weight, measure, peak_memory_bytes, sparsity, weight_bytes
 from runtime.errors import UserError
@@ -32,10 +32,14 @@ def layer(weights: int, stored: int) -> LayerRecord:
     return LayerRecord("model.layers.0.mlp.up_proj", "nf4", 64, weights, stored, 0.1)
 
 
+def facts(original: Path, model: Path, draft: Path | None = None, layers=(), pruned=()) -> RunFacts:
+    return RunFacts("m", None, original, model.parent, model, draft, tuple(layers), (), {}, None, pruned=pruned)
+
+
 def test_measure(tmp_path) -> None:
     original, model, draft = (write_model(tmp_path / name, n) for name, n in (("o", 640), ("m", 160), ("d", 16)))
     sizes = [(d / "model.safetensors").stat().st_size for d in (original, model, draft)]
-    found, missing = measure(original, model, draft, [layer(1000, 500), layer(3000, 1600)], (192, 108))
+    found, missing = measure(facts(original, model, draft, [layer(1000, 500), layer(3000, 1600)]), (192, 108))
     assert found.original_bytes == sizes[0]
     assert found.compressed_bytes == sizes[1]
     assert found.draft_bytes == sizes[2]
@@ -47,7 +51,7 @@ def test_measure(tmp_path) -> None:
 
 def test_what_is_not_there_is_null_with_a_reason(tmp_path) -> None:
     original = write_model(tmp_path / "o")
-    found, missing = measure(original, original, None, [], (192, 192))
+    found, missing = measure(facts(original, original), (192, 192))
     assert found.draft_bytes is found.bits_per_weight is None
     assert set(missing) == {"size.draft_bytes", "size.bits_per_weight"}
 
@@ -117,9 +121,9 @@ def test_measure_looks_at_the_pruned_layers_of_the_artifact(tmp_path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
     tensors = {"a.weight": two_of_four(8, 16), "b.weight": torch.ones(8, 16)}
     save_file(tensors, tmp_path / "m" / "model.safetensors")
-    found, missing = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a"])
+    found, missing = measure(facts(original, tmp_path / "m", pruned=("a",)), (1, 1))
     assert found.sparsity.zero_share == 0.5 and found.sparsity.two_of_four_bytes is not None
-    found, missing = measure(original, tmp_path / "m", None, [], (1, 1), pruned=["a", "b"])
+    found, missing = measure(facts(original, tmp_path / "m", pruned=("a", "b")), (1, 1))
     assert found.sparsity.zero_share == 0.25
     assert "two in every four" in missing["size.sparsity.two_of_four_bytes"]
-    assert measure(original, tmp_path / "m", None, [], (1, 1))[0].sparsity is None
+    assert measure(facts(original, tmp_path / "m"), (1, 1))[0].sparsity is None
