@@ -12,10 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -148,13 +148,21 @@ def sweep(
     A run that fails is in the table with the reason, and the next one follows. The table is written after each run.
     Raises UserError where `out` holds runs of other options or recipes, or reports that cannot be compared.
     """
+    from compress.report.sweep_table import sweep_table
+
     command = _shown(["python", "-m", "compress.sweep", "--recipes", ",".join(recipes), "--out", str(out), *words])
     names = [recipe.name for recipe in recipes.values()]
     redo = set(names) if force else _to_redo(out, words)
     results: dict[str, Report | str] = {**_finished(recipes, out, redo)}
     out.mkdir(parents=True, exist_ok=True)
+
+    def write() -> SweepTable:
+        found = sweep_table(command, {name: results[name] for name in names if name in results})
+        _write(found, out, {"options": _shown(words), "redo": sorted(redo)})
+        return found
+
     # On disk before the first run: whatever is in `out` from now on was made with these words, or is to be redone.
-    found = _write(command, names, results, out, words, redo)
+    found = write()
     for word, recipe in recipes.items():
         name = recipe.name
         if name in results:
@@ -162,7 +170,7 @@ def sweep(
             continue
         results[name] = _run(word, name, out, words, name in redo, say, launch)
         redo.discard(name)
-        found = _write(command, names, results, out, words, redo)
+        found = write()
     return found
 
 
@@ -231,31 +239,21 @@ def _finished(recipes: "Mapping[str, Recipe]", out: Path, redo: Collection[str])
     return reports
 
 
-def _write(
-    command: str,
-    names: Iterable[str],
-    results: "Mapping[str, Report | str]",
-    out: Path,
-    words: Sequence[str],
-    redo: Collection[str],
-) -> "SweepTable":
-    """Writes the table of what there is by now."""
+def _write(found: "SweepTable", out: Path, state: Mapping[str, Any]) -> None:
+    """Writes the table of what there is by now, and what the same command goes on from."""
     from compress.artifact.files import write_atomic, write_json
     from compress.report import sweep_page
     from compress.report.figure import png, svg
     from compress.report.sweep_plot import pareto
-    from compress.report.sweep_table import sweep_table
 
-    found = sweep_table(command, {name: results[name] for name in names if name in results})
-    figure = pareto(found)
-    plot = None if figure is None else svg(figure)
-    if figure is not None and plot is not None:
+    figure, plot = pareto(found), None
+    if figure is not None:
+        plot = svg(figure)
         write_atomic(out / "pareto.svg", plot)
         write_atomic(out / "pareto.png", png(figure))
     write_atomic(out / "sweep.md", sweep_page.markdown(found).encode())
     write_atomic(out / "sweep.html", sweep_page.html(found, plot).encode())
-    write_json(out / "sweep.json", {**found.to_dict(), "options": _shown(words), "redo": sorted(redo)})
-    return found
+    write_json(out / "sweep.json", {**found.to_dict(), **state})
 
 
 def _print(found: "SweepTable") -> None:
@@ -272,11 +270,9 @@ def _print(found: "SweepTable") -> None:
         table.add_column(header, justify="right")
     table.add_column("")
     for row in found.rows:
-        figures = cells(row)
-        remark = f"failed: {row.failed}" if row.failed else ""
-        if row.dominated_by:
-            remark = f"dominated by {', '.join(row.dominated_by)}"
-        table.add_row(row.recipe, *(figures[i] for i in shown), remark, style="dim" if row.dominated_by else None)
+        figures, beaten = cells(row), ", ".join(row.dominated_by)
+        remark = f"dominated by {beaten}" if beaten else f"failed: {row.failed}" if row.failed else ""
+        table.add_row(row.recipe, *(figures[i] for i in shown), remark, style="dim" if beaten else None)
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -101,18 +101,6 @@ class Conversation:
         text = self.tokenizer.apply_chat_template([*first, *self.messages], add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def answered(self, text: str) -> None:
-        """Keeps the answer to the last turn."""
-        self.messages.append({"role": "assistant", "content": text})
-
-    def drop(self) -> None:
-        """Forgets the last turn."""
-        self.messages.pop()
-
-    def clear(self) -> None:
-        """Forgets all turns."""
-        self.messages.clear()
-
 
 @dataclass
 class Chat:
@@ -132,7 +120,7 @@ class Chat:
     def take(self, said: str) -> None:
         """Does what a line asks for: a command, or an answer."""
         if said == "/reset":
-            self.conversation.clear()
+            self.conversation.messages.clear()
         elif said.startswith("/") and self.terminal:
             typer.echo(HELP)
         elif said:
@@ -149,7 +137,7 @@ class Chat:
         except UserError as error:
             if not self.terminal:
                 raise
-            self.conversation.drop()
+            self.conversation.messages.pop()
             typer.echo(f"error: {error} (/reset starts again)", err=True)
             return
         parts: list[str] = []
@@ -165,7 +153,7 @@ class Chat:
             stream.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        self.conversation.answered("".join(parts))
+        self.conversation.messages.append({"role": "assistant", "content": "".join(parts)})
         if self.terminal:
             _statistics(stream)
 

@@ -1,6 +1,5 @@
 """The model card of a run: the hub's metadata, the figures, how to load the model, and the report."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,12 +61,6 @@ def read_license(model: Path) -> str | None:
         return None
     stated = data.get("license") if isinstance(data, dict) else None
     return stated if isinstance(stated, str) else None
-
-
-def read_config(model: Path) -> dict[str, Any]:
-    """config.json of a model directory."""
-    content: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return content
 
 
 def _metadata(report: Report, base: str | None, license_: str | None, method: str | None) -> dict[str, Any]:

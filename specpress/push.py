@@ -4,6 +4,7 @@ The model's files come to the top, where `from_pretrained` looks for them; draft
 the manifest lie beside them.
 """
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
+from specpress.report import find_run
 
 if TYPE_CHECKING:
     from compress.artifact import Artifact
@@ -39,9 +42,6 @@ def command(
     ] = None,
 ) -> None:
     """Uploads a finished run to the Hugging Face hub, with a model card made of its report."""
-    from compress.errors import USER_ERRORS
-    from specpress.report import find_run
-
     with without_traceback(USER_ERRORS):
         _check_name(repo)
         artifact = find_run(run)
@@ -58,22 +58,22 @@ def command(
 
 def listed(artifact: "Artifact") -> dict[str, Path]:
     """Every file by its name in the repository, but for the card."""
-    found = {}
-    for path in sorted(p for p in artifact.model.rglob("*") if p.is_file()):
-        found[path.relative_to(artifact.model).as_posix()] = path
-    for folder in _FOLDERS:
-        for path in sorted(p for p in (artifact.path / folder).rglob("*") if p.is_file()):
-            found[path.relative_to(artifact.path).as_posix()] = path
-    found |= {name: artifact.path / name for name in _BESIDE if (artifact.path / name).is_file()}
+    run = artifact.path
+    found = {path.relative_to(artifact.model).as_posix(): path for path in _files(artifact.model)}
+    beside = [path for folder in _FOLDERS for path in _files(run / folder)]
+    beside += [run / name for name in _BESIDE if (run / name).is_file()]
+    found |= {path.relative_to(run).as_posix(): path for path in beside}
     found.pop("README.md", None)
     return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _check_name(repo: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
-
-    from compress.errors import UserError
 
     try:
         validate_repo_id(repo)
@@ -85,11 +85,11 @@ def _check_name(repo: str) -> None:
 
 def _card(artifact: "Artifact", repo: str, base: str | None, license_: str | None) -> str:
     from compress.report.files import read_report
-    from specpress.model_card import model_card, read_config, read_license
+    from specpress.model_card import model_card, read_license
 
     text = (artifact.path / "report.md").read_text(encoding="utf-8")
-    stated = license_ or read_license(artifact.model)
-    return model_card(read_report(artifact.path), read_config(artifact.model), repo, text, base, stated)
+    config = json.loads((artifact.model / "config.json").read_text(encoding="utf-8"))
+    return model_card(read_report(artifact.path), config, repo, text, base, license_ or read_license(artifact.model))
 
 
 def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, token: str | None) -> str:
@@ -99,8 +99,6 @@ def _upload(files: Mapping[str, Path], card: str, repo: str, private: bool, toke
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HTTPError
-
-    from compress.errors import UserError
 
     token = token or get_token()
     if token is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json.")] = False,
 ) -> None:
     """Prints the summary and the whole report of a run."""
-    from compress.errors import USER_ERRORS
-
     with without_traceback(USER_ERRORS):
         artifact = find_run(run)
         if open_:
@@ -34,7 +33,6 @@ def command(
 def find_run(name: str) -> "Artifact":
     """The run folder of this name; its `model/` names it as well. Raises UserError for anything else."""
     from compress.artifact import Artifact, manifest
-    from compress.errors import UserError
 
     folder = Path(name).expanduser()
     if folder.name == "model" and manifest.is_run_folder(folder.parent):
@@ -46,8 +44,6 @@ def find_run(name: str) -> "Artifact":
 
 def _open(page: Path) -> None:
     import webbrowser
-
-    from compress.errors import UserError
 
     if not page.is_file():
         raise UserError(f"{page} is missing: run again, or print the report without --open")

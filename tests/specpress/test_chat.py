@@ -61,9 +61,9 @@ def test_writes_the_conversation_by_the_template(with_template: Path, specpress:
     conversation = Conversation(model.tokenizer, "be brief")
     tokens = conversation.ask("hello")
     assert model.tokenizer.decode(tokens) == "<system>be brief\n<user>hello\n<a>"
-    conversation.answered("hi")
+    conversation.messages.append({"role": "assistant", "content": "hi"})
     assert model.tokenizer.decode(conversation.ask("more")).endswith("<assistant>hi\n<user>more\n<a>")
-    conversation.drop()
+    conversation.messages.pop()
     assert len(conversation.messages) == 2
     expected = Speculator(model).generate([tokens], max_new_tokens=12)[0].text
     assert answers("hello\n", with_template, specpress, "--system", "be brief") == expected + "\n"
