@@ -76,56 +76,42 @@ def score_window(original: Decoder, compressed: Decoder, tokens: Tensor, index: 
     Both models' logits of a block, and never of more, are in memory together. `index` is for error messages.
     """
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    pairs = zip(_logits(original, tokens), _logits(compressed, tokens), strict=True)
-    for (start, reference), (_, found) in pairs:
+    for (start, reference), (_, found) in zip(_logits(original, tokens), _logits(compressed, tokens), strict=True):
         for name, logits in (("original", reference), ("compressed", found)):
             _check_finite(logits, f"the {name} model's logits in window {index + 1}", start)
         targets = tokens[start + 1 : start + 1 + len(reference)]
         step = max(1, _ELEMENTS // reference.shape[1])
-        for first in range(0, len(reference), step):
-            rows = slice(first, first + step)
-            p = log_probabilities(reference[rows])
-            q = log_probabilities(found[rows].to(p.device))
-            wanted = targets[rows].to(p.device)
-            agrees = reference[rows].argmax(1) == found[rows].to(p.device).argmax(1)
+        for ours, theirs, wanted in zip(
+            *(rows.to(reference.device).split(step) for rows in (reference, found, targets)), strict=True
+        ):
+            p, q = log_probabilities(ours), log_probabilities(theirs)
+            agrees = ours.argmax(1) == theirs.argmax(1)
             parts.append((token_nll(p, wanted), token_nll(q, wanted), kl_rows(p, q), agrees))
     return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
 
 def kv_perplexity(decoder: Decoder, windows: Windows, kind: CacheKind) -> float:
-    """Perplexity on the evaluation windows when all keys and values go through a cache of `kind`.
+    """`perplexity` on the evaluation windows when all keys and values go through a cache of `kind`.
 
-    To be held against `perplexity.compressed`, which the same windows gave through a float32 cache. Raises UserError
-    for logits that are NaN or infinite, or a loss that has no finite perplexity.
+    To be held against `perplexity.compressed`, which the same windows gave through a float32 cache.
     """
-    mean = _mean_loss(decoder, windows.evaluation, f"the compressed model's logits through an {kind} cache", kind)
-    if mean >= _MOST_NATS:
-        raise UserError(
-            f"the loss per token through an {kind} cache is {mean:.4g} nats, which has no finite perplexity: leave the "
-            "recipe's key kv out, or take int8"
-        )
-    return math.exp(mean)
+    what = f"the compressed model's logits through an {kind} cache"
+    return perplexity(decoder, windows.evaluation, what, kind, "leave the recipe's key kv out, or take int8")
 
 
-def perplexity(decoder: Decoder, windows: Tensor, what: str) -> float:
-    """Perplexity on windows (E, L) int64, each in a fresh float32 cache.
+def perplexity(
+    decoder: Decoder, windows: Tensor, what: str, kind: CacheKind = "float32", remedy: str = "export again"
+) -> float:
+    """Perplexity on windows (E, L) int64, each in a fresh cache of `kind`.
 
     what  names the logits in errors. Raises UserError for logits that are NaN or infinite, for windows longer than the
-    decoder's positions, or a loss that has no finite perplexity.
+    decoder's positions, or a loss that has no finite perplexity, against which `remedy` is advised.
     """
     if windows.shape[1] > decoder.max_positions:
         raise UserError(
             f"{what}: expected windows of at most the model's {decoder.max_positions} positions, found"
             f" {windows.shape[1]}: ask for shorter ones"
         )
-    mean = _mean_loss(decoder, windows, what)
-    if mean >= _MOST_NATS:
-        raise UserError(f"{what}: the loss per token is {mean:.4g} nats, which has no finite perplexity: export again")
-    return math.exp(mean)
-
-
-def _mean_loss(decoder: Decoder, windows: Tensor, what: str, kind: CacheKind = "float32") -> float:
-    """Nats per predicted token over windows (E, L)."""
     losses = []
     for index, tokens in enumerate(windows):
         for start, logits in _logits(decoder, tokens, kind):
@@ -134,7 +120,10 @@ def _mean_loss(decoder: Decoder, windows: Tensor, what: str, kind: CacheKind = "
             step = max(1, _ELEMENTS // logits.shape[1])
             for rows, targets in zip(logits.split(step), wanted.split(step), strict=True):
                 losses.append(token_nll(log_probabilities(rows), targets).cpu())
-    return float(torch.cat(losses).mean())
+    mean = float(torch.cat(losses).mean())
+    if mean >= _MOST_NATS:
+        raise UserError(f"{what}: the loss per token is {mean:.4g} nats, which has no finite perplexity: {remedy}")
+    return math.exp(mean)
 
 
 def _logits(decoder: Decoder, tokens: Tensor, kind: CacheKind = "float32") -> Iterator[tuple[int, Tensor]]:

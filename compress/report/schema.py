@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.records import ExpertRecord, LeftAlone
 from compress.report.not_measured import reason_for, unexplained
-from compress.report.schema_speed import Lossless, LosslessClass, Speed
-from compress.report.strict import Strict
+from compress.report.schema_speed import Lossless, LosslessClass, Speed, Strict
 
 SCHEMA: Final = 1
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from compress.records import ExpertRecord
 from compress.report.schema import Calibration, ExportEntry, ExportFigures, Quality, Report, Size
-from compress.report.sections_speed import acceptance, speed
-from compress.report.table import Row, Section, Table
+from compress.report.sections_speed import Row, Section, Table, acceptance, speed
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
 

@@ -1,9 +1,33 @@
-"""The page's sections on speed, and on what speculation gains and costs."""
+"""The plain data that both templates show, and the sections on speed, and on what speculation gains and costs."""
+
+from dataclasses import dataclass
 
 from compress.report.schema import Report
 from compress.report.schema_speed import Baseline, Decoding, Speed
-from compress.report.table import Row, Section, Table
 from compress.report.wording import NOT_MEASURED, number, percent, times
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of a row is its name; the others are figures. `wide`: it needs a line of the page for itself."""
+
+    headers: Row
+    rows: list[Row]
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: the plot's name and what it shows, paragraphs, tables."""
+
+    title: str
+    plot: str
+    plot_text: str
+    text: list[str]
+    tables: list[Table]
 
 
 def speed(speed: Speed) -> Section:

@@ -2,13 +2,14 @@
 and of stages that trained), the lossless class."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compress.export import told
 from compress.records import ExpertRecord
 from compress.report.schema import Interval95, Report, Sparsity
-from compress.report.schema_speed import Speed
+from compress.report.schema_speed import Speed, Speedup
 
 NOT_MEASURED = "not measured"
 
@@ -27,8 +28,6 @@ _CLASSES = {
     ),
     "lossy": "lossy: speculation was asked to accept tokens that the compressed model would not have chosen",
 }
-
-
 # What was done with experts that saw too little text; the keys are those of ExpertRecord.handled.
 _HANDLED = {
     "all tokens": "calibrated on all tokens instead of their own",
@@ -117,35 +116,39 @@ def _because(report: Report, path: str) -> str:
     return f"{NOT_MEASURED}: {report.reason(path)}"
 
 
-def findings(report: Report) -> list[str]:
+def findings(report: Report) -> tuple[str, ...]:
     """What an engineer should know before using the artifact, slowdowns first-class."""
-    speed = report.speed
-    out = [
+    return told(
         *_ternary_findings(report),
         *training_findings(report.calibration.training),
-        *_quality_findings(report),
-        *_sparsity_findings(report.size.sparsity),
-        *_expert_findings(report.calibration.experts),
-    ]
+        _quality_finding(report),
+        _sparsity_finding(report.size.sparsity),
+        _expert_finding(report.calibration.experts),
+        *_speed_findings(report),
+    )
+
+
+def _speed_findings(report: Report) -> Iterator[str]:
+    speed = report.speed
     if speed.original is None:
-        return [*out, f"Speed: {_because(report, 'speed.original')}."]
+        yield f"Speed: {_because(report, 'speed.original')}."
+        return
     start, plain = speed.pace("original"), speed.pace("compressed")
-    out.append(
+    yield (
         f"Without speculation the compressed model decodes at {_pace(plain / start)} the original's speed "
         f"({plain:,.1f} against {start:,.1f} tokens/s)."
     )
     if speed.speculative is None:
-        out.append(f"Speculation: {_because(report, 'speed.speculative')}.")
+        yield f"Speculation: {_because(report, 'speed.speculative')}."
     elif speed.speedup is not None and speed.speedup.over_compressed is not None:
-        out += _speculation_findings(report.draft, speed, speed.speedup.over_compressed)
+        yield from _speculation_findings(report.draft, speed, speed.speedup)
     paces = [(row.tokens_per_second, row.name) for row in speed.baselines or [] if row.tokens_per_second]
     fastest, name = max(paces, default=(0.0, ""))
     if fastest > speed.best:
-        out.append(
+        yield (
             f"The fastest baseline is faster than anything here: {name} on the original gives {fastest:,.1f} "
             f"tokens/s, {times(fastest / speed.best)} the best of ours."
         )
-    return out
 
 
 def _pace(ratio: float) -> str:
@@ -171,49 +174,50 @@ def _ternary_findings(report: Report) -> list[str]:
     ]
 
 
-def _quality_findings(report: Report) -> list[str]:
+def _quality_finding(report: Report) -> str:
     quality = report.quality
     if quality.kl_divergence is None:
-        return [f"Quality: {_because(report, 'quality.kl_divergence')}."]
-    return [
+        return f"Quality: {_because(report, 'quality.kl_divergence')}."
+    return (
         f"On {quality.protocol.tokens:,} held-out tokens both models put the same token first at "
         f"{percent(quality.top1_agreement)} of the positions; the mean KL divergence is "
         f"{quality.kl_divergence.mean:.4f} nats per token."
-    ]
-
-
-def _sparsity_findings(found: Sparsity | None) -> list[str]:
-    if found is None:
-        return []
-    layers = "1 pruned layer" if found.layers == 1 else f"{found.layers} pruned layers"
-    out = (
-        f"{percent(found.zero_share, 2)} of the weights of {layers} are zeros. That saves neither bytes nor time "
-        "here: a dense file stores zeros like any other number, and dense kernels multiply them."
     )
+
+
+def _sparsity_finding(found: Sparsity | None) -> str | None:
+    if found is None:
+        return None
+    layers = "1 pruned layer" if found.layers == 1 else f"{found.layers} pruned layers"
+    store = "cannot hold them: the zeros do not lie two in every four."
     if found.two_of_four_bytes is not None:
-        return [
-            f"{out} A 2:4 store would take {megabytes(found.two_of_four_bytes)} for these layers' values instead of "
-            f"{megabytes(found.value_bytes)}."
-        ]
-    return [f"{out} A 2:4 store cannot hold them: the zeros do not lie two in every four."]
+        sizes = (
+            f"{megabytes(found.two_of_four_bytes)} for these layers' values instead of {megabytes(found.value_bytes)}"
+        )
+        store = f"would take {sizes}."
+    return (
+        f"{percent(found.zero_share, 2)} of the weights of {layers} are zeros. That saves neither bytes nor time "
+        "here: a dense file stores zeros like any other number, and dense kernels multiply them. "
+        f"A 2:4 store {store}"
+    )
 
 
-def _expert_findings(experts: Sequence[ExpertRecord]) -> list[str]:
+def _expert_finding(experts: Sequence[ExpertRecord]) -> str | None:
     few = [expert for expert in experts if expert.handled != "calibrated"]
     if not few:
-        return []
+        return None
     named = ", ".join(f"{e.block}.{e.expert} ({e.tokens:,})" for e in few[:_NAMED_EXPERTS])
     more = f" and {len(few) - _NAMED_EXPERTS} more" if len(few) > _NAMED_EXPERTS else ""
-    ways = sorted({expert.handled for expert in few})
-    how = " or ".join(_HANDLED[way] for way in ways)
-    return [
+    how = " or ".join(_HANDLED[way] for way in sorted({expert.handled for expert in few}))
+    return (
         f"{len(few)} of {len(experts)} experts were routed fewer calibration tokens than the recipe asks for and "
         f"were {how}; block, expert and tokens: {named}{more}."
-    ]
+    )
 
 
-def _speculation_findings(draft: str | None, speed: Speed, gain: float) -> list[str]:
+def _speculation_findings(draft: str | None, speed: Speed, found: Speedup) -> Iterator[str]:
     drafter = draft if speed.drafter == "model" else f"the drafter {speed.drafter}"
+    gain, measured = found.over_compressed or 0.0, found.decode_over_compressed
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
     sentence = f"Speculation with {drafter}, {speed.draft_length} tokens a round, {verb}: {gain:.2f} times its speed."
     if speed.acceptance_rate is not None:
@@ -221,32 +225,28 @@ def _speculation_findings(draft: str | None, speed: Speed, gain: float) -> list[
             f" {percent(speed.acceptance_rate)} of the drafted tokens were accepted, "
             f"{speed.tokens_per_round:.2f} tokens gained a round."
         )
-    out = [sentence]
-    measured = speed.speedup and speed.speedup.decode_over_compressed
+    yield sentence
     if speed.predicted_speedup is not None and measured is not None:
-        out.append(
+        yield (
             f"From the measured acceptance and costs {speed.predicted_speedup:.2f} times was to be expected; "
             f"{measured:.2f} times was measured (without the prompt's time)."
         )
     if speed.repeated_4gram_share is not None:
-        out.append(
+        yield (
             f"{percent(speed.repeated_4gram_share)} of the output's 4-grams are repetitions, which are easy to "
             "draft: the more there are, the less the acceptance rate says about other text."
         )
-    return out
 
 
-def training_findings(training: dict[str, Any]) -> list[str]:
+def training_findings(training: Mapping[str, Any]) -> tuple[str, ...]:
     """A sentence or two for each of the stages heal, draft and medusa of `calibration.training`; the others say theirs
     elsewhere."""
-    out: list[str] = []
-    if "perplexity" in (heal := training.get("heal", {})):
-        out.append(_healed(**heal["perplexity"]))
-    if "acceptance" in (draft := training.get("draft", {})):
-        out.append(_aligned(draft["acceptance"]["before"], draft["acceptance"]["after"]))
-    if "tokens_per_round" in (medusa := training.get("medusa", {})):
-        out.append(_with_heads(medusa))
-    return out
+    heal, draft, medusa = (training.get(kind, {}) for kind in ("heal", "draft", "medusa"))
+    return told(
+        "perplexity" in heal and _healed(**heal["perplexity"]),
+        "acceptance" in draft and _aligned(**draft["acceptance"]),
+        "tokens_per_round" in medusa and _with_heads(medusa),
+    )
 
 
 def won_back(original: float, pruned: float, healed: float) -> float | None:
@@ -257,15 +257,15 @@ def won_back(original: float, pruned: float, healed: float) -> float | None:
 
 def _healed(original: float, pruned: float, healed: float) -> str:
     share = won_back(original, pruned, healed)
-    sentence = (
+    gain = ""
+    if share is not None:
+        gain = (
+            ": it has NOT helped" if share <= 0 else f", which wins back {100 * share:.0f} % of the log-perplexity lost"
+        )
+    return (
         f"Pruning took perplexity on the windows held out of training from {original:.2f} to {pruned:.2f}; healing has "
-        f"brought it to {healed:.2f}"
+        f"brought it to {healed:.2f}{gain}."
     )
-    if share is None:
-        return f"{sentence}."
-    if share <= 0:
-        return f"{sentence}: it has NOT helped."
-    return f"{sentence}, which wins back {100 * share:.0f} % of the log-perplexity lost."
 
 
 def _aligned(before: dict[str, Any], after: dict[str, Any]) -> str:
