@@ -129,26 +129,24 @@ def _drafting(task: Task, entries: Sequence[Entry]) -> Iterator[_Drafting | None
     onnx = any(holds_onnx(task.folder / entry["name"]) for entry in entries)
     if not onnx or not task.prompts:
         yield None
-    elif task.draft is None:
+        return
+    if task.draft is None:
         yield _Drafting(LookupDrafter(), "lookup")
-    else:
-        place = task.folder / _DRAFT
-        try:
-            yield _exported(task.draft, place, task)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _exported(draft: Path, place: Path, task: Task) -> _Drafting:
+        return
     from compress import export
 
+    place, note = task.folder / _DRAFT, None
+    path = place
     try:
-        export.run("onnx", draft, place)
-        path, note = place, None
-    except USER_ERRORS as error:
-        path, note = draft, f"its draft ran on the runtime's own kernels, because it has no ONNX form: {error}"
-    model = load(path, device=task.run.device, threads=task.run.threads)
-    return _Drafting(model, f"draft on {model.decoder.kernels}", note)
+        try:
+            export.run("onnx", task.draft, place)
+        except USER_ERRORS as error:
+            path = task.draft
+            note = f"its draft ran on the runtime's own kernels, because it has no ONNX form: {error}"
+        model = load(path, device=task.run.device, threads=task.run.threads)
+        yield _Drafting(model, f"draft on {model.decoder.kernels}", note)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[ExportFigures, Reasons]:

@@ -148,8 +148,6 @@ def measure(
             timed,
             ways["speculative"],
             costs,
-            draft_length,
-            isinstance(draft, MedusaDrafter),
             total([result.metrics for result in hot]).acceptance_rate,
             (None, None) if model is None else teacher_forced_agreement(compressed, model, windows),
         )
@@ -202,12 +200,12 @@ def _speculation(
     timed: dict[str, Timed],
     speculator: Speculator,
     costs: StepCosts,
-    draft_length: int,
-    tree: bool,
     hot_acceptance: float | None,
     agreement: tuple[float | None, float | None],
 ) -> Speculation:
-    plain, spoken = timed["compressed"], timed["speculative"]
+    plain, spoken, draft_length = timed["compressed"], timed["speculative"], speculator.draft_length
+    tree = isinstance(speculator.drafter, MedusaDrafter)
+    assert draft_length is not None  # `measure` gave one
     # Greedy decoding repeats itself exactly, so one repeat holds all the acceptance there is.
     counts = total(spoken.metrics[0])
     rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}

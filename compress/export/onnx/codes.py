@@ -43,8 +43,6 @@ class Blocks:
 
 def container(packed: PackedWeight) -> int:
     """Bits that a code takes: 3-bit codes lie in 4."""
-    if packed.scheme.kind == "ternary":
-        return 2
     return {2: 2, 3: 4, 4: 4, 8: 8}[packed.scheme.bits]
 
 
@@ -80,15 +78,17 @@ def to_blocks(name: str, packed: PackedWeight, bits: int | None = None) -> Block
     raw = (packed.codes.to(torch.int16) + half).to(torch.uint8)
     # What lies behind the row meets inputs that are 0; the code for 0 keeps it harmless to any reader.
     raw = torch.nn.functional.pad(raw, (0, count * block - k), value=half)
-    repeats = _repeats(packed, block, count)
-    scales = packed.scale.repeat_interleave(repeats, dim=1) if repeats > 1 else packed.scale
+    # Blocks that share one of our scales.
+    repeats = packed.scheme.group_size // block or count
+    scales = packed.scale.repeat_interleave(repeats, dim=1)
     zeros = None
     if packed.offset is not None:
         whole = whole_zeros(packed)
         if whole is None:
             zeros = (packed.offset / packed.scale + half).repeat_interleave(repeats, dim=1)
         else:
-            zeros = _pack_zeros((whole + half).repeat_interleave(repeats, dim=1).to(torch.uint8), bits)
+            octets = (whole + half).repeat_interleave(repeats, dim=1).to(torch.uint8)
+            zeros = pack_bits(torch.nn.functional.pad(octets, (0, -count % 8)), bits)[:, : -(-count * bits // 8)]
     codes = pack_bits(raw, bits).view(n, count, block * bits // 8)
     return Blocks(bits, block, k, codes.contiguous(), scales.float().contiguous(), zeros)
 
@@ -97,15 +97,3 @@ def nf4_bytes(packed: PackedWeight) -> tuple[Tensor, Tensor]:
     """MatMulBnb4's B (N · K / 2,) uint8 and absmax (N · K / block,) float32."""
     codes = packed.codes.flatten().to(torch.uint8)
     return codes[0::2] << 4 | codes[1::2], packed.scale.flatten().contiguous()
-
-
-def _repeats(packed: PackedWeight, block: int, count: int) -> int:
-    """Blocks that share one of our scales."""
-    return count if packed.scheme.group_size == 0 else packed.scheme.group_size // block
-
-
-def _pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """(N, blocks) to (N, ceil(blocks · bits / 8)): rows are padded to whole bytes."""
-    per_byte = 8 // bits
-    padded = torch.nn.functional.pad(zeros, (0, -zeros.shape[1] % per_byte))
-    return sum((padded[:, i::per_byte] << bits * i for i in range(per_byte)), torch.zeros_like(padded[:, ::per_byte]))

@@ -51,16 +51,11 @@ def empty_model(folder: Path, dtype: torch.dtype) -> Any:
     for module in model.modules():
         make_buffers(model, module)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, nn.Parameter] = {}
+    with fake:
+        made = {p: nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False) for p in model.parameters()}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                with fake:
-                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    made[id(parameter)] = nn.Parameter(blank, requires_grad=False)
-            module._parameters[name] = made[id(parameter)]
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = made.get(parameter)
     return model
 
 
@@ -234,18 +229,17 @@ def _tidy(model: "ir.Model", sizes: Sizes) -> None:
             # They carry the tracer's symbols; ONNX Runtime infers its own.
             value.shape = None
             value.metadata_props.clear()
+    axes: dict[str, list[int | str]] = {
+        "past_key_values": ["batch", sizes.kv_heads, "past", sizes.head_dim],
+        "present": ["batch", sizes.kv_heads, "total", sizes.head_dim],
+        "attention_mask": ["batch", "total"],
+        "logits": ["batch", "sequence", sizes.vocabulary],
+        "hidden_states": ["batch", "sequence", sizes.hidden],
+    }
     for value in (*graph.inputs, *graph.outputs):
         assert value.name is not None
-        stem, dtype = value.name.split(".")[0], value.dtype
-        if stem in ("past_key_values", "present"):
-            axes: list[int | str] = ["batch", sizes.kv_heads, "past" if stem != "present" else "total", sizes.head_dim]
-        elif stem == "attention_mask":
-            axes = ["batch", "total"]
-        elif stem in ("logits", "hidden_states"):
-            axes = ["batch", "sequence", sizes.vocabulary if stem == "logits" else sizes.hidden]
-        else:
-            axes = ["batch", "sequence"]
-        value.shape = ir.Shape(axes)
+        dtype = value.dtype
+        value.shape = ir.Shape(axes.get(value.name.split(".")[0], ["batch", "sequence"]))
         value.dtype = dtype
         value.metadata_props.clear()
     model.metadata_props.clear()
