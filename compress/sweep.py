@@ -156,7 +156,7 @@ def sweep(
     results: dict[str, Report | str] = {**_finished(recipes, out, redo)}
     out.mkdir(parents=True, exist_ok=True)
 
-    def write() -> SweepTable:
+    def write() -> "SweepTable":
         found = sweep_table(command, {name: results[name] for name in names if name in results})
         _write(found, out, {"options": _shown(words), "redo": sorted(redo)})
         return found
