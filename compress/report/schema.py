@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from compress.export import Loss
 from compress.records import ExpertRecord, LeftAlone
 from compress.report.not_measured import reason_for, unexplained
 from compress.report.schema_speed import Lossless, LosslessClass, Speed, Strict
@@ -202,13 +203,6 @@ class Calibration(BaseModel):
         return {k: TrainedStage.model_validate(s) for k, s in stages if isinstance(s, dict) and "curve" in s}
 
 
-class ExportLoss(Strict):
-    """A layer that an export had to round again: ‖W' − W‖ / ‖W‖ against the artifact's weight."""
-
-    layer: str
-    error: float
-
-
 class ExportSpeed(Strict):
     """Greedy decoding of an export, alone and with a draft of `draft_length`, on the same sessions, interleaved."""
 
@@ -241,8 +235,8 @@ class ExportEntry(Strict):
     name: str
     bytes: int
     repacked: int
-    requantized: list[ExportLoss]
-    worst: ExportLoss | None
+    requantized: list[Loss]
+    worst: Loss | None
     notes: list[str]
     measured: ExportFigures | None = None
 

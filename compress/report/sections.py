@@ -1,6 +1,7 @@
 """What the report shows in tables, as plain data for both templates; speed is in sections_speed.py."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compress.records import ExpertRecord
@@ -72,10 +73,7 @@ def _size(size: Size, device: str) -> Section:
     others: list[Row] = [
         ("bits per quantised weight, scales included", number(size.bits_per_weight, 3)),
         ("draft on disk", "none" if size.draft_bytes is None else f"{size.draft_bytes:,} B"),
-        (
-            "peak memory of this process" if device == "cpu" else "peak memory on the GPU",
-            megabytes(size.peak_memory_bytes),
-        ),
+        (f"peak memory {'of this process' if device == 'cpu' else 'on the GPU'}", megabytes(size.peak_memory_bytes)),
     ]
     if (zeros := size.sparsity) is not None:
         others += [
@@ -115,18 +113,16 @@ def _quality(quality: Quality) -> Section:
 
 def _experts(experts: Sequence[ExpertRecord]) -> Section:
     """One line a block: a large mixture has thousands of experts."""
-    blocks: dict[int, list[ExpertRecord]] = {}
+    blocks: defaultdict[int, list[ExpertRecord]] = defaultdict(list)
     for expert in experts:
-        blocks.setdefault(expert.block, []).append(expert)
+        blocks[expert.block].append(expert)
     rows: list[Row] = []
     for block, members in blocks.items():
         tokens = sorted(expert.tokens for expert in members)
         counts = (f"{count:,}" for count in (tokens[0], tokens[len(tokens) // 2], tokens[-1]))
         few = [str(expert.expert) for expert in members if expert.handled != "calibrated"]
         rows.append((str(block), str(len(members)), *counts, ", ".join(few) or "none"))
-    each: list[Row] = [
-        (str(block), ", ".join(str(expert.tokens) for expert in members)) for block, members in blocks.items()
-    ]
+    each = [(str(block), ", ".join(str(expert.tokens) for expert in members)) for block, members in blocks.items()]
     text = [
         "Tokens of the calibration text that each block's router sent to its experts. An expert that sees little text "
         "has poor statistics of its own; those are named, and handled as the recipe says."
@@ -190,7 +186,7 @@ def _export_figures(name: str, found: ExportFigures) -> Row:
     perplexities = (number(found.perplexity, 3), number(found.artifact_perplexity, 3))
     if speed is None:
         return (name, found.engine, *perplexities, *[NOT_MEASURED] * 5)
-    compared = speed.tokens_compared
+    differ = NOT_MEASURED if speed.tokens_compared is None else f"{speed.mismatches:,} of {speed.tokens_compared:,}"
     return (
         name,
         found.engine,
@@ -199,39 +195,36 @@ def _export_figures(name: str, found: ExportFigures) -> Row:
         number(speed.speculative_tokens_per_second, 1),
         speed.drafter or NOT_MEASURED,
         number(speed.acceptance_rate, 3),
-        NOT_MEASURED if compared is None else f"{speed.mismatches:,} of {compared:,}",
+        differ,
     )
 
 
 def layers(report: Report) -> Table:
     """Every quantised layer."""
-    rows: list[Row] = [
-        (layer.name, layer.scheme, str(layer.group_size or "row"), percent(layer.error, 2))
-        for layer in report.quality.layers
-    ]
+    rows = [(e.name, e.scheme, str(e.group_size or "row"), percent(e.error, 2)) for e in report.quality.layers]
     return Table(("layer", "scheme", "group", "relative error"), rows)
 
 
 def left_alone(report: Report) -> list[tuple[str, list[str]]]:
     """(why, layers) of what stayed as it was."""
-    reasons: dict[str, list[str]] = {}
-    for entry in report.left_alone:
-        reasons.setdefault(entry.why, []).append(entry.layer)
-    return list(reasons.items())
+    return list(_by_reason((entry.layer, entry.why) for entry in report.left_alone).items())
 
 
 def missing(report: Report) -> list[tuple[str, str]]:
     """(figures, why) of what was not measured, a reason once."""
-    reasons: dict[str, list[str]] = {}
-    for path, why in sorted(report.not_measured.items()):
-        reasons.setdefault(why, []).append(path)
-    return [(", ".join(paths), why) for why, paths in reasons.items()]
+    return [(", ".join(paths), why) for why, paths in _by_reason(sorted(report.not_measured.items())).items()]
+
+
+def _by_reason(items: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for name, why in items:
+        reasons[why].append(name)
+    return reasons
 
 
 def machine_and_versions(report: Report) -> list[tuple[str, str]]:
     """Machine and versions."""
     machine = report.machine
-    where = f"{machine.cpu}, {machine.cores} cores, {machine.instruction_path}"
-    if machine.device != "cpu":
-        where += f"; {machine.device}"
+    device = "" if machine.device == "cpu" else f"; {machine.device}"
+    where = f"{machine.cpu}, {machine.cores} cores, {machine.instruction_path}{device}"
     return [("machine", where), *report.versions.items()]

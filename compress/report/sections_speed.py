@@ -1,5 +1,6 @@
 """The plain data that both templates show, and the sections on speed, and on what speculation gains and costs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.report.schema import Report
@@ -14,7 +15,7 @@ class Table:
     """The first cell of a row is its name; the others are figures. `wide`: it needs a line of the page for itself."""
 
     headers: Row
-    rows: list[Row]
+    rows: Sequence[Row]
     note: str = ""
     wide: bool = False
 
@@ -41,16 +42,14 @@ def speed(speed: Speed) -> Section:
         f"of {speed.repeats} {'repeat' if speed.repeats == 1 else 'repeats'}."
     ]
     ways = {"original": speed.original, "compressed": speed.compressed, "speculative": speed.speculative}
-    headers: Row = ("", "tokens/s", "first token", "between tokens p50 / p90 / p99", "whole text", "mean width")
+    headers = ("", "tokens/s", "first token", "between tokens p50 / p90 / p99", "whole text", "mean width")
     note = "Tokens that one round gains arrive together: the time between them is 0." if speed.speculative else ""
     tables = [Table(headers, [_decoding(name, way) for name, way in ways.items()], note)]
     if speed.baselines:
-        rows: list[Row] = [
-            (row.name, number(row.tokens_per_second, 1), row.why or _over(row, speed)) for row in speed.baselines
-        ]
+        rows = [(row.name, number(row.tokens_per_second, 1), row.why or _over(row, speed)) for row in speed.baselines]
         note = speed.baselines[0].note
-        headers = ("baseline", "tokens/s", "the best of ours is")
-        tables.append(Table(headers, rows, f"{note[0].upper()}{note[1:]}.", wide=True))
+        named = ("baseline", "tokens/s", "the best of ours is")
+        tables.append(Table(named, rows, f"{note[0].upper()}{note[1:]}.", wide=True))
     return Section("Speed", "speed", plot, text, tables)
 
 
@@ -77,7 +76,7 @@ def acceptance(report: Report) -> Section:
     speed, gain = report.speed, report.speed.speedup
     assert gain is not None  # it is measured wherever speculative decoding is
     verifying = f"cost of verifying {(speed.draft_length or 0) + 1} tokens v, in target steps"
-    rows: list[Row] = [
+    rows = [
         ("acceptance rate α, greedy", number(speed.acceptance_rate, 3)),
         (f"α at temperature 1 ({speed.acceptance_rate_t1_verify})", number(speed.acceptance_rate_t1, 3)),
         ("same most probable token as the draft, teacher-forced", number(speed.teacher_forced_agreement, 3)),
@@ -88,7 +87,7 @@ def acceptance(report: Report) -> Section:
         (verifying, number(speed.width_cost_ratio, 3)),
         ("repeated 4-grams in the output", percent(speed.repeated_4gram_share)),
     ]
-    predictions: list[Row] = [
+    predictions = [
         ("τ / (γc + v), all measured", number(speed.predicted_speedup, 2)),
         ("textbook form, one fitted acceptance", number(speed.iid_speedup, 2)),
         ("measured, decoding only", number(gain.decode_over_compressed, 2)),
@@ -97,7 +96,7 @@ def acceptance(report: Report) -> Section:
     ]
     tables = [Table(("", ""), rows), Table(("speed over plain decoding of the compressed model", ""), predictions)]
     if speed.groups:
-        groups: list[Row] = [
+        groups = [
             (
                 group.name,
                 str(group.prompts),
@@ -110,9 +109,7 @@ def acceptance(report: Report) -> Section:
         ]
         tables.append(Table(("", "prompts", "repeated 4-grams", "α", "τ", "speed-up"), groups))
     if speed.width_costs:
-        costs: list[Row] = [
-            (str(entry.width), number(entry.ms, 2, " ms"), number(entry.ratio, 2)) for entry in speed.width_costs
-        ]
+        costs = [(str(cost.width), number(cost.ms, 2, " ms"), number(cost.ratio, 2)) for cost in speed.width_costs]
         tables.append(Table(("tokens in one forward", "median", "over one token"), costs))
     advice = speed.advice
     if advice is None:

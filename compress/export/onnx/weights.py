@@ -53,15 +53,13 @@ class Weights:
         Raises UserError where the checkpoint has nothing of that name, and for values that are not finite.
         """
         module, _, leaf = parameter.rpartition(".")
-        if leaf == "bias" and module in self._prefixes:
+        if leaf in ("weight", "bias") and module in self._prefixes:
+            layer = self._layer(module)
+            if isinstance(layer, PackedWeight) and leaf == "weight":
+                return layer
             # A packed layer's bias is what its format says, which need not be the tensor as it lies there.
-            layer = self.checkpoint.weight(self._prefixes[module])
             if isinstance(layer, PackedWeight) and layer.bias is not None:
                 return layer.bias
-        if leaf == "weight" and module in self._prefixes:
-            layer = self.checkpoint.weight(self._prefixes[module])
-            if isinstance(layer, PackedWeight):
-                return layer
         if parameter in self._tensors:
             name = self._tensors[parameter]
             return check_finite(name, self.checkpoint.tensor(name))
