@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.cache.quantizer import Quantizer
-from runtime.contract import CacheKind, SharesNothing
+from runtime.cache.quantizer import CacheFormat
+from runtime.contract import SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
@@ -21,26 +21,8 @@ from runtime.kv_store import KEY_BLOCK, Store, allocate
 class KeyValueCache(ABC):
     """Keys and values of any number of requests. Subclasses say where their blocks lie."""
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        kind: CacheKind = "float32",
-        key_factor: Tensor | None = None,
-    ):
-        """`key_factor` (layers, kv_heads, head_dim) float32: keys are divided by it before they are rounded.
-
-        Raises ValueError for a factor of another shape or with entries that are not positive.
-        """
-        if key_factor is not None:
-            shape, found, least = (layers, kv_heads, head_dim), key_factor.shape, float(key_factor.min())
-            if tuple(found) != shape or not 0 < least <= float(key_factor.max()) < float("inf"):
-                raise ValueError(f"key_factor must be {shape} and positive, found {list(found)} from {least}")
-        self.layers, self.kv_heads, self.head_dim, self.device = layers, kv_heads, head_dim, device
-        self.quantizer = Quantizer(kind, key_factor)
-        self.kind = kind
+    def __init__(self, form: CacheFormat):
+        self.format = form
         self._store: dict[int, Store] = {}
         self._length: dict[int, int] = {}
 
@@ -119,7 +101,7 @@ class KeyValueCache(ABC):
 
     def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
         """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
-        self.quantizer.move(store, source, target)
+        self.format.move(store, source, target)
 
     @abstractmethod
     def _own(self, request: int, blocks: Iterable[int]) -> None:
@@ -128,18 +110,18 @@ class KeyValueCache(ABC):
     def write(self, layer: int, request: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, kv_heads, head_dim) of consecutive reserved slots from `start`."""
         store = self._store[request]
-        slots = store.physical(torch.arange(start, start + keys.shape[0])).to(self.device)
-        self.quantizer.write(store, layer, slots, keys, values)
+        slots = store.physical(torch.arange(start, start + keys.shape[0])).to(self.format.device)
+        self.format.write(store, layer, slots, keys, values)
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The blocks that hold the first `tokens` slots: float32 keys and values (blocks, kv_heads, 64, head_dim)."""
         blocks = -(-tokens // KEY_BLOCK)
         store = self._store[request]
-        keys, values = self.quantizer.read(store, layer, store.first(blocks))
+        keys, values = self.format.read(store, layer, store.first(blocks))
         if store.table is not None:
             # A page may come from a request that overflowed, and an infinity times a weight of 0 is no number.
             values[blocks - 1 :, :, tokens - (blocks - 1) * KEY_BLOCK :] = 0
-        return keys.transpose(-1, -2), values[..., : self.head_dim]
+        return keys.transpose(-1, -2), values[..., : self.format.head_dim]
 
     def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the given slots in the given order, as `read` lays them out (the rest of a block zero)."""
@@ -149,29 +131,28 @@ class KeyValueCache(ABC):
         for part in self.read(layer, request, int(slots.max()) + 1):
             rows = part[slots // KEY_BLOCK, :, slots % KEY_BLOCK]
             padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, blocks * KEY_BLOCK - count))
-            out.append(padded.view(blocks, KEY_BLOCK, self.kv_heads, self.head_dim).transpose(1, 2))
+            out.append(padded.view(blocks, KEY_BLOCK, *rows.shape[1:]).transpose(1, 2))
         return out[0], out[1]
 
     def bytes_per_token(self) -> int:
-        """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        dim = self.head_dim
-        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
-        return self.layers * 2 * self.kv_heads * per_head[self.kind]
+        """See CacheFormat."""
+        return self.format.bytes_per_token
 
     def _allocate(self, blocks: int) -> Store:
         """Raises UserError where the machine has no such memory."""
+        form = self.format
         try:
-            return allocate(self.kind, self.layers, blocks, self.kv_heads, self.head_dim, self.device)
+            return allocate(form.kind, form.layers, blocks, form.kv_heads, form.head_dim, form.device)
         except (RuntimeError, MemoryError) as error:
             meant = explained(error)
             if meant is not None and not isinstance(error, torch.OutOfMemoryError):
                 raise meant from error
             free = ""
-            if self.device.type == "cuda":
-                free = f" and of which {torch.cuda.mem_get_info(self.device)[0] / 1e9:.1f} GB are free"
+            if form.device.type == "cuda":
+                free = f" and of which {torch.cuda.mem_get_info(form.device)[0] / 1e9:.1f} GB are free"
             tokens = blocks * KEY_BLOCK
             raise UserError(
-                f"a cache of {tokens} tokens needs {tokens * self.bytes_per_token() / 1e9:.1f} GB, which this machine"
+                f"a cache of {tokens} tokens needs {tokens * form.bytes_per_token / 1e9:.1f} GB, which this machine"
                 f" refused{free}; take a smaller kind of cache, fewer pages or requests, or a shorter text"
             ) from error
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache, blocks_for, blocks_of
-from runtime.contract import CacheKind
+from runtime.cache.quantizer import CacheFormat
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import KEY_BLOCK
 
@@ -26,18 +25,9 @@ class PagedCache(KeyValueCache):
     were cached stay after their requests, for others with the same tokens, until their memory is needed.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        pages: int,
-        kind: CacheKind = "float32",
-        key_factor: Tensor | None = None,
-    ):
+    def __init__(self, form: CacheFormat, pages: int):
         """Takes the memory of `pages` pages of 64 tokens. Raises UserError where the machine does not have it."""
-        super().__init__(layers, kv_heads, head_dim, device, kind, key_factor)
+        super().__init__(form)
         if pages < 1:
             raise UserError(f"a paged cache needs at least 1 page, {pages} were asked for")
         self._memory = self._allocate(pages)

@@ -10,12 +10,35 @@ from runtime.kernels.reference import quantize_rows
 from runtime.kv_store import KEY_BLOCK, LIMITS, Store
 
 
-@dataclass(frozen=True)
-class Quantizer:
-    """Reads and writes a `Store` at blocks and slots of the memory. key_factor (layers, kv_heads, head_dim) or None."""
+@dataclass(frozen=True, eq=False)
+class CacheFormat:
+    """What a cache holds of each token, and how. Reads and writes a `Store` at blocks and slots of the memory.
 
-    kind: CacheKind
+    key_factor  (layers, kv_heads, head_dim) float32 or None: keys are divided by it before they are rounded.
+
+    Raises ValueError for a factor of another shape or with entries that are not positive.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    device: torch.device
+    kind: CacheKind = "float32"
     key_factor: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)
+        if factor is not None:
+            found, least = factor.shape, float(factor.min())
+            if tuple(found) != shape or not 0 < least <= float(factor.max()) < float("inf"):
+                raise ValueError(f"key_factor must be {shape} and positive, found {list(found)} from {least}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
+        dim = self.head_dim
+        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
+        return self.layers * 2 * self.kv_heads * per_head[self.kind]
 
     def write(self, store: Store, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, kv_heads, head_dim) float32 at n slots. float16 beyond ±65504 are infinities."""

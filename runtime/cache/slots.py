@@ -26,14 +26,14 @@ def checked_cache(
     """
     if not isinstance(cache, KeyValueCache):
         raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-    count, a = len(rows), architecture
+    count, a, form = len(rows), architecture, cache.format
     # numel, not len: torch's len is Python.
     if tokens.numel() != count:
         raise ValueError(f"{tokens.numel()} tokens for {count} rows")
-    if (cache.layers, cache.kv_heads, cache.head_dim) != (a.layers, a.kv_heads, a.head_dim):
+    if (form.layers, form.kv_heads, form.head_dim) != (a.layers, a.kv_heads, a.head_dim):
         raise ValueError(
-            f"this cache is another model's: it has {cache.layers} layers of {cache.kv_heads} heads of"
-            f" {cache.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
+            f"this cache is another model's: it has {form.layers} layers of {form.kv_heads} heads of"
+            f" {form.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
         )
     _require_range("token ids", "tokens", tokens, a.vocab)
     if logits_at is not None:

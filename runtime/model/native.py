@@ -192,9 +192,10 @@ class NativeDecoder(BaseDecoder):
         return drafted
 
     def _runner(self, cache: KeyValueCache) -> "_Native":
-        if cache.kind not in self._native or self._native[cache.kind].factor is not cache.quantizer.key_factor:
-            self._native[cache.kind] = self._make(cache.kind, cache.quantizer.key_factor)
-        return self._native[cache.kind]
+        form = cache.format
+        if form.kind not in self._native or self._native[form.kind].factor is not form.key_factor:
+            self._native[form.kind] = self._make(form.kind, form.key_factor)
+        return self._native[form.kind]
 
 
 class _Native:

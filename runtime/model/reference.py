@@ -14,6 +14,7 @@ from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.paged import PagedCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
@@ -64,9 +65,12 @@ class BaseDecoder(ABC):
 
         `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
         """
+        form = self._cache_format(kind)
+        return ContiguousCache(form) if pages is None else PagedCache(form, pages)
+
+    def _cache_format(self, kind: CacheKind) -> CacheFormat:
         a = self.architecture
-        shape, factor = (a.layers, a.kv_heads, a.head_dim, self.device), self.kv.factor(kind)
-        return ContiguousCache(*shape, kind, factor) if pages is None else PagedCache(*shape, pages, kind, factor)
+        return CacheFormat(a.layers, a.kv_heads, a.head_dim, self.device, kind, self.kv.factor(kind))
 
     @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:

@@ -7,7 +7,7 @@ and a plain step, too, takes the path that verifies drafts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from runtime.checkpoints import model_config
 from runtime.checkpoints.safetensors import inside, read_json
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, Out, Rows, SharesNothing
 from runtime.errors import UserError
-from runtime.model.hf_adapter import chains
+from runtime.model.chains import ChainDecoder
 from runtime.model.onnx import graph
 from runtime.model.onnx.graph import Signature, signature
 
@@ -38,77 +37,20 @@ class _Held:
     states: list[np.ndarray]
 
 
-class OnnxCache(SharesNothing):
-    """Keys and values per request, as the session gave them."""
+class OnnxDecoder(ChainDecoder):
+    """A Decoder over a session, whose keys and values go in and come out (`_Held`)."""
 
-    def __init__(self, taken: Signature):
-        self._signature = taken
-        self._held: dict[int, _Held] = {}
-
-    def open(self, capacity: int) -> int:
-        """A handle; nothing is reserved, because the session makes new keys and values every time."""
-        heads, dim = self._signature.shape
-        empty = np.zeros((1, heads, 0, dim), dtype=self._signature.dtype)
-        return self._add(_Held(0, [empty] * len(self._signature.past)))
-
-    def close(self, request: int) -> None:
-        """Frees the request's keys and values."""
-        del self._held[request]
-
-    def fork(self, request: int) -> int:
-        """A handle for a request that holds the same; nothing is copied, because nothing is ever written to."""
-        held = self._held[request]
-        return self._add(_Held(held.length, list(held.states)))
-
-    def length(self, request: int) -> int:
-        """Tokens stored."""
-        return self._held[request].length
-
-    def truncate(self, request: int, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        held = self._held[request]
-        if not 0 <= length <= held.length:
-            raise ValueError(f"cannot truncate {held.length} tokens to {length}")
-        held.length = length
-
-    def keep(self, request: int, length: int, path: Sequence[int]) -> None:
-        """Keeps a prefix of a chain; other paths need a tree, which `forward` refuses here."""
-        if list(path) != list(range(len(path))):
-            raise ValueError("ONNX graphs keep chains only")
-        self.truncate(request, length + len(path))
-
-    def bytes_per_token(self) -> int:
-        """Keys and values over all layers, in the graph's dtype."""
-        heads, dim = self._signature.shape
-        return len(self._signature.past) * heads * dim * self._signature.dtype.itemsize
-
-    def states(self, request: int) -> list[np.ndarray]:
-        """Keys and values of exactly the tokens stored, (1, heads, length, head dim)."""
-        held = self._held[request]
-        return [np.ascontiguousarray(state[:, :, : held.length]) for state in held.states]
-
-    def store(self, request: int, states: Sequence[np.ndarray], length: int) -> None:
-        """Takes what a forward gave; slots from `length` on are not the request's."""
-        self._held[request] = _Held(length, list(states))
-
-    def _add(self, held: _Held) -> int:
-        handle = next(i for i in range(len(self._held) + 1) if i not in self._held)
-        self._held[handle] = held
-        return handle
-
-
-class OnnxDecoder:
-    """A Decoder over a session; requests run one after the other."""
-
-    exact = False
     kernels = "onnxruntime"
-    kv = UNCALIBRATED
+    no_kinds = (
+        "an ONNX graph holds its keys and values as it was exported, neither quantised nor paged; leave out the kind of"
+        " cache and the pages."
+    )
+    no_trees = "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
 
     def __init__(self, session: Any, taken: Signature, max_positions: int, threads: int, device: torch.device):
         self.session, self.signature, self.max_positions = session, taken, max_positions
         self.vocab_size, self.hidden_size = taken.vocabulary, taken.hidden
-        self.device = device
-        self._threads = threads
+        self._threads, self.device = threads, device
         self._outputs = ["logits", *(["hidden_states"] if taken.hidden else []), *taken.present]
 
     @property
@@ -116,51 +58,56 @@ class OnnxDecoder:
         """The session's, inside an operator."""
         return self._threads
 
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> OnnxCache:
-        """An empty cache. Raises UserError for quantised and paged ones."""
-        if kind != "float32" or pages is not None:
-            raise UserError(
-                "an ONNX graph holds its keys and values as it was exported, neither quantised nor paged; leave out the"
-                " kind of cache and the pages."
-            )
-        return OnnxCache(self.signature)
+    def empty(self) -> _Held:
+        """No slots."""
+        heads, dim = self.signature.shape
+        return _Held(0, [np.zeros((1, heads, 0, dim), dtype=self.signature.dtype)] * len(self.signature.past))
 
-    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See contract.Decoder. Raises UserError for trees: the graph takes chains."""
-        if not isinstance(cache, OnnxCache):
-            raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-        wanted = range(len(tokens)) if logits_at is None else logits_at.tolist()
+    def length(self, state: _Held) -> int:
+        """See ChainDecoder."""
+        return state.length
+
+    def cut(self, state: _Held, length: int) -> _Held:
+        """See ChainDecoder."""
+        return _Held(length, state.states)
+
+    def copied(self, state: _Held) -> _Held:
+        """The arrays themselves: nothing is ever written to them."""
+        return replace(state)
+
+    def bytes_per_token(self) -> int:
+        """Keys and values over all layers, in the graph's dtype."""
+        heads, dim = self.signature.shape
+        return len(self.signature.past) * heads * dim * self.signature.dtype.itemsize
+
+    def run(self, tokens: Tensor, state: _Held, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        """See ChainDecoder."""
         ids = tokens.detach().cpu().numpy().astype(np.int64)
-        logits = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
-        hidden = np.empty((len(wanted) if self.hidden_size else 0, self.hidden_size), dtype=np.float32)
-        refusal = "an ONNX graph takes chains of tokens and no trees; choose another drafter than tree or medusa."
-        for chain in chains(rows, cache, refusal):
-            for begin in range(chain.first, chain.end, MOST_ROWS):
-                stop = min(begin + MOST_ROWS, chain.end)
-                given = self._run(ids[begin:stop], chain.request, cache)
-                for place, row in enumerate(wanted):
-                    if begin <= row < stop:
-                        logits[place] = given[0][0, row - begin]
-                        if self.hidden_size:
-                            hidden[place] = given[1][0, row - begin]
-        return Out(torch.from_numpy(logits), torch.from_numpy(hidden))
+        found: list[tuple[Tensor, ...]] = []
+        for begin in range(0, len(ids), MOST_ROWS):
+            piece = ids[begin : begin + MOST_ROWS]
+            given = self._append(piece, state)
+            here = [row - begin for row in at if begin <= row < begin + len(piece)]
+            found += [tuple(torch.from_numpy(part[0, row]) for part in given) for row in here]
+        return found
 
-    def _run(self, ids: np.ndarray, request: int, cache: OnnxCache) -> list[np.ndarray]:
-        """Appends a chain to the request's cache. Returns logits and, where there are any, hidden states."""
-        before, count = cache.length(request), len(ids)
+    def _append(self, ids: np.ndarray, state: _Held) -> list[np.ndarray]:
+        """Appends a chain to a request's states; logits and, where there are any, hidden states."""
+        before, count = state.length, len(ids)
         rows = max(count, LEAST_ROWS)
         # Rows behind the last are seen by none before them. They repeat its position: the next one may not exist.
         spare = rows - count
+        held = [np.ascontiguousarray(part[:, :, :before]) for part in state.states]
         feeds = {
             "input_ids": np.pad(ids, (0, spare), mode="edge")[None],
             "attention_mask": np.ones((1, before + rows), dtype=np.int64),
-            **dict(zip(self.signature.past, cache.states(request), strict=True)),
+            **dict(zip(self.signature.past, held, strict=True)),
         }
         if self.signature.positions:
             feeds["position_ids"] = np.pad(np.arange(before, before + count), (0, spare), mode="edge")[None]
         given = self._given(feeds, rows, before)
         shown = len(given) - len(self.signature.present)
-        cache.store(request, given[shown:], before + count)
+        state.length, state.states = before + count, given[shown:]
         return given[:shown]
 
     def _given(self, feeds: dict[str, np.ndarray], rows: int, before: int) -> list[np.ndarray]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from runtime.cache.contiguous import blocks_for
 from runtime.cache.paged import PagedCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import CacheKind
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store
 
@@ -106,21 +106,12 @@ class GpuCache(PagedCache):
     A pool that grows moves: `pool` is another object then, and graphs captured on the old one are of no use.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        pages: int | None = None,
-        kind: CacheKind = "float32",
-        key_factor: Tensor | None = None,
-    ):
+    def __init__(self, form: CacheFormat, pages: int | None = None):
         """`pages` of 64 tokens, taken now; None: as many as the open requests may come to need.
 
         Raises UserError where the device does not have the memory.
         """
-        super().__init__(layers, kv_heads, head_dim, device, 1 if pages is None else pages, kind, key_factor)
+        super().__init__(form, 1 if pages is None else pages)
         self._grows = pages is None
         self._promised = 0
         self._tables: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
@@ -169,13 +160,13 @@ class GpuCache(PagedCache):
 
     def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
         """See KeyValueCache: on CUDA in one launch, where a path is no longer than that takes."""
-        if self.device.type != "cuda" or len(source) > _MOST_MOVED:
+        if self.format.device.type != "cuda" or len(source) > _MOST_MOVED:
             super()._move(store, source, target)
             return
         from runtime.kernels.triton.kv_store import move
 
-        where = torch.stack((source, target)).to(self.device, non_blocking=True)
-        move(store, self.kind, where[0], where[1])
+        where = torch.stack((source, target)).to(self.format.device, non_blocking=True)
+        move(store, self.format.kind, where[0], where[1])
 
     def _promise(self, blocks: int) -> None:
         """Makes room for a request of so many blocks beside the open ones, where the pool may grow."""
@@ -207,8 +198,8 @@ class GpuCache(PagedCache):
 
     def _allocate(self, blocks: int) -> Store:
         """See KeyValueCache: with the scratch page."""
-        if self.device.type == "cuda":
-            require_pages(blocks + 1, KEY_BLOCK * self.bytes_per_token(), free_bytes(self.device))
+        if self.format.device.type == "cuda":
+            require_pages(blocks + 1, KEY_BLOCK * self.bytes_per_token(), free_bytes(self.format.device))
         return super()._allocate(blocks + 1)
 
     def _add(self, store: Store, length: int) -> int:

@@ -69,8 +69,7 @@ class TritonDecoder(BaseDecoder, Clock):
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
         """See BaseDecoder; without `pages` a pool of as many as the requests may come to need."""
-        a, factor = self.architecture, self.kv.factor(kind)
-        return GpuCache(a.layers, a.kv_heads, a.head_dim, self.device, pages, kind, factor)
+        return GpuCache(self._cache_format(kind), pages)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -268,7 +267,7 @@ class TritonDecoder(BaseDecoder, Clock):
         return Computed(*(part[rows] for part in found))
 
     def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
-        memory = Memory(cache.pool.store, cache.kind, cache.quantizer.key_factor, blocks * KEY_BLOCK, sharing)
+        memory = Memory(cache.pool.store, cache.format.kind, cache.format.key_factor, blocks * KEY_BLOCK, sharing)
         return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
 
     def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:

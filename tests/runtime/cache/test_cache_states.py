@@ -30,6 +30,7 @@ from runtime import load
 from runtime.cache.block_pool import BlockPool
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Out, Rows, integers
 from runtime.errors import OutOfPages
 from runtime.kv_store import CacheKind
@@ -261,7 +262,7 @@ class OnPool:
 
     def new_cache(self, kind: CacheKind, pages: int | None = None) -> KeyValueCache:
         a = self.decoder.architecture
-        return GpuCache(a.layers, a.kv_heads, a.head_dim, torch.device("cpu"), pages, kind)
+        return GpuCache(CacheFormat(a.layers, a.kv_heads, a.head_dim, torch.device("cpu"), kind), pages)
 
     def forward(self, *arguments: Any) -> Out:
         return self.decoder.forward(*arguments)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind
 
@@ -17,7 +18,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def make(kind: CacheKind = "float32", key_factor: Tensor | None = None) -> ContiguousCache:
-    return ContiguousCache(LAYERS, HEADS, DIM, torch.device("cpu"), kind, key_factor)
+    return ContiguousCache(CacheFormat(LAYERS, HEADS, DIM, torch.device("cpu"), kind, key_factor))
 
 
 def tokens(count: int, seed: int) -> Tensor:
@@ -72,7 +73,7 @@ def test_key_factors_even_out_channels(kind: CacheKind) -> None:
 
 def test_key_factors_that_do_not_fit_are_refused() -> None:
     good = torch.ones(LAYERS, HEADS, DIM)
-    assert make("int8", good).quantizer.key_factor is good
+    assert make("int8", good).format.key_factor is good
     for wrong in (good[0], good[..., :1], good * 0, -good, good * torch.nan, good * torch.inf):
         with pytest.raises(ValueError, match="key_factor must be"):
             make("int8", wrong)

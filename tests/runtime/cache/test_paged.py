@@ -12,6 +12,7 @@ from runtime import load
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import CacheKind
@@ -23,7 +24,7 @@ LAYERS, HEADS, DIM = 2, 3, 20
 
 
 def make(pages: int = 6, kind: CacheKind = "float32") -> PagedCache:
-    return PagedCache(LAYERS, HEADS, DIM, torch.device("cpu"), pages, kind)
+    return PagedCache(CacheFormat(LAYERS, HEADS, DIM, torch.device("cpu"), kind), pages)
 
 
 def content(tokens: list[int], first: int = 0) -> Tensor:
@@ -44,7 +45,7 @@ def append(cache: KeyValueCache, request: int, tokens: list[int]) -> None:
 
 def holds(cache: KeyValueCache, request: int, tokens: list[int]) -> bool:
     """Whether the request reads as a cache of its own, of the same kind, that was only ever given these tokens."""
-    other = make(8, cache.kind)
+    other = make(8, cache.format.kind)
     twin = other.open(max(1, len(tokens)))
     append(other, twin, tokens)
     return cache.length(request) == len(tokens) and all(
@@ -54,7 +55,7 @@ def holds(cache: KeyValueCache, request: int, tokens: list[int]) -> bool:
 
 def stored(cache: KeyValueCache, request: int) -> list[Tensor]:
     length = cache.length(request)
-    parts = [part for layer in range(cache.layers) for part in cache.read(layer, request, length)]
+    parts = [part for layer in range(cache.format.layers) for part in cache.read(layer, request, length)]
     return [part.transpose(1, 2).flatten(0, 1)[:length] for part in parts]
 
 

@@ -83,7 +83,7 @@ def test_caches_have_the_artifacts_factors_where_they_are_rounded(path: Path, ke
     for pages in (None, 4):
         held = {kind: decoder.new_cache(kind, pages) for kind in ("float32", "int8", "int4")}
         assert all(isinstance(cache, KeyValueCache) for cache in held.values())
-        found = {kind: cache.quantizer.key_factor for kind, cache in held.items()}  # type: ignore[attr-defined]
+        found = {kind: cache.format.key_factor for kind, cache in held.items()}  # type: ignore[attr-defined]
         assert found["float32"] is None
         assert found["int8"] is decoder.kv.key_factor and found["int4"] is decoder.kv.key_factor
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 
 
@@ -34,7 +35,10 @@ def test_arguments_are_refused_alike(tiny: Callable[..., Path], text: Callable[.
         assert cache.length(request) == 0
     with pytest.raises(TypeError, match="needs the cache of its new_cache"):
         made.forward(text(3), three, object())  # type: ignore[arg-type]
-    for other in (ContiguousCache(1, 2, 16, made.device), ContiguousCache(2, 2, 8, made.device)):
+    for other in (
+        ContiguousCache(CacheFormat(1, 2, 16, made.device)),
+        ContiguousCache(CacheFormat(2, 2, 8, made.device)),
+    ):
         with pytest.raises(ValueError, match="this cache is another model's"):
             made.forward(text(3), Rows.chains([(other.open(64), 0, 3)]), other)
     # The same numbers in another type, and in memory that is not contiguous, are taken.

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.devices import explained, explaining, resolve
 from runtime.errors import UserError
 from runtime.generate import app as generate
@@ -112,7 +113,7 @@ def test_loading_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_grows_says_it(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     monkeypatch.setattr("runtime.cache.contiguous.allocate", raising(error))
     with pytest.raises(UserError, match=said):
-        ContiguousCache(2, 2, 16, torch.device("cpu")).open(10)
+        ContiguousCache(CacheFormat(2, 2, 16, torch.device("cpu"))).open(10)
 
 
 @pytest.mark.parametrize(("error", "said"), [(OUT_OF_MEMORY, "out of memory"), (Failure(LOST), "the GPU failed")])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind
@@ -43,7 +44,7 @@ def chain(made: NativeDecoder, cache: ContiguousCache, request: int, tokens: Ten
 def stored(cache: ContiguousCache, request: int) -> list[Tensor]:
     """Keys and values of all layers as they are read back, without what lies behind the last token."""
     length = cache.length(request)
-    parts = [part for layer in range(cache.layers) for part in cache.read(layer, request, length)]
+    parts = [part for layer in range(cache.format.layers) for part in cache.read(layer, request, length)]
     return [part.transpose(1, 2).flatten(0, 1)[:length] for part in parts]
 
 
@@ -313,7 +314,9 @@ def test_caches_with_and_without_key_factors_by_turns(
     reference = load(tiny("llama"), kernels="reference").decoder
     results = []
     for by in (None, factor, None, factor):
-        caches = [ContiguousCache(a.layers, a.kv_heads, a.head_dim, made.device, kind, by) for _ in range(2)]
+        caches = [
+            ContiguousCache(CacheFormat(a.layers, a.kv_heads, a.head_dim, made.device, kind, by)) for _ in range(2)
+        ]
         rows = [Rows.chains([(cache.open(80), 0, 80)]) for cache in caches]
         ours, theirs = (d.forward(tokens, r, c).logits for d, r, c in zip((made, reference), rows, caches, strict=True))
         assert relative(ours, theirs) < {"int8": 5e-3, "int4": 5e-2}[kind]
@@ -366,7 +369,10 @@ def test_what_contradicts_the_model_or_the_cache_is_refused(tiny: Tiny, text: Te
         assert cache.length(request) == 0
     with pytest.raises(TypeError, match="needs the cache of its new_cache"):
         made.forward(text(3), three, object())  # type: ignore[arg-type]
-    for other in (ContiguousCache(1, 2, 16, made.device), ContiguousCache(2, 2, 8, made.device)):
+    for other in (
+        ContiguousCache(CacheFormat(1, 2, 16, made.device)),
+        ContiguousCache(CacheFormat(2, 2, 8, made.device)),
+    ):
         with pytest.raises(ValueError, match="this cache is another model's"):
             made.forward(text(3), Rows.chains([(other.open(64), 0, 3)]), other)
     made.forward(text(3), three, cache)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
 
@@ -43,7 +44,7 @@ def keys(
 ) -> Keys:
     g = generator(seed)
     by = torch.rand(LAYERS, kv_heads, dim, generator=g) * 2 + 0.1 if factor else None
-    cache = ContiguousCache(LAYERS, kv_heads, dim, torch.device("cpu"), kind, by)
+    cache = ContiguousCache(CacheFormat(LAYERS, kv_heads, dim, torch.device("cpu"), kind, by))
     request = cache.open(tokens)
     start = cache.reserve(request, tokens)
     for layer in range(LAYERS):

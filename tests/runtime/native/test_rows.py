@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.kernels import reference
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require
@@ -133,7 +134,7 @@ def test_a_cache_is_written_as_the_reference_writes_it(native_path: str, kind: C
     for kv_heads, dim in ((2, 16), (1, 80), (3, 20), (2, 33), (1, 1)):
         g = generator(dim)
         by = torch.rand(3, kv_heads, dim, generator=g) * 4 + 0.1 if factor else None
-        ours, theirs = (ContiguousCache(3, kv_heads, dim, torch.device("cpu"), kind, by) for _ in range(2))
+        ours, theirs = (ContiguousCache(CacheFormat(3, kv_heads, dim, torch.device("cpu"), kind, by)) for _ in range(2))
         handle = ours.open(150)
         assert theirs.open(150) == handle
         for layer in (0, 2):
@@ -152,7 +153,7 @@ def test_a_cache_is_written_as_the_reference_writes_it(native_path: str, kind: C
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_written_slot_leaves_the_others_alone(native_path: str, kind: CacheKind) -> None:
-    cache = ContiguousCache(2, 2, 24, torch.device("cpu"), kind)
+    cache = ContiguousCache(CacheFormat(2, 2, 24, torch.device("cpu"), kind))
     handle = cache.open(64)
     keys, values = torch.randn(2, 64, 2, 24, generator=generator(4))
     remember(native_path, cache, handle, 1, torch.arange(64), keys, values)

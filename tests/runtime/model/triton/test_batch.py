@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Reserved, reserve
 from runtime.contract import Rows, integers
 from runtime.model.triton.batch import ALIGNMENT, NOWHERE, WIDTHS, Staging, bucket_for, depth_of, fill, paths, views
@@ -33,7 +34,7 @@ def test_paths_and_depths_of_trees() -> None:
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_a_block_says_where_the_rows_stand(data: st.DataObject) -> None:
-    cache = GpuCache(1, 1, 8, torch.device("cpu"))
+    cache = GpuCache(CacheFormat(1, 1, 8, torch.device("cpu")))
     counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     before = [data.draw(st.integers(0, 150)) for _ in counts]
     handles = [cache.open(200) for _ in counts]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Cache, Decoder, Rows, integers
 from runtime.kv_store import CacheKind
 from runtime.model.triton.cache import GpuCache
@@ -124,7 +125,7 @@ def test_a_pool_that_moves_and_forwards_that_are_refused(small: Tiny, text: Text
     assert cache.pool is not before
     assert torch.equal(feed(made, cache, first, tokens[5:]), feed(made, cache, others[2], tokens)[5:])
     with pytest.raises(TypeError, match=r"needs the cache of its new_cache"):
-        made.forward(tokens, Rows.chains([(0, 0, 9)]), ContiguousCache(1, 1, 16, torch.device("cpu")))
+        made.forward(tokens, Rows.chains([(0, 0, 9)]), ContiguousCache(CacheFormat(1, 1, 16, torch.device("cpu"))))
     with pytest.raises(ValueError, match="is at position 3"):
         made.forward(tokens, Rows.chains([(first, 3, 9)]), cache)
     assert cache.length(first) == 9
