@@ -58,10 +58,10 @@ def bits(cache: KeyValueCache, request: int) -> list[Tensor]:
     slots = store.physical(torch.arange(length))
     block, inside = slots // 64, slots % 64
     keys, values = store.keys, store.values
-    if cache.kind == "int4":
+    if cache.format.kind == "int4":
         keys, values = (torch.cat((part & 15, part >> 4), dim=-1) for part in (keys, values))
-    out = [keys[:, block, :, :, inside], values[:, block, :, inside, : cache.head_dim]]
-    if cache.kind != "float32":
+    out = [keys[:, block, :, :, inside], values[:, block, :, inside, : cache.format.head_dim]]
+    if cache.format.kind != "float32":
         out += [scale[:, block, :, inside] for scale in (store.key_scale, store.value_scale)]
     return out
 
