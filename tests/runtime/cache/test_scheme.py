@@ -118,7 +118,7 @@ def test_a_speculator_takes_the_artifacts_kind_unless_told_otherwise(path: Path,
         (tiny("llama"), CacheOptions(), "float32"),
     ):
         model = load(source)
-        assert options.make(model.decoder).kind == kind  # type: ignore[attr-defined]
+        assert options.make(model.decoder).format.kind == kind  # type: ignore[attr-defined]
     model = load(path)
     texts = [
         Speculator(model, cache=options).generate([[5, 6, 7]], 40, stop=())[0].tokens

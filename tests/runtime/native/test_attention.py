@@ -36,7 +36,7 @@ class Keys:
 
     @property
     def heads(self) -> int:
-        return self.cache.kv_heads * self.per_kv
+        return self.cache.format.kv_heads * self.per_kv
 
 
 def keys(
@@ -78,10 +78,10 @@ def attend(
     factor = cache.quantizer.key_factor
     heads = HeadsStruct(
         held[0].heads,
-        cache.kv_heads,
-        cache.head_dim,
+        cache.format.kv_heads,
+        cache.format.head_dim,
         0,
-        CACHES[cache.kind],
+        CACHES[cache.format.kind],
         None if factor is None else factor.data_ptr(),
     )
     out = torch.empty_like(q)
@@ -91,7 +91,7 @@ def attend(
         byref(heads),
         LAYER,
         window,
-        cache.head_dim**-0.5,
+        cache.format.head_dim**-0.5,
         byref(batch),
         q.data_ptr(),
         out.data_ptr(),
@@ -105,14 +105,14 @@ def one(path: str, held: Keys, queries: Tensor, positions: Sequence[int], window
 
 def expected(held: Keys, queries: Tensor, positions: Sequence[int], window: int = 0) -> tuple[Tensor, Tensor]:
     """Softmax attention in float64 over the cache as it is read back, and Σ weight · |value|."""
-    dim = held.cache.head_dim
+    dim = held.cache.format.head_dim
     k, v = (
         part.transpose(1, 2).flatten(0, 1).double() for part in held.cache.read(LAYER, held.request, max(positions) + 1)
     )
     want, bound = torch.empty(queries.shape, dtype=torch.float64), torch.empty(queries.shape, dtype=torch.float64)
     for row, last in enumerate(positions):
         seen = slice(max(0, last - window + 1) if window else 0, last + 1)
-        q = queries[row].double().view(held.cache.kv_heads, held.per_kv, dim)
+        q = queries[row].double().view(held.cache.format.kv_heads, held.per_kv, dim)
         odds = torch.softmax(torch.einsum("hqd,khd->hqk", q, k[seen]) * dim**-0.5, -1)
         want[row] = torch.einsum("hqk,khd->hqd", odds, v[seen]).flatten(0, 1)
         bound[row] = torch.einsum("hqk,khd->hqd", odds, v[seen].abs()).flatten(0, 1)

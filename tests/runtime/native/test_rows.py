@@ -111,11 +111,11 @@ def remember(
 ) -> None:
     factor = cache.quantizer.key_factor
     heads = HeadsStruct(
-        cache.kv_heads,
-        cache.kv_heads,
-        cache.head_dim,
+        cache.format.kv_heads,
+        cache.format.kv_heads,
+        cache.format.head_dim,
         0,
-        CACHES[cache.kind],
+        CACHES[cache.format.kind],
         None if factor is None else factor.data_ptr(),
     )
     store = StoreStruct(*cache.store(request).pointers)
