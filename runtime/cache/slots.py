@@ -98,7 +98,12 @@ def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     for request in requests:
         end, size = request.first + request.count, TILE if request.parents is None else 1
         tiles = range(request.first, end, size)
-        path += [None] * len(tiles) if request.parents is None else _paths(request.parents, request.start)
+        if request.parents is None:
+            path += [None] * len(tiles)
+        else:
+            # What came before the forward, then the row's ancestors and itself.
+            before = torch.arange(request.start)
+            path += [torch.cat((before, torch.tensor(branch) + request.start)) for branch in paths(request.parents)]
         for begin in tiles:
             members = list(range(begin, min(begin + size, end)))
             for place, row in enumerate(members):
@@ -177,12 +182,11 @@ def _parents(position: list[int], parent: list[int], first: int, end: int, lengt
     return None if chain else [above - first if above >= 0 else -1 for above in parent[first:end]]
 
 
-def _paths(parents: list[int], start: int) -> list[Tensor]:
-    """Per row: the slots of what came before the forward, then of its ancestors, then its own."""
-    out: list[Tensor] = []
-    for index, parent in enumerate(parents):
-        before = torch.arange(start) if parent == -1 else out[parent]
-        out.append(torch.cat((before, torch.tensor([start + index]))))
+def paths(parents: Sequence[int]) -> list[list[int]]:
+    """Per row of a tree the rows from its root down to itself."""
+    out: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        out.append([*(out[parent] if parent >= 0 else []), row])
     return out
 
 

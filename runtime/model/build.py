@@ -85,11 +85,9 @@ class _Reader:
         return self.vector(name, size) if name in self.names else None
 
     def vector(self, name: str, size: int) -> Tensor:
-        found = self.checkpoint.tensor(name)
-        self._check(name, tuple(found.shape), (size,))
-        return found.float().to(self.device)
+        return self.table(name, (size,)).float()
 
-    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self.checkpoint.tensor(name)
         self._check(name, tuple(found.shape), shape)
         return found.to(self.device)
@@ -127,8 +125,7 @@ def _to(weight: Weight, device: torch.device) -> Weight:
     if isinstance(weight, Tensor):
         return weight.to(device)
     parts: dict[str, Any] = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
-    moved: dict[str, Any] = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()}
-    return PackedWeight(**moved)
+    return PackedWeight(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in parts.items()})
 
 
 def _block(reader: _Reader, a: Architecture, number: int) -> Block:
@@ -181,30 +178,21 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
         router = reader.linear(f"{base}.gate", (experts.count, a.hidden))
         if f"{base}.experts.gate_up_proj" in reader.names:
             gate_up, down = (reader.stack(f"{base}.experts.{part}") for part in ("gate_up_proj", "down_proj"))
-            return Mixture(
-                router,
-                tuple(
-                    Mlp(join([g], [None], [size, size], reader.kernel), linear(d, None, reader.kernel))
-                    for g, d in zip(gate_up, down, strict=True)
-                ),
-                experts.per_token,
-                experts.renormalize,
-            )
-        old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
-        gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
-        parts = [f"{base}.experts.{i}" for i in range(experts.count)]
-        return Mixture(
-            router,
-            tuple(
+            made = [
+                Mlp(join([g], [None], [size, size], reader.kernel), linear(d, None, reader.kernel))
+                for g, d in zip(gate_up, down, strict=True)
+            ]
+        else:
+            old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
+            gate, up, out = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+            made = [
                 Mlp(
                     reader.join([f"{p}.{gate}", f"{p}.{up}"], [size, size], a.hidden),
                     reader.linear(f"{p}.{out}", (a.hidden, size)),
                 )
-                for p in parts
-            ),
-            experts.per_token,
-            experts.renormalize,
-        )
+                for p in (f"{base}.experts.{i}" for i in range(experts.count))
+            ]
+        return Mixture(router, tuple(made), experts.per_token, experts.renormalize)
     raise UserError(
         f"{reader.checkpoint.path.name}: tensor {prefix}.mlp.gate.weight is missing; the checkpoint is incomplete"
     )

@@ -6,7 +6,7 @@ Self-speculation without a second model. A view holds the tensors of the decoder
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -77,27 +77,15 @@ class Parts:
     head: Linear
 
 
-@runtime_checkable
-class Planed(Protocol):
-    """A layer that knows its own upper view (Triton's, which nothing here may import)."""
-
-    @property
-    def has_planes(self) -> bool:
-        """Whether `upper` takes it."""
-
-    def upper(self) -> Linear:
-        """The layer on the upper plane of its weight."""
-
-
 def upper_linear(layer: Linear) -> Linear:
     """The layer on the upper plane of its weight; a layer without planes (float, 4-bit, …) as it is."""
     if isinstance(layer, NativeLinear) and layer.weight.has_planes:
         return NativeLinear(upper_weight(layer.weight), layer.path, layer.pool)
     if isinstance(layer, Int8Linear) and layer.has_planes:
         return UpperLinear(layer)
-    if isinstance(layer, Planed) and layer.has_planes:
-        return layer.upper()
-    return layer
+    # Triton's, which nothing here may import.
+    upper = getattr(layer, "upper", None)
+    return upper() if upper is not None and getattr(layer, "has_planes", False) else layer
 
 
 def upper_parts(parts: Parts) -> Parts:

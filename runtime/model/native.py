@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
-from runtime.cache.slots import Reserved, checked_cache, reserve, reserve_drafts
+from runtime.cache.quantizer import CacheFormat
+from runtime.cache.slots import Reserved, checked_cache, paths, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.errors import UserError
@@ -51,17 +52,15 @@ class Batches:
     """Makes batches. What chains need is the same in every call, so it is kept, as long as a wide call needed it."""
 
     def __init__(self) -> None:
-        self._constants = _constants(8)
+        self._constants = torch.empty((3, 0), dtype=torch.int64).unbind()
 
-    def order(self, count: int) -> Tensor:
-        """0..count − 1 and maybe more, int64."""
-        return self._upto(count)[2]
-
-    def _upto(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def constants(self, count: int) -> tuple[Tensor, ...]:
+        """`count` and maybe more zeros, −1 (a row without a list of slots), and 0, 1, 2, …, int64."""
         found = self._constants
         # Not read back after growing: another thread's forward may put a shorter one there.
         if found[0].numel() < count:
-            found = self._constants = _constants(2 * count)
+            order = torch.arange(max(8, 2 * count))
+            found = self._constants = torch.zeros_like(order), torch.full_like(order, -1), order
         return found
 
     def of(
@@ -69,7 +68,7 @@ class Batches:
     ) -> tuple[BatchStruct, list[Any]]:
         """The rows, whose slots are taken, and what must stay alive during the call."""
         count = tokens.numel()
-        zeros, chain, _ = self._upto(count)
+        zeros, chain, _ = self.constants(count)
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
         tokens, positions = int64(tokens), int64(positions)
         slot = positions
@@ -83,11 +82,6 @@ class Batches:
         return BatchStruct(count, *[part.data_ptr() for part in kept], stores), [kept, stores]
 
 
-def _constants(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros, −1 (a row without a list of slots), and 0, 1, 2, …"""
-    return torch.zeros(count, dtype=torch.int64), torch.full((count,), -1), torch.arange(count)
-
-
 def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per row its slot, where its own list of slots begins (position, and index in the last array; −1: no list)."""
     slot, tail_from = positions.tolist(), [0] * len(positions)
@@ -96,12 +90,10 @@ def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Ten
     for r in reserved:
         if r.parents is None:
             continue
-        paths: list[list[int]] = []
-        for index, parent in enumerate(r.parents):
-            paths.append([*(paths[parent] if parent >= 0 else []), r.start + index])
+        for index, path in enumerate(paths(r.parents)):
             row = r.first + index
             slot[row], tail_from[row], tail_at[row] = r.start + index, r.start, len(tail)
-            tail += paths[-1]
+            tail += [r.start + place for place in path]
     return torch.tensor(slot), torch.tensor(tail_from), torch.tensor(tail_at), torch.tensor(tail)
 
 
@@ -123,9 +115,7 @@ class NativeDecoder(BaseDecoder):
         if parts.embedding is not None and parts.embedding.dtype not in _EMBEDDINGS:
             parts = replace(parts, embedding=parts.embedding.float())
         super().__init__(architecture, config, parts, kernel, kv)
-        rotated = 2 * self._rotary.upto(0)[0].shape[1]
         self._native: dict[CacheKind, _Native] = {}
-        self._make = lambda kind, factor: _Native(architecture, parts, rotated, kind, factor, kernel)
         self._batches = Batches()
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
@@ -145,7 +135,8 @@ class NativeDecoder(BaseDecoder):
         reserved = reserve(rows, held)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
         cos, sin = self._rotary.upto(max(r.start + r.count for r in reserved) - 1)
-        at, asked = (self._batches.order(count), count) if logits_at is None else (int64(logits_at), logits_at.numel())
+        at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
+        asked = count if logits_at is None else at.numel()
         # Uninitialised: the kernels write every element.
         logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
         require().specpress_forward(
@@ -194,38 +185,25 @@ class NativeDecoder(BaseDecoder):
     def _runner(self, cache: KeyValueCache) -> "_Native":
         form = cache.format
         if form.kind not in self._native or self._native[form.kind].factor is not form.key_factor:
-            self._native[form.kind] = self._make(form.kind, form.key_factor)
+            self._native[form.kind] = _Native(self, 2 * self._rotary.upto(0)[0].shape[1], form)
         return self._native[form.kind]
 
 
 class _Native:
     """The native decoder for one kind of cache, and the structs it was made from."""
 
-    def __init__(
-        self,
-        a: Architecture,
-        parts: Parts,
-        rotated: int,
-        kind: CacheKind,
-        factor: Tensor | None,
-        kernel: Kernel,
-    ):
-        self.factor, self._parts, self._pool = factor, parts, pool(kernel.threads)
-        factors = None if factor is None else factor.float().contiguous()
+    def __init__(self, decoder: NativeDecoder, rotated: int, form: CacheFormat):
+        """`rotated`: dimensions of a head that positions turn."""
+        a, parts, kernel = decoder.architecture, decoder.parts, decoder.kernel
+        self.factor, self._parts, self._pool = form.key_factor, parts, pool(kernel.threads)
+        factors = None if form.key_factor is None else form.key_factor.float().contiguous()
         layers = (LayerStruct * len(parts.blocks))()
         self._kept: list[Any] = [layers, factors]
         for layer, block, window in zip(layers, parts.blocks, a.windows, strict=True):
             self._fill(layer, block, window)
-        heads = HeadsStruct(
-            a.heads,
-            a.kv_heads,
-            a.head_dim,
-            rotated,
-            CACHES[kind],
-            None if factors is None else factors.data_ptr(),
-        )
+        address = None if factors is None else factors.data_ptr()
         model = ModelStruct(
-            heads=heads,
+            heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], address),
             layers=len(layers),
             hidden=a.hidden,
             intermediate=max(_linear(mlp.down).weight.shape[1] for block in parts.blocks for mlp in _mlps(block)),
@@ -289,6 +267,3 @@ def _linear(layer: Any) -> NativeLinear:
 
 def _mlps(block: Block) -> Sequence[Mlp]:
     return block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)
-
-
-__all__ = ["NativeDecoder"]

@@ -71,11 +71,6 @@ class DeviceRounds(Protocol):
     ) -> tuple[list[int], list[list[int]]]:
         """The token of each of (n, V) rows, or NON_FINITE; with the same wait the rows of `drafted` (m, k) int64."""
 
-
-@runtime_checkable
-class RanksRows(Protocol):
-    """A decoder whose rows of logits need not be read to learn which tokens may follow."""
-
     def candidates(
         self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
     ) -> Sequence[Candidates | None]:

@@ -4,21 +4,24 @@ Its shape is a bucket, the forward's sizes rounded up, so that few shapes serve 
 for each. Rows that fill a bucket up see nothing, and what they write goes to the scratch page.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.cache.slots import Reserved
+from runtime.cache.slots import Reserved, paths
 from runtime.kv_store import KEY_BLOCK
 from runtime.model.triton.cache import WIDEST, GpuCache
 
 Words = NDArray[np.int32]
+Block = TypeVar("Block", Words, Tensor)
 # Rows of forwards that are captured. Wider ones (prompts) take a multiple of the widest.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, WIDEST)
 # The least context and the least depth of a tree that a shape is made for.
@@ -33,8 +36,39 @@ NOWHERE = -1
 _RING = 4
 
 
+class Shape(ABC):
+    """The shape of inputs in one block of int32, equal to others whose kernels differ in addresses alone."""
+
+    @property
+    @abstractmethod
+    def captured(self) -> bool:
+        """Whether the shape comes again and again, so that a graph pays."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the block consists of."""
+
+    @cached_property
+    def places(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
+        """Each part with its begin, end and shape, and the end of all."""
+        out, begin = [], 0
+        for name, shape in self.shapes().items():
+            out.append((name, begin, begin + prod(shape), shape))
+            begin += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
+        return [*out, ("", begin, begin, (0,))]
+
+    @property
+    def words(self) -> int:
+        """int32 numbers of the whole block."""
+        return self.places[-1][1]
+
+    def cut(self, words: Block) -> dict[str, Block]:
+        """The parts of a block (words,) int32, as views."""
+        return {name: words[begin:end].reshape(shape) for name, begin, end, shape in self.places[:-1]}
+
+
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(Shape):
     """The shape of a forward's inputs.
 
     rows      T; requests  R, at least one more than there are where rows were added, else as many or more.
@@ -51,28 +85,14 @@ class Bucket:
 
     @property
     def captured(self) -> bool:
-        """Whether the shape comes again and again, so that a graph pays."""
         return self.rows <= WIDTHS[-1]
 
-    @cached_property
-    def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Where each part begins, and its shape."""
-        shapes = {
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
             **dict.fromkeys(("token", "position", "slot", "request", "start"), (self.rows,)),
             "tail": (self.rows, self.tail),
             "table": (self.requests, self.blocks),
         }
-        out, begin = {}, 0
-        for name, shape in shapes.items():
-            out[name] = (begin, shape)
-            begin += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
-        out["end"] = (begin, ())
-        return out
-
-    @property
-    def words(self) -> int:
-        """int32 numbers of the whole block."""
-        return self.parts["end"][0]
 
 
 def bucket_for(rows: int, requests: int, keys: int, depth: int) -> Bucket:
@@ -106,28 +126,14 @@ class Inputs:
     table: Tensor
 
 
-def views(bucket: Bucket, words: Tensor) -> Inputs:
-    """The parts of a block (bucket.words,) int32."""
-    return Inputs(**{k: words[at : at + prod(s)].view(s) for k, (at, s) in bucket.parts.items() if k != "end"})
-
-
 def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved], cache: GpuCache) -> None:
     """Writes a forward's inputs into `out` (bucket.words,): its rows' tokens (T or fewer,), and the slots they got.
 
     Rows that `reserved` does not have are rows that nobody reads.
     """
-    part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in bucket.parts.items() if k != "end"}
-    # They are of the last request, which no row has where there are fewer rows than the bucket's.
-    for name, value in (
-        ("token", 0),
-        ("position", NOWHERE),
-        ("start", 0),
-        ("tail", 0),
-        ("request", bucket.requests - 1),
-    ):
-        part[name].fill(value)
-    part["slot"].fill(cache.pool.scratch * KEY_BLOCK)
-    cache.tables([r.request for r in reserved], bucket.blocks, part["table"])
+    part = bucket.cut(out)
+    cache.tables([r.request for r in reserved], bucket.blocks, part.pop("table"))
+    fill_up(part, bucket, cache)
     part["token"][: len(tokens)] = tokens
     for number, r in enumerate(reserved):
         rows = slice(r.first, r.first + r.count)
@@ -144,12 +150,11 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
             part["tail"][r.first + row, : len(path)] = np.asarray(path, dtype=np.int32) + r.start
 
 
-def paths(parents: Sequence[int]) -> list[list[int]]:
-    """Per row of a tree the rows from its root down to itself."""
-    out: list[list[int]] = []
-    for row, parent in enumerate(parents):
-        out.append([*(out[parent] if parent >= 0 else []), row])
-    return out
+def fill_up(part: dict[str, Words], bucket: Bucket, cache: GpuCache) -> None:
+    """Makes all rows such that nobody reads: of the last request, which others have only where no row is added."""
+    out_of_use = {"position": NOWHERE, "request": bucket.requests - 1, "slot": cache.pool.scratch * KEY_BLOCK}
+    for name, words in part.items():
+        words.fill(out_of_use.get(name, 0))
 
 
 def depth_of(reserved: Sequence[Reserved]) -> int:

@@ -22,7 +22,7 @@ from runtime.kv_store import KEY_BLOCK
 from runtime.model.layers import Parts
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.model.reference import BaseDecoder
-from runtime.model.triton.batch import Inputs, Staging, bucket_for, depth_of, fill, views
+from runtime.model.triton.batch import Inputs, Staging, Words, bucket_for, depth_of, fill
 from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import drafted as draft_round
 from runtime.model.triton.draft_steps import fill_round, round_for, steps_of
@@ -36,27 +36,7 @@ from runtime.sampling.params import Sampling
 _LEAST_TABLE = 32
 
 
-class Clock:
-    """What on_device.DeviceRounds says of time, for something on a device; without CUDA the host's time."""
-
-    device: torch.device
-
-    def mark(self) -> object:
-        """See on_device.DeviceRounds."""
-        if self.device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def between(self, first: object, second: object) -> float:
-        """See on_device.DeviceRounds."""
-        if isinstance(first, float) and isinstance(second, float):
-            return second - first
-        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
-
-
-class TritonDecoder(BaseDecoder, Clock):
+class TritonDecoder(BaseDecoder):
     """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
@@ -71,11 +51,9 @@ class TritonDecoder(BaseDecoder, Clock):
         """See BaseDecoder; without `pages` a pool of as many as the requests may come to need."""
         return GpuCache(self._cache_format(kind), pages)
 
-    @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder; what it returns lies on the device. Raises as slots.checked_cache and slots.reserve."""
-        with self._here():
-            return self._forward(tokens, rows, cache, logits_at, None, ())
+        return self.forward_drafted(tokens, rows, cache, logits_at, None, ())
 
     @torch.inference_mode()
     def forward_drafted(
@@ -84,12 +62,18 @@ class TritonDecoder(BaseDecoder, Clock):
         rows: Rows,
         cache: Cache,
         logits_at: Tensor | None,
-        drafted: Tensor,
+        drafted: Tensor | None,
         places: Sequence[int],
     ) -> Out:
         """See on_device.DeviceRounds. Raises as `forward`."""
+        held = self._checked(tokens, rows, cache, logits_at)
+        if len(rows) == 0:
+            empty = torch.empty((0, self.vocab_size), device=self.device)
+            return Out(empty, empty.new_empty((0, self.hidden_size)))
+        reserved, words = reserve(rows, held), tokens.numpy().astype("int32")
         with self._here():
-            return self._forward(tokens, rows, cache, logits_at, drafted, places)
+            found = self._compute(reserved, len(rows), held, words, drafted, places, logits_at)
+        return Out(found.logits, found.hidden)
 
     @torch.inference_mode()
     def draft(
@@ -110,23 +94,21 @@ class TritonDecoder(BaseDecoder, Clock):
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
         with self._here():
-            ways = [Sampling()] * len(reserved) if samplings is None else samplings
-            if len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST:
-                return self._drafted_at_once(tokens, reserved, held, steps, limit, ways)
-            return self._drafted(tokens, reserved, held, steps, limit, ways)
+            words, ways = tokens.numpy().astype("int32"), samplings or [Sampling()] * len(reserved)
+            alike = len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST
+            return (self._drafted_at_once if alike else self._drafted)(words, reserved, held, steps, limit, ways)
 
     def _drafted_at_once(
         self,
-        tokens: Tensor,
+        words: Words,
         reserved: Sequence[Reserved],
         held: GpuCache,
         steps: Sequence[int],
         limit: int,
         ways: Sequence[Sampling],
     ) -> Tensor:
-        """All steps as one run, for requests that choose in one way and do not feed too much to be captured."""
+        """All steps as one run, for requests that are sampled alike and do not feed too much to be captured."""
         shape = round_for(reserved, steps, limit, way_of(ways[0]))
-        words = tokens.numpy().astype("int32")
         fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
         block = self._graphs.block(shape)
         self._staging.send(block)
@@ -142,7 +124,7 @@ class TritonDecoder(BaseDecoder, Clock):
 
     def _drafted(
         self,
-        tokens: Tensor,
+        words: Words,
         reserved: Sequence[Reserved],
         held: GpuCache,
         steps: Sequence[int],
@@ -152,7 +134,6 @@ class TritonDecoder(BaseDecoder, Clock):
         """Step by step."""
         lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
         texts = [r.start + r.count for r in reserved]  # tokens before the next one
-        words = tokens.numpy().astype("int32")
         out = torch.empty((max(steps), len(reserved)), dtype=torch.int64, device=self.device)
         chosen = out[0]
         for step in range(max(steps)):
@@ -167,7 +148,9 @@ class TritonDecoder(BaseDecoder, Clock):
                 found = self._compute(reserved, len(words), held, words, None, (), lasts)
             asked = [RowSampling(way, text + step) for way, text in zip(ways, texts, strict=True)]
             chosen = out[step]
-            chosen.copy_(self._choose(found, asked, limit))
+            # The graph's argmax where that is all that is asked for.
+            plain = limit == self.vocab_size and all(one.sampling.greedy for one in asked)
+            chosen.copy_(found.largest if plain else next_tokens(found.logits, asked, limit))
         return out.t()
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
@@ -200,9 +183,22 @@ class TritonDecoder(BaseDecoder, Clock):
     def candidates(
         self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
     ) -> list[Candidates | None]:
-        """See on_device.RanksRows."""
+        """See on_device.DeviceRounds."""
         with self._here():
             return candidates(logits, asked, count, limit)
+
+    def mark(self) -> object:
+        """See on_device.DeviceRounds; without CUDA the host's time."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: object, second: object) -> float:
+        if isinstance(first, float) and isinstance(second, float):
+            return second - first
+        return first.elapsed_time(second) / 1000  # type: ignore[attr-defined]
 
     def _here(self) -> AbstractContextManager[object]:
         """Triton launches on the current device."""
@@ -214,29 +210,12 @@ class TritonDecoder(BaseDecoder, Clock):
             raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
         return held
 
-    def _forward(
-        self,
-        tokens: Tensor,
-        rows: Rows,
-        cache: Cache,
-        logits_at: Tensor | None,
-        drafted: Tensor | None,
-        places: Sequence[int],
-    ) -> Out:
-        held = self._checked(tokens, rows, cache, logits_at)
-        if len(rows) == 0:
-            empty = torch.empty((0, self.vocab_size), device=self.device)
-            return Out(empty, empty.new_empty((0, self.hidden_size)))
-        reserved = reserve(rows, held)
-        found = self._compute(reserved, len(rows), held, tokens.numpy().astype("int32"), drafted, places, logits_at)
-        return Out(found.logits, found.hidden)
-
     def _compute(
         self,
         reserved: Sequence[Reserved],
         count: int,
         cache: GpuCache,
-        tokens: Any,
+        tokens: Words,
         drafted: Tensor | None,
         places: Sequence[int],
         at: Tensor | None,
@@ -246,7 +225,7 @@ class TritonDecoder(BaseDecoder, Clock):
         fill(bucket, self._staging.take(bucket.words), tokens, reserved, cache)
         block = self._graphs.block(bucket)
         self._staging.send(block)
-        inputs = views(bucket, block)
+        inputs = Inputs(**bucket.cut(block))
         if drafted is not None:
             # What is no token is found when the drafts are looked at; until then it must not be looked up.
             self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
@@ -292,9 +271,3 @@ class TritonDecoder(BaseDecoder, Clock):
             target[: len(places)].copy_(values)
         else:
             target.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
-
-    def _choose(self, found: Computed, asked: Sequence[RowSampling], limit: int) -> Tensor:
-        """The next token of each row, from the graph's argmax where that is all that is asked for."""
-        if limit == self.vocab_size and all(one.sampling.greedy for one in asked):
-            return found.largest
-        return next_tokens(found.logits, asked, limit)

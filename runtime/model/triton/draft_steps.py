@@ -6,16 +6,13 @@ chooses it. So each step takes the tokens of the step before from the device, an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.cache.slots import Reserved
-from runtime.kv_store import KEY_BLOCK
-from runtime.model.triton.batch import ALIGNMENT, NOWHERE, Bucket, Inputs, Words, bucket_for, fill, views
+from runtime.model.triton.batch import ALIGNMENT, Bucket, Inputs, Shape, Words, bucket_for, fill, fill_up
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.sampling import Way, chosen_alike, key_of
 from runtime.sampling.params import Sampling
@@ -25,7 +22,7 @@ Forward = Callable[[Inputs, int, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Shape):
     """The shape of a round: whatever a graph of it holds but addresses.
 
     first    the bucket of the first step, which feeds each request's missing tokens. All steps see its table.
@@ -43,30 +40,18 @@ class Round:
 
     @property
     def captured(self) -> bool:
-        """Whether the shape comes again and again, so that a graph pays."""
         return self.first.captured
 
-    @cached_property
-    def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Where each part behind the first step's block begins, and its shape; each row of a part is aligned."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The first step's block, and parts of which each row is aligned."""
         lane = -(-self.rows // ALIGNMENT) * ALIGNMENT
-        shapes = {
+        return {
+            "first": (self.first.words,),
             **dict.fromkeys(("last", "request"), (lane,)),
             **dict.fromkeys(("position", "slot", "start"), (self.steps - 1, lane)),
             # Two of 64 bits: a row's seed and its token's position.
             "keys": (0 if self.way is None else self.steps, lane, 4),
         }
-        out, begin = {}, self.first.words
-        for name, shape in shapes.items():
-            out[name] = (begin, shape)
-            begin += prod(shape)
-        out["end"] = (begin, ())
-        return out
-
-    @property
-    def words(self) -> int:
-        """int32 numbers of the whole block."""
-        return self.parts["end"][0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,17 +96,9 @@ def fill_round(
     cache: GpuCache,
 ) -> None:
     """Writes a round's inputs into `out` (shape.words,): the first step's tokens, and the slots that all steps got."""
-    fill(shape.first, out[: shape.first.words], tokens, reserved, cache)
-    part = {k: out[at : at + prod(s)].reshape(s) for k, (at, s) in shape.parts.items() if k != "end"}
-    for name, value in (
-        ("last", 0),
-        ("request", shape.first.requests - 1),
-        ("position", NOWHERE),
-        ("slot", cache.pool.scratch * KEY_BLOCK),
-        ("start", 0),
-        ("keys", 0),
-    ):
-        part[name].fill(value)
+    part = shape.cut(out)
+    fill(shape.first, part.pop("first"), tokens, reserved, cache)
+    fill_up(part, shape.first, cache)
     keys = part["keys"].view(np.int64)
     for i, (r, count, sampling) in enumerate(zip(reserved, steps, samplings, strict=True)):
         text = r.start + r.count  # tokens before the first that is drafted
@@ -136,11 +113,10 @@ def fill_round(
 
 def steps_of(shape: Round, words: Tensor) -> Steps:
     """The parts of a block (shape.words,) int32."""
-    part = {k: words[at : at + prod(s)].view(s) for k, (at, s) in shape.parts.items() if k != "end"}
-    keys = part.pop("keys")
+    part = shape.cut(words)
+    first, keys = Inputs(**shape.first.cut(part.pop("first"))), part.pop("keys").view(torch.int64)
     last, request = (part.pop(name)[: shape.rows] for name in ("last", "request"))
-    first = views(shape.first, words[: shape.first.words])
-    return Steps(first, last, request, **part, keys=keys.view(torch.int64))
+    return Steps(first, last, request, **part, keys=keys)
 
 
 def drafted(shape: Round, inputs: Steps, forward: Forward, head: Callable[[Tensor], Tensor]) -> Tensor:

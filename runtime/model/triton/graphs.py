@@ -7,12 +7,13 @@ pool of keys and values. The first run of a shape is eager, which also compiles 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from runtime.model.triton.batch import Shape
 from runtime.model.triton.cache import Pool
 
 T = TypeVar("T")
@@ -25,20 +26,6 @@ class Computed(NamedTuple):
     logits: Tensor
     hidden: Tensor
     largest: Tensor
-
-
-class Shape(Protocol):
-    """What a graph is known by (inputs.Bucket, rounds.Round), equal to others of the same kernels but for addresses."""
-
-    @property
-    def captured(self) -> bool:
-        """Whether the shape comes again and again, so that a graph pays."""
-
-    @property
-    def words(self) -> int:
-        """int32 numbers of its inputs."""
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)

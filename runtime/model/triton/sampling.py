@@ -91,7 +91,7 @@ def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: in
 
 
 def candidates(logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int) -> list[Candidates | None]:
-    """See on_device.RanksRows; waits for the device once."""
+    """See on_device.DeviceRounds; waits for the device once."""
     from runtime.kernels.triton.argmax import largest
 
     found = []

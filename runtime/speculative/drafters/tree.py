@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from runtime.contract import HasDecoder, Rows, integers
-from runtime.model.on_device import RanksRows, RowSampling
+from runtime.model.on_device import DeviceRounds, RowSampling
 from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, uniforms
@@ -90,6 +90,7 @@ class TreeDrafter(DraftModel[_Text]):
     ) -> None:
         super().__init__(model, verify, vocab_size)
         self.plan = plan
+        self._on_device = model.decoder if isinstance(model.decoder, DeviceRounds) else None
         self._branch = max(plan.children) if isinstance(plan, TreeShape) else plan.branch
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -173,11 +174,11 @@ class TreeDrafter(DraftModel[_Text]):
         Raises UserError where a row's logits are no numbers.
         """
         there = all(sampled_on_device(request.sampling, self._rule) for request, _, _ in level)
-        if isinstance(self._decoder, RanksRows) and there:
+        if self._on_device is not None and there:
             asked = [
                 RowSampling(request.sampling, len(request.tokens) + tree.depth(node)) for request, tree, node in level
             ]
-            found = [*self._decoder.candidates(logits, asked, self._branch, self._vocab_size)]
+            found = [*self._on_device.candidates(logits, asked, self._branch, self._vocab_size)]
             if None in found:
                 raise not_finite("draft")
             return [candidates for candidates in found if candidates is not None]

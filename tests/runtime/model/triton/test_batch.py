@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.cache.quantizer import CacheFormat
-from runtime.cache.slots import Reserved, reserve
+from runtime.cache.slots import Reserved, paths, reserve
 from runtime.contract import Rows, integers
-from runtime.model.triton.batch import ALIGNMENT, NOWHERE, WIDTHS, Staging, bucket_for, depth_of, fill, paths, views
+from runtime.model.triton.batch import ALIGNMENT, NOWHERE, WIDTHS, Inputs, Staging, bucket_for, depth_of, fill
 from runtime.model.triton.cache import GpuCache
 
 
@@ -20,7 +20,7 @@ def test_buckets_hold_what_they_are_for(rows: int, requests: int, keys: int, dep
     assert bucket.captured == (rows <= WIDTHS[-1])
     # Rows that fill it up have a request of their own.
     assert requests < bucket.requests or (requests == bucket.requests and rows == bucket.rows)
-    assert all(begin % ALIGNMENT == 0 for begin, _ in bucket.parts.values())
+    assert all(begin % ALIGNMENT == 0 for _, begin, _, _ in bucket.places)
     # Few shapes: a bucket is its own bucket.
     assert bucket_for(bucket.rows, requests, 64 * bucket.blocks, bucket.tail).words == bucket.words
 
@@ -56,7 +56,7 @@ def test_a_block_says_where_the_rows_stand(data: st.DataObject) -> None:
     fill(bucket, staging.take(bucket.words), np.arange(rows, dtype=np.int32) + 5, reserved, cache)
     block = torch.empty(bucket.words, dtype=torch.int32)
     staging.send(block)
-    found = views(bucket, block)
+    found = Inputs(**bucket.cut(block))
     assert found.token[:rows].tolist() == list(range(5, 5 + rows))
     assert found.position.tolist() == position + [NOWHERE] * (bucket.rows - rows)
     scratch = cache.pool.scratch

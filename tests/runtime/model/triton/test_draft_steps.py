@@ -10,9 +10,9 @@ from torch import Tensor
 from runtime import load
 from runtime.contract import GreedyChains, Rows, integers
 from runtime.model.on_device import NON_FINITE, DeviceRounds, RowSampling
+from runtime.model.triton.batch import Shape
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.decoder import TritonDecoder
-from runtime.model.triton.graphs import Shape
 from runtime.sampling.params import Sampling
 
 Tiny = Callable[..., Path]
