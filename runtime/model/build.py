@@ -125,7 +125,8 @@ def _to(weight: Weight, device: torch.device) -> Weight:
     if isinstance(weight, Tensor):
         return weight.to(device)
     parts: dict[str, Any] = {field.name: getattr(weight, field.name) for field in fields(PackedWeight)}
-    return PackedWeight(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in parts.items()})
+    moved: dict[str, Any] = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in parts.items()}
+    return PackedWeight(**moved)
 
 
 def _block(reader: _Reader, a: Architecture, number: int) -> Block:
