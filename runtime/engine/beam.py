@@ -8,7 +8,7 @@ by their sum of log-probabilities / length ** length_penalty, and the length cou
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.contract import Cache, Decoder, Rows, integers
 from runtime.errors import UserError
+from runtime.sampling.candidates import largest
 from runtime.sampling.detokenize import Detokenizer, encode
 from runtime.sampling.distribution import argmax_tokens
 from runtime.sampling.stopping import resolve
@@ -35,6 +36,16 @@ class Beam:
     tokens: list[int]
     text: str
     score: float
+
+
+class Rules(NamedTuple):
+    """What `beam_search` is told, checked; `limit` ≥ 1 is the most new tokens."""
+
+    beams: int
+    limit: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    stops: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -65,14 +76,22 @@ def beam_search(
     All running hypotheses share one forward a step. Raises UserError for an empty or too long prompt, for values out
     of range and for logits that are not finite.
     """
-    _require(beams, max_new_tokens, length_penalty, early_stopping, stop)
+    if not 1 <= beams <= MAX_BEAMS:
+        raise UserError(f"beams must be from 1 to {MAX_BEAMS}, but is {beams}; choose another number.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
+    if not math.isfinite(length_penalty):
+        raise UserError(f"length_penalty must be a finite number, but is {length_penalty}; choose one, such as 1.")
+    if early_stopping not in (True, False, "never"):
+        raise UserError(f"early_stopping must be True, False or 'never', but is {early_stopping!r}; choose one.")
+    if stop is not None and not all(isinstance(token, int) for token in stop):
+        raise UserError(f"beam search stops at token ids only, but stop is {list(stop)!r}; leave out the texts.")
     decoder, tokenizer = model.decoder, model.tokenizer
     tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
     stops, _ = resolve(stop, model, decoder.vocab_size)
     limit = min(max_new_tokens, decoder.max_positions - len(tokens))
-    finished = search(decoder, tokens, beams, limit, length_penalty, early_stopping, stops)
     found = []
-    for one in finished:
+    for one in search(decoder, tokens, Rules(beams, limit, length_penalty, early_stopping, stops)):
         shown = one.tokens[:-1] if one.tokens[-1] in stops else one.tokens
         text = Detokenizer(tokenizer, tokens).add(shown, last=True)
         found.append(Beam(list(one.tokens), text, score(one, length_penalty)))
@@ -84,16 +103,9 @@ def score(hypothesis: Hypothesis, length_penalty: float) -> float:
     return hypothesis.total / len(hypothesis.tokens) ** length_penalty
 
 
-def search(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    beams: int,
-    limit: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
-    stops: frozenset[int],
-) -> list[Hypothesis]:
-    """`beam_search` over token ids, for checked arguments; `limit` ≥ 1 is the most new tokens. Frees its cache."""
+def search(decoder: Decoder, prompt: Sequence[int], rules: Rules) -> list[Hypothesis]:
+    """`beam_search` over token ids. Frees its cache."""
+    beams, limit, length_penalty, _, stops = rules
     cache = decoder.new_cache()
     handles = [cache.open(len(prompt) + limit)]
     try:
@@ -108,7 +120,7 @@ def search(
             finished += [one for one, end in zip(candidates[:beams], ends, strict=False) if end]
             finished = sorted(finished, key=lambda one: -score(one, length_penalty))[:beams]
             running = [one for one, end in zip(candidates, ends, strict=True) if not end][:beams]
-            if not running or is_done(running[0], finished, beams, limit, length_penalty, early_stopping):
+            if not running or is_done(running[0], finished, rules):
                 return finished
             _follow(cache, handles, [one.parent for one in running])
             position = len(prompt) + len(running[0].tokens) - 1
@@ -125,33 +137,21 @@ def continuations(running: Sequence[Hypothesis], rows: NDArray[np.float64], coun
     rows  (n, V) log-probabilities of the tokens after each running hypothesis; −inf never continues one.
     """
     totals = (rows + np.array([one.total for one in running])[:, None]).ravel()
-    count = min(count, len(totals))
-    # All that reach the count-th value, equals included, so that the order of equals is the same every time.
-    threshold = np.partition(totals, len(totals) - count)[len(totals) - count]
-    best = np.flatnonzero((totals >= threshold) & np.isfinite(totals))
-    best = best[np.argsort(-totals[best], kind="stable")][:count]
     found = []
-    for at in best.tolist():
+    for at in largest(totals, count):
         parent, token = divmod(at, rows.shape[1])
         found.append(Hypothesis((*running[parent].tokens, token), float(totals[at]), parent))
     return found
 
 
-def is_done(
-    best: Hypothesis,
-    finished: Sequence[Hypothesis],
-    beams: int,
-    limit: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
-) -> bool:
+def is_done(best: Hypothesis, finished: Sequence[Hypothesis], rules: Rules) -> bool:
     """Whether the search ends with these finished hypotheses, best first, while `best` is the best running one."""
-    if len(finished) < beams:
+    if len(finished) < rules.beams:
         return False
-    if early_stopping is True:
+    if rules.early_stopping is True:
         return True
-    length = limit if early_stopping == "never" and length_penalty > 0 else len(best.tokens)
-    return best.total / length**length_penalty <= score(finished[-1], length_penalty)
+    length = rules.limit if rules.early_stopping == "never" and rules.length_penalty > 0 else len(best.tokens)
+    return best.total / length**rules.length_penalty <= score(finished[-1], rules.length_penalty)
 
 
 def log_probabilities(logits: Tensor) -> NDArray[np.float64]:
@@ -189,22 +189,3 @@ def _follow(cache: Cache, handles: list[int], parents: Sequence[int]) -> None:
             handles.append(handle)
         following.append(handle)
     handles[:] = following
-
-
-def _require(
-    beams: int,
-    max_new_tokens: int,
-    length_penalty: float,
-    early_stopping: EarlyStopping,
-    stop: Sequence[int] | None,
-) -> None:
-    if not 1 <= beams <= MAX_BEAMS:
-        raise UserError(f"beams must be from 1 to {MAX_BEAMS}, but is {beams}; choose another number.")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-    if not math.isfinite(length_penalty):
-        raise UserError(f"length_penalty must be a finite number, but is {length_penalty}; choose one, such as 1.")
-    if early_stopping not in (True, False, "never"):
-        raise UserError(f"early_stopping must be True, False or 'never', but is {early_stopping!r}; choose one.")
-    if stop is not None and not all(isinstance(token, int) for token in stop):
-        raise UserError(f"beam search stops at token ids only, but stop is {list(stop)!r}; leave out the texts.")

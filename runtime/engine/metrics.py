@@ -148,11 +148,8 @@ class Metrics:
 
     def count_draft(self, depths: list[int], accepted: list[int]) -> None:
         """Records one draft: the depth of each drafted and of each accepted token."""
-        for counts, at in (
-            (self.drafted_at, depths),
-            (self.accepted_at, accepted),
-            (self.draft_lengths, [len(depths)]),
-        ):
+        histograms = (self.drafted_at, self.accepted_at, self.draft_lengths)
+        for counts, at in zip(histograms, (depths, accepted, [len(depths)]), strict=True):
             for place in at:
                 counts += [0] * (place + 1 - len(counts))
                 counts[place] += 1
@@ -160,36 +157,27 @@ class Metrics:
 
     def report(self) -> dict[str, Any]:
         """The keys of report.json's `speed` entries that one run gives; times in milliseconds."""
-
-        def milliseconds(seconds: float | None) -> float | None:
-            return None if seconds is None else seconds * 1000
-
         return {
             "tokens_per_second": self.tokens_per_second,
-            "ttft_ms": milliseconds(self.first_token_seconds),
-            "itl_ms": {key: milliseconds(value) for key, value in self.inter_token_seconds().items()},
-            "latency_ms": milliseconds(self.latency_seconds),
+            "ttft_ms": _milliseconds(self.first_token_seconds),
+            "itl_ms": {key: _milliseconds(value) for key, value in self.inter_token_seconds().items()},
+            "latency_ms": _milliseconds(self.latency_seconds),
             "mean_width": self.mean_width,
         }
 
     def summary(self) -> list[tuple[str, str]]:
         """The figures as labels and texts, for a table; a figure that there is not is "-"."""
         chosen = ", ".join(f"{length}: {count}" for length, count in enumerate(self.draft_lengths) if count)
-        between = self.inter_token_seconds()
+        times = [f"{key} {_show(_milliseconds(s), '.1f', ' ms')}" for key, s in self.inter_token_seconds().items()]
+        speed = _show(self.tokens_per_second, ".1f")
         return [
             ("α accepted / drafted", f"{_show(self.acceptance_rate, '.3f')} ({self.accepted} / {self.drafted})"),
             ("accepted by position", " ".join(f"{share:.2f}" for share in self.accepted_by_position) or "-"),
             ("τ tokens a round", _show(self.tokens_per_round, ".2f")),
             ("γ drafted a round", f"{_show(self.mean_draft_length, '.2f')} (rounds by γ: {chosen or 'none'})"),
-            (
-                "tokens/s",
-                f"{_show(self.tokens_per_second, '.1f')} ({self.new_tokens} tokens, prompt included in the time)",
-            ),
-            ("first token", _show(self.first_token_seconds, ".1f", 1000, " ms")),
-            (
-                "between tokens",
-                ", ".join(f"{key} {_show(value, '.1f', 1000, ' ms')}" for key, value in between.items()),
-            ),
+            ("tokens/s", f"{speed} ({self.new_tokens} tokens, prompt included in the time)"),
+            ("first token", _show(_milliseconds(self.first_token_seconds), ".1f", " ms")),
+            ("between tokens", ", ".join(times)),
             ("draft and target time", f"{self.draft_seconds:.2f} s and {self.target_seconds:.2f} s"),
             ("mean target width", _show(self.mean_width, ".2f")),
             ("keys and values", f"{self.kv_bytes / 1e6:.2f} MB"),
@@ -211,16 +199,18 @@ def total(parts: list[Metrics]) -> Metrics:
         for item in fields(Metrics):
             ours, theirs = getattr(out, item.name), getattr(part, item.name)
             if item.name in _HISTOGRAMS:
-                length = max(len(ours), len(theirs))
-                padded = [values + [0] * (length - len(values)) for values in (ours, theirs)]
-                setattr(out, item.name, [a + b for a, b in zip(*padded, strict=True)])
+                setattr(out, item.name, [sum(counts) for counts in itertools.zip_longest(ours, theirs, fillvalue=0)])
             else:
                 setattr(out, item.name, ours + theirs)
     return out
 
 
-def _show(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
-    return "-" if value is None else f"{value * scale:{form}}{unit}"
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def _show(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 class Clock:

@@ -1,12 +1,10 @@
 """The children that a node of a token tree may get, in the order in which it gets them: pure functions of a row."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Row = NDArray[np.float64]
+from runtime.sampling.processors import Row
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def ranked(weights: Row, branch: int) -> Candidates:
     draft's sample; their shares are the target's probabilities of choosing each token with this noise, if its logits
     differ from the draft's by independent standard Gumbel errors.
     """
-    tokens = _largest(weights, branch)
+    tokens = largest(weights, branch, above=0)
     shares = (weights[tokens] / weights.sum()).tolist()
     return Candidates(tokens, shares, shares)
 
@@ -52,7 +50,7 @@ def drawn(row: Row, noise: Row, branch: int) -> Candidates:
     The largest entries of q / noise in descending order are such draws (Gumbel top-k: Kool et al. 2019, 1903.06059).
     A promise is the expected share: the sum of q² over the tokens not drawn before, divided by the sum of q over them.
     """
-    tokens = _largest(row / noise, branch)
+    tokens = largest(row / noise, branch, above=0)
     shares = row[tokens]
     before = np.concatenate([[0.0], shares[:-1]])
     # Rounding may leave less than nothing; a promise only ranks.
@@ -62,21 +60,15 @@ def drawn(row: Row, noise: Row, branch: int) -> Candidates:
     return Candidates(tokens, shares.tolist(), np.minimum(promises, 1.0).tolist(), row)
 
 
-def softmax(scores: Sequence[float] | Row) -> Row:
-    """(V,) logits to probabilities; −inf becomes 0."""
-    row: Row = np.exp(np.asarray(scores, dtype=np.float64) - np.max(scores))
-    row /= row.sum()
-    return row
+def largest(weights: Row, count: int, above: float = -np.inf) -> list[int]:
+    """Up to `count` indices of the largest weights (n,) in descending order, the lower index of equals first.
 
-
-def _largest(weights: Row, count: int) -> list[int]:
-    """Indices of the largest weights in descending order, the lower index of equals first; none of weight 0."""
+    above  those of this weight or less are left out.
+    """
+    found = weights > above
     if count < len(weights):
         # All that are as large as the last one: of equals the lower indices are meant.
-        threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
-        found = np.flatnonzero((weights >= threshold) & (weights > 0))
-    else:
-        found = np.flatnonzero(weights > 0)
-    order = found[np.argsort(-weights[found], kind="stable")][:count]
-    out: list[int] = order.tolist()
+        found &= weights >= np.partition(weights, len(weights) - count)[len(weights) - count]
+    at = np.flatnonzero(found)
+    out: list[int] = at[np.argsort(-weights[at], kind="stable")][:count].tolist()
     return out

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from runtime.contract import HasDecoder, Rows, integers
 from runtime.model.on_device import DeviceRounds, RowSampling
-from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
+from runtime.sampling.candidates import Candidates, drawn, ranked
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, uniforms
+from runtime.sampling.processors import softmax
 from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.model import DraftModel, prefill, stacked
@@ -192,7 +193,7 @@ class TreeDrafter(DraftModel[_Text]):
         known = logits[: self._vocab_size]
         rows = Distributions(known, sampling, request.tokens, [path], request.prompt_length, request.stop_tokens)
         if sampling.greedy:
-            return ranked(softmax(rows.scores(0)), self._branch)
+            return ranked(softmax(rows.scores(0), 1.0, 0), self._branch)
         row = rows.array(0)
         match self._rule:
             case "coupled":

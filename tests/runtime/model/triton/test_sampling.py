@@ -7,10 +7,11 @@ import torch
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.model.triton.sampling import candidates, next_tokens
 from runtime.sampling import noise
-from runtime.sampling.candidates import ranked, softmax
+from runtime.sampling.candidates import ranked
 from runtime.sampling.distribution import Distributions
 from runtime.sampling.noise import Stream
 from runtime.sampling.params import Sampling
+from runtime.sampling.processors import softmax
 
 VOCABULARY = 1003
 SAMPLINGS = [
@@ -85,7 +86,7 @@ def test_candidates_are_those_of_the_cpu(device: str, limit: int) -> None:
     for one, row, got in zip(asked, logits.cpu(), candidates(logits, asked, 4, limit), strict=True):
         rows = Distributions(row[:limit], one.sampling)
         if one.sampling.greedy:
-            want = ranked(softmax(rows.scores(0)), 4)
+            want = ranked(softmax(rows.scores(0), 1.0, 0), 4)
         else:
             want = ranked(rows.array(0) / noise.exponential(one.sampling.seed, one.position, limit), 4)
         assert got is not None and got.tokens == want.tokens and got.row is None

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from runtime.engine.metrics import total
 from runtime.errors import UserError
-from runtime.sampling.candidates import Candidates, drawn, ranked, softmax
+from runtime.sampling.candidates import Candidates, drawn, ranked
 from runtime.sampling.noise import exponential, race
 from runtime.sampling.params import Sampling
+from runtime.sampling.processors import softmax
 from runtime.speculate import Speculator
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.model import ModelDrafter
@@ -86,7 +87,7 @@ def grow(growing: Growing, seed: int, branch: int = 3) -> dict[int, Candidates]:
     while wanted:
         new = {}
         for node in wanted:
-            row = softmax(random.standard_normal(6) * 2)
+            row = softmax(random.standard_normal(6) * 2, 1.0, 0)
             draws = isinstance(growing, DrawnTree)
             new[node] = drawn(row, random.exponential(size=6), branch) if draws else ranked(row, branch)
         found |= new
@@ -120,7 +121,7 @@ def test_a_wide_enough_level_finds_the_best_of_all_trees() -> None:
         rows: dict[tuple[int, ...], Candidates] = {}
         random = np.random.default_rng(seed)
         for path in (p for n in range(4) for p in itertools.product(range(3), repeat=n)):
-            rows[path] = ranked(softmax(random.standard_normal(3) * 2), 3)
+            rows[path] = ranked(softmax(random.standard_normal(3) * 2, 1.0, 0), 3)
         joints: dict[tuple[int, ...], float] = {(): 1.0}
         for path, candidates in rows.items():
             for token, share in zip(candidates.tokens, candidates.shares, strict=True):
