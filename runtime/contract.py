@@ -182,5 +182,6 @@ class GreedyChains(Protocol):
         new tokens but each request's last.
 
         Raises FloatingPointError where `forward` would give logits with a NaN, an infinity, or nothing above −inf; the
-        cache may then hold any of the tokens.
+        cache may then hold any of the tokens. Raises TypeError and ValueError as `forward`; ValueError for rows that
+        are no chains, for `steps` that are not 1 or more for each request, and a `limit` that is not in 1..vocabulary.
         """

@@ -25,7 +25,7 @@ LINE = 64
 KEY_BLOCK = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Store:
     """Memory of keys and values, for all layers; `wide` is head_dim rounded up to 16.
 

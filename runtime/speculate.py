@@ -149,8 +149,13 @@ class Speculator:
         self.target = target
         self.draft_length = draft_length
         self.verify: Rule = verify
-        self.drafter = self._drafter(draft)
-        self.controller = Controller() if draft_length is None else None
+        if draft is None:
+            self.drafter: Drafter = NoDrafter()
+        else:
+            known = hasattr(draft, "propose")
+            self.drafter = cast(Drafter, draft) if known else model_drafter(target, cast("Model", draft), verify)
+        length = 0 if isinstance(self.drafter, NoDrafter) else draft_length
+        self._length = Controller() if length is None else length
         self._cache = cache.make(target.decoder)
         self._max_batch = max_batch
         self._ids = itertools.count()
@@ -214,19 +219,8 @@ class Speculator:
         return [self._result(request, measured) for request, measured in zip(requests, metrics, strict=True)]
 
     def _engine(self) -> Engine:
-        if isinstance(self.drafter, NoDrafter):
-            length: int | Controller = 0
-        else:
-            length = self.controller if self.draft_length is None else self.draft_length  # type: ignore[assignment]
         decoder = self.target.decoder
-        return Engine(decoder, self.drafter, length, self.verify, self._cache, max_batch=self._max_batch)
-
-    def _drafter(self, draft: "Model | Drafter | None") -> Drafter:
-        if draft is None:
-            return NoDrafter()
-        if hasattr(draft, "propose"):
-            return cast(Drafter, draft)
-        return model_drafter(self.target, draft, self.verify)
+        return Engine(decoder, self.drafter, self._length, self.verify, self._cache, max_batch=self._max_batch)
 
     def _request(
         self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Stop | None

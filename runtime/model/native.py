@@ -139,25 +139,15 @@ class NativeDecoder(BaseDecoder):
         asked = count if logits_at is None else at.numel()
         # Uninitialised: the kernels write every element.
         logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
+        angles, handle = (cos.data_ptr(), sin.data_ptr()), self._runner(held).handle
         require().specpress_forward(
-            self._runner(held).handle,
-            byref(batch),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            at.data_ptr(),
-            asked,
-            hidden.data_ptr(),
-            logits.data_ptr(),
+            handle, byref(batch), *angles, at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr()
         )
         del kept
         return Out(logits, hidden)
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
-        """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits.
-
-        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
-        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
-        """
+        """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits."""
         held = checked_cache(tokens, rows, cache, None, self.architecture)
         reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
@@ -166,16 +156,9 @@ class NativeDecoder(BaseDecoder):
         cos, sin = self._rotary.upto(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)
         drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
+        angles, handle = (cos.data_ptr(), sin.data_ptr()), self._runner(held).handle
         finite = require().specpress_draft(
-            self._runner(held).handle,
-            byref(batch),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            len(steps),
-            wanted.data_ptr(),
-            limit,
-            drafted.data_ptr(),
-            longest,
+            handle, byref(batch), *angles, len(steps), wanted.data_ptr(), limit, drafted.data_ptr(), longest
         )
         del kept
         if not finite:

@@ -4,7 +4,10 @@ All fade: what was seen lately counts more.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 # How much a new time counts against all earlier ones, and how many times the usual a slow one counts at most: a round
 # in which the machine was elsewhere says little.
@@ -105,24 +108,20 @@ class Chain:
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that a draft of at most 0, 1, … `most` can be expected to have accepted."""
-        prior, above, alive = _PRIOR * self.weight, _HOPED, 1.0
-        sums = [0.0]
-        for depth in range(most):
-            if depth < len(self.reached):
-                above = (self.accepted[depth] + prior * above) / (self.reached[depth] + prior)
-            alive *= above
-            sums.append(sums[-1] + alive)
-        return sums
+        alive = accumulate(self._rates(self.accepted, self.reached, most, _HOPED), mul)
+        return [*accumulate(alive, initial=0.0)]
 
     def lengths(self, most: int) -> list[float]:
         """Tokens that drafts of at most 0, 1, … `most` can be expected to have."""
-        prior, above = _PRIOR * self.weight, 1.0
-        sums = [0.0]
+        return [*accumulate(self._rates(self.drafted, self.allowed, most, 1.0), initial=0.0)]
+
+    def _rates(self, hits: Sequence[float], tries: Sequence[float], most: int, above: float) -> Iterator[float]:
+        """Hits a try at each depth; the rate one depth above counts for a few tries, `above` for those of the first."""
+        prior = _PRIOR * self.weight
         for depth in range(most):
-            if depth < len(self.allowed):
-                above = (self.drafted[depth] + prior * above) / (self.allowed[depth] + prior)
-            sums.append(sums[-1] + above)
-        return sums
+            if depth < len(tries):
+                above = (hits[depth] + prior * above) / (tries[depth] + prior)
+            yield above
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,7 @@ def _bytes(shown: str, tensor: Any) -> int:
     """Bytes of a tensor by its type and shape, packed types rounded up."""
     from onnx import TensorProto, helper
 
-    count = 1
-    for size in tensor.dims:
-        count *= size
+    count = prod(tensor.dims)
     narrow = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
     try:
         bits = narrow.get(tensor.data_type) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize

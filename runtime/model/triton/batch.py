@@ -152,7 +152,7 @@ def fill(bucket: Bucket, out: Words, tokens: Words, reserved: Sequence[Reserved]
 
 def fill_up(part: dict[str, Words], bucket: Bucket, cache: GpuCache) -> None:
     """Makes all rows such that nobody reads: of the last request, which others have only where no row is added."""
-    out_of_use = {"position": NOWHERE, "request": bucket.requests - 1, "slot": cache.pool.scratch * KEY_BLOCK}
+    out_of_use = {"position": NOWHERE, "request": bucket.requests - 1, "slot": cache.scratch * KEY_BLOCK}
     for name, words in part.items():
         words.fill(out_of_use.get(name, 0))
 

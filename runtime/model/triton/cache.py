@@ -88,22 +88,10 @@ def _shown(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """The memory of all pages, and the page behind them that takes what nobody reads. Graphs are captured on one pool.
-
-    store    as kv_store.Store has it, without a table; its blocks are the pages and the scratch page.
-    scratch  the scratch page's number.
-    """
-
-    store: Store
-    scratch: int
-
-
 class GpuCache(PagedCache):
     """A PagedCache on a device. Without `pages` it promises each request its whole capacity, and grows to hold that.
 
-    A pool that grows moves: `pool` is another object then, and graphs captured on the old one are of no use.
+    A pool that grows moves: `memory` is another object then, and graphs captured on the old one are of no use.
     """
 
     def __init__(self, form: CacheFormat, pages: int | None = None):
@@ -115,12 +103,16 @@ class GpuCache(PagedCache):
         self._grows = pages is None
         self._promised = 0
         self._tables: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
-        self._pool = Pool(self._memory, self.pages)
 
     @property
-    def pool(self) -> Pool:
-        """The memory as it is now."""
-        return self._pool
+    def memory(self) -> Store:
+        """All pages as they lie now, and behind them the scratch page."""
+        return self._memory
+
+    @property
+    def scratch(self) -> int:
+        """The page that takes what nobody reads."""
+        return self._pages.total
 
     def open(self, capacity: int) -> int:
         """See PagedCache. A pool that grows does it here: a forward never finds it too small."""
@@ -150,7 +142,7 @@ class GpuCache(PagedCache):
         Entries behind a request's blocks, and rows behind the requests, are valid pages whose keys nobody may read.
         """
         width = min(blocks, self._tables.shape[1])
-        out.fill(self._pool.scratch)
+        out.fill(self.scratch)
         out[: len(requests), :width] = self._tables[list(requests), :width]
 
     def slots(self, request: int, start: int, count: int) -> NDArray[np.int32]:
@@ -182,17 +174,14 @@ class GpuCache(PagedCache):
                     new[:, : self.pages] = old[:, : self.pages]
         else:
             # Nothing to keep: the old memory goes first, so that the new pool may be all that fits.
-            small = self._allocate(0)
-            self._memory, self._pool = small, Pool(small, 0)
             del before
+            self._memory = self._allocate(0)
             try:
                 self._memory = self._allocate(total)
             except BaseException:
                 self._memory = self._allocate(self.pages)
-                self._pool = Pool(self._memory, self.pages)
                 raise
         self._pages.grow(total)
-        self._pool = Pool(self._memory, total)
         for request, store in self._store.items():
             self._store[request] = replace(self._memory, table=store.table)
 
@@ -207,10 +196,10 @@ class GpuCache(PagedCache):
         assert store.table is not None
         rows, blocks = self._tables.shape
         if handle >= rows or len(store.table) > blocks:
-            grown = np.full((max(handle + 1, rows), max(len(store.table), blocks)), self._pool.scratch, dtype=np.int32)
+            grown = np.full((max(handle + 1, rows), max(len(store.table), blocks)), self.scratch, dtype=np.int32)
             grown[:rows, :blocks] = self._tables
             self._tables = grown
-        self._tables[handle] = self._pool.scratch
+        self._tables[handle] = self.scratch
         return handle
 
     def _put(self, request: int, block: int, page: int) -> None:

@@ -118,7 +118,7 @@ class TritonDecoder(BaseDecoder):
         def body() -> Tensor:
             return draft_round(shape, inputs, forward, partial(self._logits_of, captured=True))
 
-        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.pool, shape, body)
+        out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.memory, shape, body)
         # A graph's memory is good until the next run.
         return out[:, : len(reserved)].t().clone()
 
@@ -154,11 +154,7 @@ class TritonDecoder(BaseDecoder):
         return out.t()
 
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
-        """See contract.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to.
-
-        Raises TypeError and ValueError as `forward`; ValueError for rows that are no chains, and where `steps` are not
-        1 or more for each request, or `limit` is not in 1..vocabulary; FloatingPointError as the protocol says.
-        """
+        """See contract.GreedyChains; waits for the device once. The tokens are those that `forward` would lead to."""
         drafted = self.draft(tokens, rows, cache, steps, limit).cpu()
         counts = torch.tensor(steps, dtype=torch.int64).unsqueeze(1)
         real = torch.arange(drafted.shape[1]) < counts
@@ -237,7 +233,7 @@ class TritonDecoder(BaseDecoder):
             logits = self._logits_of(hidden, bucket.captured)
             return Computed(logits, hidden, next_tokens(logits, [ARGMAX] * len(logits)))
 
-        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.pool, bucket, body)
+        found = body() if waits(self.parts, bucket.rows) else self._graphs.run(cache.memory, bucket, body)
         if early is not None:
             return found
         if at is None:
@@ -246,7 +242,7 @@ class TritonDecoder(BaseDecoder):
         return Computed(*(part[rows] for part in found))
 
     def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
-        memory = Memory(cache.pool.store, cache.format.kind, cache.format.key_factor, blocks * KEY_BLOCK, sharing)
+        memory = Memory(cache.memory, cache.format.kind, cache.format.key_factor, blocks * KEY_BLOCK, sharing)
         return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
 
     def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:

@@ -5,6 +5,7 @@ A stack is made once, when a mixture is loaded; the layers of single experts, wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -22,11 +23,12 @@ from runtime.kernels.triton.quantize_inputs import (
     rounding,
     silu_mul_quantize,
 )
-from runtime.kernels.triton.weights import GpuWeight
 from runtime.model.layers import Mixture, Mlp
 
 # Numbers of a row that one program adds.
 _BLOCK = 512
+# Tensors of a weight that experts have in one stack.
+_STACKED = ("codes", "lower", "scale", "offset", "bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +129,13 @@ def stacked(mixture: Mixture) -> Mixture:
         return mixture
     made = [_stack(column) for column in columns]
     experts = tuple(
-        Mlp(replace(up, parts=tuple(parts)), down)
-        for up, *parts, down in zip(ups, *(views for _, views in made), strict=True)
+        Mlp(replace(up, parts=tuple(parts)), last)
+        for up, *parts, last in zip(ups, *(views for _, views in made), strict=True)
     )
-    layers = [layer for layer, _ in made]
-    one = (
-        None
-        if any(layer.by_expert for layer in layers[:-1])
-        else rounding(*(layer.layer.weight for layer in layers[:-1]))
-    )
-    return replace(mixture, experts=experts, stacked=StackedExperts(tuple(layers[:-1]), ups[0].sizes, layers[-1], one))
+    *gate_up, down = (layer for layer, _ in made)
+    alike = not any(layer.by_expert for layer in gate_up)
+    one = rounding(*(layer.layer.weight for layer in gate_up)) if alike else None
+    return replace(mixture, experts=experts, stacked=StackedExperts(tuple(gate_up), ups[0].sizes, down, one))
 
 
 def _alike(layers: Sequence[TritonLinear]) -> bool:
@@ -154,34 +153,18 @@ def _stack(layers: Sequence[TritonLinear]) -> tuple[StackedLinear, list[TritonLi
     Orders and static steps are small and stay the layers' own, which may share them with each other.
     """
     weights = [layer.weight for layer in layers]
-    first = weights[0]
-    whole = replace(
-        first,
-        codes=_whole([w.codes for w in weights]),
-        lower=_maybe([w.lower for w in weights]),
-        scale=_maybe([w.scale for w in weights]),
-        offset=_maybe([w.offset for w in weights]),
-        bias=_maybe([w.bias for w in weights]),
-    )
-    views = [
-        replace(layer, weight=_view(whole, w, i)) for i, (layer, w) in enumerate(zip(layers, weights, strict=True))
-    ]
+    stacks: dict[str, Any] = {name: _maybe([getattr(w, name) for w in weights]) for name in _STACKED}
+    whole = replace(weights[0], **stacks)
+    views = []
+    for i, layer in enumerate(layers):
+        own: dict[str, Any] = {name: None if part is None else part[i] for name, part in stacks.items()}
+        views.append(replace(layer, weight=replace(layer.weight, pairs=whole.pairs, **own)))
     perms, steps = [w.perm for w in weights], [w.input_scale for w in weights]
     by_expert = not (_equal(perms) and _equal(steps))
     if by_expert:
         static = _maybe(steps)
         whole = replace(whole, perm=_maybe(perms), input_scale=None if static is None else static.flatten())
     return StackedLinear(triton_linear(whole, layers[0].plan, layers[0].splits), by_expert), views
-
-
-def _view(whole: GpuWeight, weight: GpuWeight, number: int) -> GpuWeight:
-    """The weight of one expert, its tensors lying in the stack."""
-    lower, scale, offset, bias = (
-        None if part is None else part[number] for part in (whole.lower, whole.scale, whole.offset, whole.bias)
-    )
-    return replace(
-        weight, codes=whole.codes[number], lower=lower, pairs=whole.pairs, scale=scale, offset=offset, bias=bias
-    )
 
 
 def _equal(tensors: Sequence[Tensor | None]) -> bool:

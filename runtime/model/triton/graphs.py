@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from runtime.kv_store import Store
 from runtime.model.triton.batch import Shape
-from runtime.model.triton.cache import Pool
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, most: int = 64):
         self._device, self._most = device, most
-        self._of: WeakKeyDictionary[Pool, OrderedDict[Shape, _Captured | None]] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Store, OrderedDict[Shape, _Captured | None]] = WeakKeyDictionary()
         self._blocks: dict[int, Tensor] = {}
         # Graphs run one after the other and nobody reads the output of one after the next: they share their memory.
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -59,7 +59,7 @@ class Graphs:
             self._blocks[shape.words] = torch.zeros(shape.words, dtype=torch.int32, device=self._device)
         return self._blocks[shape.words]
 
-    def run(self, pool: Pool, shape: Shape, forward: Callable[[], T]) -> T:
+    def run(self, pool: Store, shape: Shape, forward: Callable[[], T]) -> T:
         """What `forward` computes from the shape's block and the pool, by its graph where there is one or may be one.
 
         `forward` must launch the same kernels on the same addresses each time, must not wait for the device, and must

@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             for handle in self.texts:
                 pages, out = self.cache.table(handle), np.zeros((2, 4), np.int32)
                 self.cache.tables([handle], 4, out)
-                assert out[0].tolist()[: len(pages)] == list(pages) and out.max() <= self.cache.pool.scratch == total
+                assert out[0].tolist()[: len(pages)] == list(pages) and out.max() <= self.cache.scratch == total
         assert all(len(self.cache.table(h)) == -(-len(text) // 64) for h, text in self.texts.items())
 
     def teardown(self) -> None:

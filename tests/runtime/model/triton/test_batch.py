@@ -59,7 +59,7 @@ def test_a_block_says_where_the_rows_stand(data: st.DataObject) -> None:
     found = Inputs(**bucket.cut(block))
     assert found.token[:rows].tolist() == list(range(5, 5 + rows))
     assert found.position.tolist() == position + [NOWHERE] * (bucket.rows - rows)
-    scratch = cache.pool.scratch
+    scratch = cache.scratch
     assert (found.slot[rows:] == 64 * scratch).all() and (found.request[rows:] == bucket.requests - 1).all()
     for row in range(rows):
         table = found.table[found.request[row]].tolist()

@@ -120,9 +120,9 @@ def test_a_pool_that_moves_and_forwards_that_are_refused(small: Tiny, text: Text
     assert isinstance(cache, GpuCache)
     first = cache.open(20)
     feed(made, cache, first, tokens[:5])
-    before = cache.pool
+    before = cache.memory
     others = [cache.open(200) for _ in range(3)]
-    assert cache.pool is not before
+    assert cache.memory is not before
     assert torch.equal(feed(made, cache, first, tokens[5:]), feed(made, cache, others[2], tokens)[5:])
     with pytest.raises(TypeError, match=r"needs the cache of its new_cache"):
         made.forward(tokens, Rows.chains([(0, 0, 9)]), ContiguousCache(CacheFormat(1, 1, 16, torch.device("cpu"))))

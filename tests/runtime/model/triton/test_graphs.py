@@ -47,9 +47,9 @@ def test_replays_have_the_bits_of_eager_forwards(tiny: Tiny, text: Text, model: 
                 found.append(logits)
                 cache.truncate(request, 60)
             if turn == 3:
-                before = cache.pool
+                before = cache.memory
                 others = [cache.open(250) for _ in range(4)]
-                assert cache.pool is not before
+                assert cache.memory is not before
                 cache.close(others[0])
         out.append(found)
     assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
