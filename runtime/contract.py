@@ -6,7 +6,7 @@ chain or a tree, and batches of all of these at once are the same call.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -160,11 +160,23 @@ class Decoder(Protocol):
 
 
 class HasDecoder(Protocol):
-    """Anything with a decoder: what `runtime.load` returns, say."""
+    """Anything with a decoder."""
 
     @property
     def decoder(self) -> Decoder:
         """The model over rows."""
+
+
+class Loaded(HasDecoder, Protocol):
+    """What `runtime.load` returns, as far as decoding needs it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a text, as the model's configuration says; empty where it says nothing."""
 
 
 @runtime_checkable

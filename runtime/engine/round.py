@@ -11,10 +11,9 @@ from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, RowSampling
 from runtime.sampling.distribution import Distributions, Logits
 from runtime.sampling.stopping import kept
-from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Outcome, Request
 from runtime.speculative.draft_length import Controller, Drafted, Round
-from runtime.speculative.verify import Acceptance, Rule, coupled, greedy, rejection, typical
+from runtime.speculative.verify import Acceptance, Rule, coupled, greedy, rejection, sampled_on_device, typical
 
 NO_DRAFT = Draft()
 

@@ -21,8 +21,8 @@ class Detokenizer:
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that these tokens complete. `last`: no more will come, so an incomplete character is shown as �."""
         self._tokens += tokens
-        before = self._decode(self._tokens[self._start : self._shown])
-        text = self._decode(self._tokens[self._start :])
+        before = decode(self._tokenizer, self._tokens[self._start : self._shown])
+        text = decode(self._tokenizer, self._tokens[self._start :])
         if text.endswith("�") and not last:
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
@@ -32,9 +32,16 @@ class Detokenizer:
             common -= 1
         return text[common:]
 
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text as it is, without special tokens."""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text alone, without the special tokens that the tokenizer would add."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def same_vocabulary(target: Any, draft: Any) -> bool:

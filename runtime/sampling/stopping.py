@@ -5,24 +5,12 @@ tokens alone, never on how many of them a round brought.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
 
+from runtime.contract import Loaded
 from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer
 
 Stop = str | Sequence[str | int]
-
-
-class HasEndTokens(Protocol):
-    """What `runtime.load` returns, as far as stopping needs it."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """A transformers tokenizer."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text, as the model's configuration says; empty where it says nothing."""
 
 
 class StopStrings:
@@ -109,7 +97,7 @@ def kept(tokens: Sequence[int], stop_tokens: Collection[int], strings: StopStrin
     return (len(tokens), False) if stop is None else (stop + 1, True)
 
 
-def resolve(stop: Stop | None, model: HasEndTokens, vocab_size: int) -> tuple[frozenset[int], tuple[str, ...]]:
+def resolve(stop: Stop | None, model: Loaded, vocab_size: int) -> tuple[frozenset[int], tuple[str, ...]]:
     """The stop tokens and stop strings that a user's `stop` means for this model.
 
     stop  None: the model's own end tokens. Ids replace these, strings come on top of them; (): nothing ends the text.
@@ -134,16 +122,13 @@ def resolve(stop: Stop | None, model: HasEndTokens, vocab_size: int) -> tuple[fr
     strings = dict.fromkeys(one for one in given if isinstance(one, str))
     if strings and not ids:
         ids = _end_tokens(model)
-    special = {text: id_ for text, id_ in _special_tokens(model.tokenizer).items() if text in strings}
+    added = {str(token): id_ for id_, token in model.tokenizer.added_tokens_decoder.items() if token.special}
+    special = {text: id_ for text, id_ in added.items() if text in strings}
     return ids | frozenset(special.values()), tuple(text for text in strings if text not in special)
 
 
-def _end_tokens(model: HasEndTokens) -> frozenset[int]:
+def _end_tokens(model: Loaded) -> frozenset[int]:
     found = model.end_tokens
     if not found and model.tokenizer.eos_token_id is not None:
         return frozenset([model.tokenizer.eos_token_id])
     return found
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    return {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}

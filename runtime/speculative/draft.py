@@ -6,8 +6,9 @@ The drafters themselves are in drafters/, one file each.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from runtime.sampling.noise import Memo
@@ -130,6 +131,44 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has ended: forget it."""
+
+
+@dataclass(frozen=True)
+class DeferredDrafts:
+    """Chains of a model on the target's device, whose tokens the host reads once the target has verified them there.
+
+    tokens  (n, most) int64 on the device, as DeviceRounds.draft returns them.
+    counts  how many tokens are drafted for each of the requests that were asked for; rows are of those with any.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+
+    @property
+    def flat(self) -> Tensor:
+        """(sum of counts,) the drafts' tokens one after the other."""
+        drafted = [count for count in self.counts if count]
+        if drafted == [self.tokens.shape[1]] * len(drafted):
+            return self.tokens.flatten()
+        return torch.cat([row[:count] for row, count in zip(self.tokens, drafted, strict=True)])
+
+
+@runtime_checkable
+class DeferredDrafter(Protocol):
+    """What a drafter may offer besides its contract, for targets that are DeviceRounds on the same device."""
+
+    def propose_deferred(
+        self, requests: Sequence[Request], budgets: Sequence[int], device: torch.device
+    ) -> DeferredDrafts | None:
+        """Drafts without waiting for the tokens; None, with nothing changed, where this drafter cannot."""
+
+    def settle(
+        self, requests: Sequence[Request], deferred: DeferredDrafts, tokens: Sequence[Sequence[int]]
+    ) -> list[Draft]:
+        """One draft per request of the same call, now that the tokens of `deferred` are known.
+
+        Raises UserError where the draft's logits were not finite.
+        """
 
 
 class EachText(Generic[Text]):

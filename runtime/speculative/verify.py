@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
+from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft
 
 Rule = Literal["coupled", "rejection", "typical"]
@@ -32,6 +33,11 @@ class TargetRows(Protocol):
 
     def __getitem__(self, row: int, /) -> Tensor:
         """(V,) float64."""
+
+
+def sampled_on_device(sampling: Sampling, rule: Rule) -> bool:
+    """Whether a request's tokens can be sampled on the device."""
+    return sampling.plain and (sampling.greedy or rule == "coupled")
 
 
 def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.cache.slots import Reserved
 from runtime.model.triton.batch import ALIGNMENT, Bucket, Inputs, Shape, Words, bucket_for, fill, fill_up
 from runtime.model.triton.cache import GpuCache
-from runtime.model.triton.sampling import Way, chosen_alike, key_of
+from runtime.model.triton.sampling import Way, key_of, sample_alike
 from runtime.sampling.params import Sampling
 
 # Hidden states of a forward's rows, or of some: (inputs, adjacent rows of one request, rows on the device).
@@ -60,7 +60,7 @@ class Steps:
 
     first    the first step's inputs; last  (rows,) int32: each request's last row of it.
     request  (rows,) int32; position, slot, start  (steps − 1, lane) int32 of the later steps: as Inputs has them.
-    keys     (steps, lane, 2) int64, which sampling.chosen_alike takes; none where the round is greedy.
+    keys     (steps, lane, 2) int64, which sampling.sample_alike takes; none where the round is greedy.
     """
 
     first: Inputs
@@ -132,5 +132,5 @@ def drafted(shape: Round, inputs: Steps, forward: Forward, head: Callable[[Tenso
         else:
             hidden = forward(inputs.first, shape.first.sharing, inputs.last.long())
         keys = None if shape.way is None else inputs.keys[step, : shape.rows]
-        out[step].copy_(chosen_alike(head(hidden), shape.way, keys, shape.limit))
+        out[step].copy_(sample_alike(head(hidden), shape.way, keys, shape.limit))
     return out

@@ -64,52 +64,37 @@ def hidden_states(
     at_once = max(_LEAST_ROWS, _ROOM // (a.heads * a.head_dim * splits) // _LEAST_ROWS * _LEAST_ROWS)
     tail = inputs.tail if inputs.tail.shape[1] else None
     places = Places(inputs.table, inputs.request, inputs.position, inputs.start, tail)
+    prompt = tail is None and len(x) > WIDEST  # many rows, in chains
     # Prompts walk their splits one after the other and need no room for them.
-    room = None if _is_prompt(places) else workspace(min(len(x), at_once), heads, splits, x.device)
+    room = None if prompt else workspace(min(len(x), at_once), heads, splits, x.device)
+
+    def attention(x: Tensor, block: Block, layer: int) -> Tensor:
+        """The residual stream behind a block's attention."""
+        weights = block.attention
+        q, k, v = _joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a))
+        factor = None if memory.factor is None else memory.factor[layer]
+        q = rotate_and_store(
+            *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
+            *(weights.q_norm, weights.k_norm, a.norm_eps),
+        )
+        mixed = torch.empty_like(q)
+        own = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, weights.window, factor)
+        keys = (memory.store, layer, memory.kind, own)
+        if prompt:
+            attend_many(q, *keys, places, mixed)
+        else:
+            held = len(q) if room is None else len(room[0])
+            for first in range(0, len(q), held):
+                part = slice(first, first + held)
+                attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
+        return _added(weights.out, mixed.view(len(x), -1), x)
+
     for number, block in enumerate(parts.blocks):
-        x = _attention(x, block, number, a, inputs, places, memory, angles, splits, room)
+        x = attention(x, block, number)
         x = _feed_forward(x, block, a, inputs.position)
     if at is not None:
         x = x[at]
     return rms_norm(x, parts.norm, a.norm_eps, a.norm_offset)
-
-
-def _attention(
-    x: Tensor,
-    block: Block,
-    layer: int,
-    a: Architecture,
-    inputs: Inputs,
-    places: Places,
-    memory: Memory,
-    angles: tuple[Tensor, Tensor],
-    splits: int,
-    room: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The residual stream behind a block's attention."""
-    weights = block.attention
-    q, k, v = _joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a))
-    factor = None if memory.factor is None else memory.factor[layer]
-    heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, weights.window, factor)
-    q = rotate_and_store(
-        *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
-        *(weights.q_norm, weights.k_norm, a.norm_eps),
-    )
-    mixed = torch.empty_like(q)
-    keys = (memory.store, layer, memory.kind, heads)
-    if _is_prompt(places):
-        attend_many(q, *keys, places, mixed)
-    else:
-        at_once = len(q) if room is None else len(room[0])
-        for first in range(0, len(q), at_once):
-            part = slice(first, first + at_once)
-            attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
-    return _added(weights.out, mixed.view(len(x), -1), x)
-
-
-def _is_prompt(places: Places) -> bool:
-    """Whether there are many rows, in chains."""
-    return places.tail is None and len(places.position) > WIDEST
 
 
 def _some(places: Places, rows: slice) -> Places:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.kernels.triton.argmax import largest
+from runtime.kernels.triton.philox import uniforms
 from runtime.model.on_device import NON_FINITE, RowSampling
 from runtime.sampling.candidates import Candidates
 from runtime.sampling.noise import Stream
@@ -36,8 +38,6 @@ def next_tokens(logits: Tensor, asked: Sequence[RowSampling], limit: int | None 
         raise ValueError(f"{len(logits)} rows, {len(asked)} ways to choose, all of which must be plain")
     if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    from runtime.kernels.triton.argmax import largest
-
     best = out = largest(logits, limit)
     known = logits[:, :limit]
     sampled = [i for i, one in enumerate(asked) if not one.sampling.greedy]
@@ -74,13 +74,11 @@ def key_of(sampling: Sampling, position: int) -> tuple[int, int]:
     return seed - (1 << 64) if seed >= 1 << 63 else seed, position
 
 
-def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: int) -> Tensor:
+def sample_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: int) -> Tensor:
     """`next_tokens` of (n, V) rows, all greedy or all sampled in one way: launches only, so that graphs hold them.
 
     keys  (n, 2) int64 on the logits' device, by `key_of`; None for greedy rows.
     """
-    from runtime.kernels.triton.argmax import largest
-
     best = largest(logits, limit)
     if way is None:
         return best
@@ -92,8 +90,6 @@ def chosen_alike(logits: Tensor, way: Way | None, keys: Tensor | None, limit: in
 
 def candidates(logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int) -> list[Candidates | None]:
     """See on_device.DeviceRounds; waits for the device once."""
-    from runtime.kernels.triton.argmax import largest
-
     found = []
     for first in range(0, len(logits), _ROWS):
         rows = slice(first, first + _ROWS)
@@ -136,8 +132,6 @@ def _lots(logits: Tensor, asked: Sequence[RowSampling]) -> Tensor:
 
 def _noise(keys: Tensor, count: int) -> Tensor:
     """(n, count) float64, exponential."""
-    from runtime.kernels.triton.philox import uniforms
-
     return uniforms(keys, count, Stream.CHOICE).log_().neg_()
 
 

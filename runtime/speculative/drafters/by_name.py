@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.checkpoints.medusa import DESCRIPTION
 from runtime.errors import UserError
 from runtime.model.load import load
-from runtime.sampling.detokenize import require_same_vocabulary
+from runtime.sampling.detokenize import encode_plain, require_same_vocabulary
 from runtime.speculative.draft import Drafter
 from runtime.speculative.drafters.fallback import ChainedDrafter
 from runtime.speculative.drafters.lookup import LookupDrafter
@@ -148,4 +148,4 @@ def _tokens(target: "Model", corpus: Path) -> list[int]:
         text = corpus.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--corpus: {corpus} is not a text file that can be read; give a UTF-8 file.") from error
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encode_plain(target.tokenizer, text)

@@ -15,9 +15,8 @@ from runtime.model.on_device import NON_FINITE, DeviceRounds
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, pick, race, uniforms
 from runtime.sampling.params import Sampling
-from runtime.speculative.deferred import DeferredDrafts, sampled_on_device
-from runtime.speculative.draft import Draft, EachText, Request
-from runtime.speculative.verify import Rule
+from runtime.speculative.draft import DeferredDrafts, Draft, EachText, Request
+from runtime.speculative.verify import Rule, sampled_on_device
 
 # Prompts go through the model in pieces of this many rows, which bounds the memory of one forward.
 PREFILL_ROWS = 512

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
-from runtime.contract import HasDecoder
-from runtime.sampling.detokenize import same_vocabulary
+from runtime.contract import Loaded
+from runtime.sampling.detokenize import decode, encode_plain, same_vocabulary
 from runtime.sampling.params import Sampling
 from runtime.speculative.draft import Draft, EachText, Request
 from runtime.speculative.drafters.model import ModelDrafter
@@ -16,14 +16,6 @@ from runtime.speculative.verify import Rule
 _CONTEXT = 8
 # A character has at most four bytes, so at most three tokens of an unfinished one can end a text.
 _UNFINISHED = 3
-
-
-class Drafting(HasDecoder, Protocol):
-    """A draft model and its tokenizer: what `runtime.load` returns."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """A transformers tokenizer."""
 
 
 @dataclass
@@ -45,7 +37,7 @@ class ReencodedDrafter(EachText[_Text]):
 
     name = "model (re-encoded)"
 
-    def __init__(self, model: Drafting, target_tokenizer: Any) -> None:
+    def __init__(self, model: Loaded, target_tokenizer: Any) -> None:
         """Raises UserError where the model has no tokenizer."""
         super().__init__()
         self._theirs, self._ours = model.tokenizer, target_tokenizer
@@ -59,7 +51,7 @@ class ReencodedDrafter(EachText[_Text]):
         for i, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
             settled = self._settled(request.tokens)
             if budget > 0 and settled:
-                shadow = self._shadow(request, _decode(self._ours, settled), budget)
+                shadow = self._shadow(request, decode(self._ours, settled), budget)
                 if shadow is not None:
                     asked[i] = settled, shadow
         found = self._model.propose([shadow for _, shadow in asked.values()], [budgets[i] for i in asked])
@@ -81,7 +73,7 @@ class ReencodedDrafter(EachText[_Text]):
     def _settled(self, tokens: list[int]) -> list[int]:
         """The tokens without those of an unfinished character at the end."""
         for cut in range(_UNFINISHED + 1):
-            if not _decode(self._ours, tokens[: len(tokens) - cut][-_CONTEXT:]).endswith("�"):
+            if not decode(self._ours, tokens[: len(tokens) - cut][-_CONTEXT:]).endswith("�"):
                 return tokens[: len(tokens) - cut]
         # It is the text that holds a �, or bytes that are no character.
         return tokens
@@ -110,7 +102,7 @@ class ReencodedDrafter(EachText[_Text]):
         ends = set(self._theirs.all_special_ids)
         new = list(takewhile(lambda token: token not in ends, new))
         context = before[-_CONTEXT:]
-        old, both = _decode(self._theirs, context), _decode(self._theirs, context + new)
+        old, both = decode(self._theirs, context), decode(self._theirs, context + new)
         return both[len(old) :].rstrip("�") if both.startswith(old) else ""
 
     def _encoded(self, before: list[int], text: str) -> list[int]:
@@ -118,27 +110,18 @@ class ReencodedDrafter(EachText[_Text]):
         if not text:
             return []
         context = before[-_CONTEXT:]
-        wanted = _decode(self._ours, context) + text
-        whole = _encode(self._ours, wanted)
+        wanted = decode(self._ours, context) + text
+        whole = encode_plain(self._ours, wanted)
         # Where a token reaches over the border, as when a word was cut, the text is encoded by itself.
-        alone = _encode(self._ours, text)
+        alone = encode_plain(self._ours, text)
         for tokens in ([whole[len(context) :]] if whole[: len(context)] == context else []) + [alone]:
-            if _decode(self._ours, context + tokens) == wanted:
+            if decode(self._ours, context + tokens) == wanted:
                 return tokens
         return []
 
 
-def model_drafter(target: Drafting, draft: Drafting, verify: Rule = "coupled") -> ModelDrafter | ReencodedDrafter:
+def model_drafter(target: Loaded, draft: Loaded, verify: Rule = "coupled") -> ModelDrafter | ReencodedDrafter:
     """A draft model for a target: token by token where they share a vocabulary, otherwise through the text."""
     if same_vocabulary(target.tokenizer, draft.tokenizer):
         return ModelDrafter(draft, verify, target.decoder.vocab_size)
     return ReencodedDrafter(draft, target.tokenizer)
-
-
-def _decode(tokenizer: Any, tokens: list[int]) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

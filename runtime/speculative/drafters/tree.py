@@ -18,7 +18,6 @@ from runtime.sampling.candidates import Candidates, drawn, ranked
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host, not_finite
 from runtime.sampling.noise import Stream, uniforms
 from runtime.sampling.processors import softmax
-from runtime.speculative.deferred import sampled_on_device
 from runtime.speculative.draft import Draft, Request
 from runtime.speculative.drafters.model import DraftModel, prefill, stacked
 from runtime.speculative.drafters.tree_growth import (
@@ -31,7 +30,7 @@ from runtime.speculative.drafters.tree_growth import (
     Tree,
     TreeShape,
 )
-from runtime.speculative.verify import Rule
+from runtime.speculative.verify import Rule, sampled_on_device
 
 
 @dataclass

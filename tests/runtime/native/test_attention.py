@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.quantizer import CacheFormat
+from runtime.cache.format import CacheFormat
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
 
@@ -75,7 +75,7 @@ def attend(
     stores = (StoreStruct * len(held))(*[StoreStruct(*k.cache.store(k.request).pointers) for k in held])
     arrays = [zeros, request, at, at, tail_from, tail_at, slots]
     batch = BatchStruct(len(at), *[a.ctypes.data for a in arrays], stores)
-    factor = cache.quantizer.key_factor
+    factor = cache.format.key_factor
     heads = HeadsStruct(
         held[0].heads,
         cache.format.kv_heads,
@@ -184,7 +184,7 @@ def test_keys_are_taken_in_order_of_position_wherever_they_lie(native_path: str,
             (scattered,) = attend(native_path, [held], [queries], [[length - 1]], tail=order)
             twin = keys(kind, 2, 2, 20, tokens=640)
             where = torch.arange(length - listed, length)
-            twin.cache.quantizer.move(twin.cache.store(0), torch.tensor(order), where)
+            twin.cache.format.move(twin.cache.store(0), torch.tensor(order), where)
             assert torch.equal(scattered, one(native_path, twin, queries, [length - 1]))
 
 

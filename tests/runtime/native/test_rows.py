@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.quantizer import CacheFormat
+from runtime.cache.format import CacheFormat
 from runtime.kernels import reference
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require
@@ -109,7 +109,7 @@ KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 def remember(
     path: str, cache: ContiguousCache, request: int, layer: int, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    factor = cache.quantizer.key_factor
+    factor = cache.format.key_factor
     heads = HeadsStruct(
         cache.format.kv_heads,
         cache.format.kv_heads,
@@ -146,7 +146,7 @@ def test_a_cache_is_written_as_the_reference_writes_it(native_path: str, kind: C
                 values[-1] *= 1e20
                 keys[count // 2] = 1e-42
                 remember(native_path, ours, handle, layer, slots, keys, values)
-                theirs.quantizer.write(theirs.store(handle), layer, slots, keys, values)
+                theirs.format.write(theirs.store(handle), layer, slots, keys, values)
         for a, b in zip(contents(ours, handle), contents(theirs, handle), strict=True):
             assert torch.equal(a, b), (kv_heads, dim)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.cache.quantizer import Quantizer
+from runtime.cache.format import Quantizer
 from runtime.contract import CacheKind
 from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, attend, splits_for
 from runtime.kernels.triton.attention_prefill import attend_many

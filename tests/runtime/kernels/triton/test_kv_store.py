@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.cache.quantizer import Quantizer
+from runtime.cache.format import Quantizer
 from runtime.contract import CacheKind
 from runtime.kernels import reference
 from runtime.kernels.triton.kv_store import move

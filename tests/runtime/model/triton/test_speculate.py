@@ -13,8 +13,7 @@ from runtime.model.on_device import DeviceRounds
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
-from runtime.speculative.deferred import DeferredDrafter
-from runtime.speculative.draft import Draft, Request
+from runtime.speculative.draft import DeferredDrafter, Draft, Request
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 from runtime.speculative.drafters.model import ModelDrafter
