@@ -26,7 +26,7 @@ from compress.artifact.files import write_json
 from compress.errors import UserError
 from runtime import load
 from runtime.cache import scheme
-from runtime.cache.format import LIMITS
+from runtime.cache.quantizer import LIMITS
 from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError

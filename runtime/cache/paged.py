@@ -13,7 +13,7 @@ import torch
 
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache, blocks_for, blocks_of
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import KEY_BLOCK
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Reserved, checked_cache, paths, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.paged import PagedCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows

@@ -1,7 +1,7 @@
 """What lies between a block's first product and its attention: norms of heads, rotary positions, the cache.
 
 One kernel: queries are rotated into memory of their own, keys are rotated, rounded and stored, values rounded and
-stored. The bits are those of reference.rms_norm, reference.rotate and quantizer.Quantizer.write.
+stored. The bits are those of reference.rms_norm, reference.rotate and quantizer.CacheFormat.write.
 """
 
 import torch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runtime.cache.contiguous import blocks_for
 from runtime.cache.paged import PagedCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.checkpoints.architecture import Architecture
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store

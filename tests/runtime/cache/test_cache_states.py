@@ -30,7 +30,7 @@ from runtime import load
 from runtime.cache.block_pool import BlockPool
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Out, Rows, integers
 from runtime.errors import OutOfPages
 from runtime.kv_store import CacheKind

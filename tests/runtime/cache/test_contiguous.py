@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind
 

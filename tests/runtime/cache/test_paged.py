@@ -12,7 +12,7 @@ from runtime import load
 from runtime.cache.block_pool import ROOT, BlockPool, Prefix
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.paged import PagedCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 from runtime.errors import OutOfPages, UserError
 from runtime.kv_store import CacheKind

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.devices import explained, explaining, resolve
 from runtime.errors import UserError
 from runtime.generate import app as generate

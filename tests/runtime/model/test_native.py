@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.kv_store import CacheKind

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
 

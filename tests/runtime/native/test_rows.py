@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.kernels import reference
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.cache.format import Quantizer
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import CacheKind
 from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, attend, splits_for
 from runtime.kernels.triton.attention_prefill import attend_many
@@ -53,7 +53,7 @@ def make(
     total = sum(blocks) + 3 if pages is None else pages
     order = torch.randperm(total, generator=g)[: sum(blocks)]
     spread = torch.logspace(-1, 1, dim).repeat(LAYERS, kv, 1) if kind in ("int8", "int4") else None
-    quantizer = Quantizer(kind, spread)
+    quantizer = CacheFormat(LAYERS, kv, dim, torch.device("cpu"), kind, spread)
     store = allocate(kind, LAYERS, total, kv, dim, torch.device("cpu"))
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     keys, values = [], []
@@ -222,7 +222,8 @@ def test_a_trees_rows_are_those_of_their_chains(device: torch.device, kind: Cach
     parts = (case.store.keys, case.store.values, case.store.key_scale, case.store.value_scale)
     moved = Store(*(part.cpu().clone() for part in parts))
     target = page[order // KEY_BLOCK] * KEY_BLOCK + order % KEY_BLOCK
-    Quantizer(kind).move(moved, physical, target)
+    form = CacheFormat(LAYERS, *moved.keys.shape[2:4], torch.device("cpu"), kind)
+    form.move(moved, physical, target)
     parts = (moved.keys, moved.values, moved.key_scale, moved.value_scale)
     straight = replace(case, store=Store(*(part.to(device) for part in parts)))
     row = slice(9, 10)

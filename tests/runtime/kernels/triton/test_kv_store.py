@@ -1,4 +1,4 @@
-"""Rows into the cache on the device: the memory that quantizer.Quantizer writes, bit for bit."""
+"""Rows into the cache on the device: the memory that quantizer.CacheFormat writes, bit for bit."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.cache.format import Quantizer
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import CacheKind
 from runtime.kernels import reference
 from runtime.kernels.triton.kv_store import move
@@ -37,6 +37,10 @@ def same(ours: Store, theirs: Store) -> bool:
     return all(torch.equal(a.cpu(), b) for a, b in zip(parts(ours), parts(theirs), strict=True))
 
 
+def form(kind: CacheKind, dim: int, factor: Tensor | None = None) -> CacheFormat:
+    return CacheFormat(LAYERS, HEADS, dim, torch.device("cpu"), kind, factor)
+
+
 def factor_for(kind: CacheKind, dim: int) -> Tensor | None:
     return None if kind.startswith("float") else normal(LAYERS, HEADS, dim, seed=9).abs() + 0.1
 
@@ -48,7 +52,7 @@ def test_rows_are_stored_as_the_quantizer_does(device: torch.device, kind: Cache
     theirs = empty(kind, dim)
     ours = on(device, theirs)
     factor = factor_for(kind, dim)
-    quantizer = Quantizer(kind, factor)
+    quantizer = form(kind, dim, factor)
     for seed, slots in ((1, [0, 32, 63, 31, 64, 191, 100]), (2, [32, 0, 1, 33, 100])):
         keys, values = normal(2, len(slots), HEADS, dim, seed=seed)
         values[0] = 0.0
@@ -68,7 +72,7 @@ def test_rows_are_stored_as_the_quantizer_does(device: torch.device, kind: Cache
     ("source", "target"), [([5], [2]), ([1, 4, 5, 9, 70], [0, 1, 2, 3, 4]), ([9, 0, 3, 1, 40], [0, 1, 2, 3, 8])]
 )
 def test_moves(device: torch.device, kind: CacheKind, source: list[int], target: list[int]) -> None:
-    theirs, quantizer = empty(kind, 24), Quantizer(kind)
+    theirs, quantizer = empty(kind, 24), form(kind, 24)
     for layer in range(LAYERS):
         quantizer.write(theirs, layer, torch.arange(80), *normal(2, 80, HEADS, 24, seed=layer))
     ours = on(device, theirs)
@@ -104,7 +108,7 @@ def test_rotation_and_storing(device: torch.device, kind: CacheKind, dim: int, r
     want_k = reference.rotate(want_k, cos[position], sin[position])
     theirs, factor = empty(kind, dim), factor_for(kind, dim)
     ours = on(device, theirs)
-    Quantizer(kind, factor).write(theirs, 1, slots, want_k, v.reshape(count, HEADS, dim))
+    form(kind, dim, factor).write(theirs, 1, slots, want_k, v.reshape(count, HEADS, dim))
     there = whole.to(device)
     got = rotate_and_store(
         *there.split([heads * dim, HEADS * dim, HEADS * dim], dim=1),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Reserved, paths, reserve
 from runtime.contract import Rows, integers
 from runtime.model.triton.batch import ALIGNMENT, NOWHERE, WIDTHS, Inputs, Staging, bucket_for, depth_of, fill

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.cache.contiguous import ContiguousCache
-from runtime.cache.format import CacheFormat
+from runtime.cache.quantizer import CacheFormat
 from runtime.contract import Cache, Decoder, Rows, integers
 from runtime.kv_store import CacheKind
 from runtime.model.triton.cache import GpuCache
