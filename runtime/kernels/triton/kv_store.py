@@ -1,4 +1,4 @@
-"""Keys and values into a kv_store.Store on the device, as quantizer.CacheFormat has them bit for bit; slots moved in it.
+"""Keys and values into a kv_store.Store on the device, with the bits of quantizer.CacheFormat, and moved within it.
 
 Slots are physical: block · 64 + place in the block. Nothing here waits for the device or allocates.
 """
