@@ -19,7 +19,7 @@ from settings import TIMED, Setting, chosen
 
 from compress.errors import USER_ERRORS
 from runtime.bench.options import say, writable
-from runtime.cli import without_traceback
+from runtime.cli import takes, without_traceback
 from runtime.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -42,46 +42,46 @@ class Row:
     ratio: float
 
 
+@dataclass(frozen=True)
+class Options:
+    """What the command is asked for."""
+
+    setting: Annotated[list[str] | None, typer.Option(help="Which checkpoints.", show_default=", ".join(TIMED))] = None
+    shape: Annotated[str, typer.Option(help="A shape of runtime.bench.")] = "tinyllama-1.1b"
+    blocks: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None
+    new_tokens: Annotated[int, typer.Option(help="Of each text.", min=1)] = 48
+    prompts: Annotated[int, typer.Option(help="Texts, 16 tokens of prompt each.", min=1)] = 2
+    rounds: Annotated[int, typer.Option(help="Turns of everybody.", min=1)] = 3
+    samples: Annotated[int, typer.Option(help="Windows of 128 tokens that the libraries calibrate on.", min=1)] = 2
+    threads: Annotated[int | None, typer.Option(help="Of everybody.", show_default="physical cores", min=1)] = None
+    peer_python: Annotated[Path, typer.Option(help="The libraries' environment.")] = Path(".compressors/bin/python")
+    work: Annotated[Path, typer.Option(help="Where logs are kept.")] = Path("runs/foreign")
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None
+
+
 @app.command()
-def main(
-    setting: Annotated[list[str] | None, typer.Option(help="Which checkpoints.", show_default=", ".join(TIMED))] = None,
-    shape: Annotated[str, typer.Option(help="A shape of runtime.bench.")] = "tinyllama-1.1b",
-    blocks: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
-    new_tokens: Annotated[int, typer.Option(help="Of each text.", min=1)] = 48,
-    prompts: Annotated[int, typer.Option(help="Texts, 16 tokens of prompt each.", min=1)] = 2,
-    rounds: Annotated[int, typer.Option(help="Turns of everybody.", min=1)] = 3,
-    samples: Annotated[int, typer.Option(help="Windows of 128 tokens that the libraries calibrate on.", min=1)] = 2,
-    threads: Annotated[int | None, typer.Option(help="Of everybody.", show_default="physical cores", min=1)] = None,
-    peer_python: Annotated[Path, typer.Option(help="The libraries' environment.")] = Path(".compressors/bin/python"),
-    work: Annotated[Path, typer.Option(help="Where logs are kept.")] = Path("runs/foreign"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
-) -> None:
+@takes(Options)
+def main(options: Options) -> None:
     """Writes the checkpoints, decodes each in both, and prints milliseconds a token and their ratio."""
     with without_traceback(USER_ERRORS):
-        settings = chosen(setting, TIMED)
+        settings = chosen(options.setting, TIMED)
         for one in settings:
             if one.method not in ("gptq", "awq"):
                 raise UserError(f"--setting: expected packed weights (gptq or awq), found {one.name}")
-        pythons = interpreters(peer_python, "compressors")
-        writable("--json", json_file)
-        rows = _compare(settings, pythons, (shape, blocks, samples), (prompts, new_tokens, rounds), threads, work)
-        if json_file is not None:
+        pythons = interpreters(options.peer_python, "compressors")
+        writable("--json", options.json_file)
+        rows = _compare(options, settings, pythons)
+        if options.json_file is not None:
             from runtime.bench.measure import machine
             from runtime.bench.output import write
 
-            about = {"machine": machine(), "model": shape, "blocks": blocks, "new_tokens": new_tokens, "rounds": rounds}
-            write(json_file, about | {"rows": [asdict(row) for row in rows]})
+            about = {"model": options.shape} | {
+                key: getattr(options, key) for key in ("blocks", "new_tokens", "rounds")
+            }
+            write(options.json_file, {"machine": machine()} | about | {"rows": [asdict(row) for row in rows]})
 
 
-def _compare(
-    settings: list[Setting],
-    pythons: tuple[Path, Path],
-    model_of: tuple[str, int | None, int],
-    work_of: tuple[int, int, int],
-    threads: int | None,
-    work: Path,
-) -> list[Row]:
-    """`model_of`: shape, blocks and calibration windows; `work_of`: prompts, new tokens and rounds."""
+def _compare(options: Options, settings: list[Setting], pythons: tuple[Path, Path]) -> list[Row]:
     import calibration
     import jobs
     import timed
@@ -93,13 +93,13 @@ def _compare(
     from runtime.bench.random_models import SHAPES
     from runtime.native import default_threads
 
-    (shape, blocks, samples), (prompts, new_tokens, rounds) = model_of, work_of
+    shape, blocks = options.shape, options.blocks
     if shape not in SHAPES:
         raise UserError(f"--shape: expected one of {', '.join(SHAPES)}, found {shape!r}")
-    count, folder = threads or default_threads(), work.absolute() / shape
-    text = calibration.Text("stdlib", samples, 128, 128, 0)
-    drawn = torch.randint(3, 1000, (prompts, 16), generator=torch.Generator().manual_seed(0))
-    doing = Work(drawn.tolist(), new_tokens, rounds, count)
+    count, folder = options.threads or default_threads(), options.work.absolute() / shape
+    text = calibration.Text("stdlib", options.samples, 128, 128, 0)
+    drawn = torch.randint(3, 1000, (options.prompts, 16), generator=torch.Generator().manual_seed(0))
+    doing = Work(drawn.tolist(), options.new_tokens, options.rounds, count)
     rows = []
     say(f"writing {shape} with random weights (removed at the end)")
     with timed.random_checkpoint(shape, blocks, Path(default_pair()[0]), folder) as model:
@@ -115,7 +115,7 @@ def _compare(
                     shutil.copyfile(model / name, out / name)
             rows.append(_row(setting, out, doing, pythons, folder / "logs", say))
     where = f"{machine()['cpu']}, {count} threads"
-    _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {where}; {rounds} rounds")
+    _print(rows, f"{shape}, {blocks or 'all'} blocks, random weights; {where}; {options.rounds} rounds")
     return rows
 
 

@@ -63,12 +63,11 @@ def _once(shop: Workshop, name: str, make: Callable[[Path], None]) -> Path:
 
 def _openvino(shop: Workshop, checkpoint: Path) -> Path:
     """int8, as the random models of engines.py are; with the tokenizer, which a pipeline wants."""
-
-    def make(out: Path) -> None:
-        run_maker(shop, True, "makers.openvino_model", str(checkpoint), str(out), "int8")
-        run_maker(shop, True, "makers.openvino_tokenizer", str(checkpoint), str(out))
-
-    return _once(shop, f"openvino-int8-{checkpoint.name}", make)
+    return _once(
+        shop,
+        f"openvino-int8-{checkpoint.name}",
+        lambda out: run_maker(shop, True, "makers.openvino_model", str(checkpoint), str(out), "int8"),
+    )
 
 
 def _gguf(shop: Workshop, checkpoint: Path) -> Path:
@@ -79,7 +78,7 @@ def _gguf(shop: Workshop, checkpoint: Path) -> Path:
     def make(out: Path) -> None:
         write(checkpoint, out.parent, silent, floats="f32")
         (source,) = out.parent.glob("*.gguf")
-        run_maker(shop, True, "makers.gguf_quantized", str(source), str(shop.threads), f"Q8_0={out}")
+        run_maker(shop, True, "makers.gguf_models", str(source), str(shop.threads), f"Q8_0={out}")
 
     return _once(shop, f"{checkpoint.name}-Q8_0.gguf", make)
 

@@ -23,8 +23,8 @@ speculative decoding can be tried and measured without downloading anything; it 
 
 | | bits per byte | perplexity per token | tokens |
 |---|---|---|---|
-| held-out standard library | {library_bits} | {library_perplexity} | {library_tokens:,} |
-| held-out packages | {packages_bits} | {packages_perplexity} | {packages_tokens:,} |
+| held-out standard library | {library[bits_per_byte]} | {library[perplexity]} | {library[tokens]:,} |
+| held-out packages | {others[bits_per_byte]} | {others[perplexity]} | {others[tokens]:,} |
 
 Windows of {positions:,} tokens without overlap, `python examples/pair/train.py evaluate`.
 
@@ -61,7 +61,6 @@ def write_model(work: Path, source: str, config: LlamaConfig, out: Path, held_ou
         shutil.copyfile(work / "tokenizer" / name, out / name)
     parameters = sum(t.numel() for t in load_file(out / "model.safetensors").values())
     data = json.loads((work / "corpus.json").read_text())
-    library, packages = held_out["held_library"], held_out["held_packages"]
     card = _CARD.format(
         title=f"Specpress pair: {out.name}",
         parameters=parameters,
@@ -70,12 +69,8 @@ def write_model(work: Path, source: str, config: LlamaConfig, out: Path, held_ou
         mlp=config.intermediate_size,
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
-        library_bits=library["bits_per_byte"],
-        library_perplexity=library["perplexity"],
-        library_tokens=library["tokens"],
-        packages_bits=packages["bits_per_byte"],
-        packages_perplexity=packages["perplexity"],
-        packages_tokens=packages["tokens"],
+        library=held_out["held_library"],
+        others=held_out["held_packages"],
         training=_training(work, source),
         interpreter=data["interpreter"],
         library_megabytes=data["sizes"]["library"]["megabytes"],

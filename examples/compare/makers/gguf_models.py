@@ -1,6 +1,7 @@
-"""GGUF files of random weights: `python -m makers.gguf_models CONFIG.json THREADS TYPE=OUT…`.
+"""GGUF files in llama.cpp's quantised types (Q4_0, Q4_K_M, …): `python -m makers.gguf_models SOURCE THREADS TYPE=OUT…`.
 
-One F16 file is written beside the first OUT, quantised by llama.cpp once for each TYPE (Q4_0, Q4_K_M, …), and removed.
+SOURCE is a float GGUF file, or a CONFIG.json: then one F16 file of random weights is written beside the first OUT,
+quantised once for each TYPE, and removed.
 """
 
 import ctypes
@@ -99,6 +100,9 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 if __name__ == "__main__":
-    given = dict(argument.split("=", 1) for argument in sys.argv[3:])
-    outs = {kind: Path(out) for kind, out in given.items()}
-    make(json.loads(Path(sys.argv[1]).read_text()), outs, int(sys.argv[2]))
+    source, threads = Path(sys.argv[1]), int(sys.argv[2])
+    outs = {kind: Path(out) for kind, out in (argument.split("=", 1) for argument in sys.argv[3:])}
+    if source.suffix == ".json":
+        make(json.loads(source.read_text()), outs, threads)
+    else:
+        quantize(source, outs, threads)

@@ -1,4 +1,8 @@
-"""An OpenVINO export with compressed weights: `python -m makers.openvino_model CHECKPOINT OUT int4|int8`."""
+"""An OpenVINO export with compressed weights: `python -m makers.openvino_model CHECKPOINT OUT int4|int8`.
+
+The tokenizer, where the checkpoint has one, comes along as OpenVINO runs it: a pipeline wants it, even where token ids
+go in and come out.
+"""
 
 import sys
 from pathlib import Path
@@ -14,6 +18,18 @@ def make(checkpoint: Path, out: Path, scheme: str) -> None:
     }[scheme]
     model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, quantization_config=config)
     model.save_pretrained(out)
+    if (checkpoint / "tokenizer.json").is_file():
+        _write_tokenizer(checkpoint, out)
+
+
+def _write_tokenizer(checkpoint: Path, out: Path) -> None:
+    import openvino
+    from openvino_tokenizers import convert_tokenizer
+    from transformers import AutoTokenizer
+
+    pair = convert_tokenizer(AutoTokenizer.from_pretrained(checkpoint), with_detokenizer=True)
+    for name, graph in zip(("openvino_tokenizer.xml", "openvino_detokenizer.xml"), pair, strict=True):
+        openvino.save_model(graph, out / name)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -14,12 +14,14 @@ from workers.generation import Options, serve
 class Transformers:
     """Eager, with the library's dynamic cache: what assisted generation asks for."""
 
+    loading: ClassVar[dict[str, Any]] = {"dtype": torch.float32}
+
     def __init__(self, options: Options):
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(options.threads)
         self.drafter = options.drafter
-        self.model = _load(options.target)
-        self.assistant = _load(options.draft) if options.drafter == "model" else None
+        self.model = self.load(options.target)
+        self.assistant = self.load(options.draft) if options.drafter == "model" else None
         # Calls may write to the assistant's settings, and each begins with those that were loaded.
         self.schedule = copy.deepcopy(self.assistant.generation_config) if self.assistant is not None else None
 
@@ -52,13 +54,12 @@ class Transformers:
         )
         return out[0, len(prompt) :].tolist()
 
-
-def _load(path: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    # No end token, so that every text has the same length.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    def load(self, path: Path) -> PreTrainedModel:
+        """Without an end token, so that every text has the same length."""
+        model = AutoModelForCausalLM.from_pretrained(path, **self.loading).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return model
 
 
 if __name__ == "__main__":
