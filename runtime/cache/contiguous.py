@@ -19,7 +19,10 @@ from runtime.kv_store import KEY_BLOCK, Store, allocate
 
 
 class KeyValueCache(ABC):
-    """Keys and values of any number of requests. Subclasses say where their blocks lie."""
+    """A `contract.Cache` whose subclasses say where their blocks lie.
+
+    `open` raises UserError where the cache cannot hold a request, `match_prefix` ValueError for one that is not new.
+    """
 
     def __init__(self, form: CacheFormat):
         self.format = form
@@ -27,31 +30,23 @@ class KeyValueCache(ABC):
         self._length: dict[int, int] = {}
 
     @abstractmethod
-    def open(self, capacity: int) -> int:
-        """A handle for a request of at most `capacity` tokens. Raises UserError where the cache cannot hold them."""
+    def open(self, capacity: int) -> int: ...
 
     def close(self, request: int) -> None:
         """Frees what the request holds; its handle may be given out again."""
         del self._store[request], self._length[request]
 
     @abstractmethod
-    def fork(self, request: int) -> int:
-        """A handle for another request that holds the same tokens and goes its own way from here."""
+    def fork(self, request: int) -> int: ...
 
     @abstractmethod
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
-        """Takes over what is known of the beginning of `tokens`, never all of them; returns the tokens stored now.
-
-        Only for a request that was just opened (ValueError for others).
-        """
+    def match_prefix(self, request: int, tokens: Sequence[int]) -> int: ...
 
     @abstractmethod
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
-        """Lets other requests match what is stored; `tokens` (int) are those of the first slots, a chain."""
+    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None: ...
 
     @abstractmethod
-    def missing_pages(self, needs: Mapping[int, int]) -> int:
-        """Pages that are lacking to reserve needs[request] more slots for each request; 0: it fits."""
+    def missing_pages(self, needs: Mapping[int, int]) -> int: ...
 
     def store(self, request: int) -> Store:
         """The request's memory, for kernels."""
@@ -135,7 +130,6 @@ class KeyValueCache(ABC):
         return out[0], out[1]
 
     def bytes_per_token(self) -> int:
-        """See CacheFormat."""
         return self.format.bytes_per_token
 
     def _allocate(self, blocks: int) -> Store:

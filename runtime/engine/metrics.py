@@ -131,21 +131,6 @@ class Metrics:
         tokens = self.drafted - self.first_drafted
         return (self.draft_seconds - self.first_seconds) / tokens / step_seconds if tokens else None
 
-    def width_cost_ratio(self, step_seconds: float) -> float | None:
-        """v: target time a round over a target step of width 1; None without rounds."""
-        return None if self.step_seconds is None else self.step_seconds / step_seconds
-
-    def predicted_speedup(self, step_seconds: float) -> float | None:
-        """The speed-up that these rounds' own τ, γ, c and v predict; None where nothing was drafted.
-
-        step_seconds  a target step of width 1: `step_seconds` of the same prompts decoded plainly, in the same batches.
-        """
-        c, v = self.draft_cost_ratio(step_seconds), self.width_cost_ratio(step_seconds)
-        tau, gamma = self.tokens_per_round, self.mean_draft_length
-        if c is None or v is None or tau is None or gamma is None:
-            return None
-        return predicted_speedup(tau, gamma, c, v)
-
     def count_draft(self, depths: list[int], accepted: list[int]) -> None:
         """Records one draft: the depth of each drafted and of each accepted token."""
         histograms = (self.drafted_at, self.accepted_at, self.draft_lengths)

@@ -66,7 +66,6 @@ class Adapter(ChainDecoder):
         return DynamicCache(config=self.model.config)
 
     def length(self, state: Any) -> int:
-        """See ChainDecoder."""
         return int(state.get_seq_length())
 
     def cut(self, state: Any, length: int) -> Any:
@@ -90,7 +89,6 @@ class Adapter(ChainDecoder):
         return 2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize
 
     def run(self, tokens: Tensor, state: Any, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        """See ChainDecoder."""
         out = self.model(
             input_ids=tokens.view(1, -1).to(self.device),
             past_key_values=state,

@@ -64,11 +64,9 @@ class OnnxDecoder(ChainDecoder):
         return _Held(0, [np.zeros((1, heads, 0, dim), dtype=self.signature.dtype)] * len(self.signature.past))
 
     def length(self, state: _Held) -> int:
-        """See ChainDecoder."""
         return state.length
 
     def cut(self, state: _Held, length: int) -> _Held:
-        """See ChainDecoder."""
         return _Held(length, state.states)
 
     def copied(self, state: _Held) -> _Held:
@@ -81,7 +79,6 @@ class OnnxDecoder(ChainDecoder):
         return len(self.signature.past) * heads * dim * self.signature.dtype.itemsize
 
     def run(self, tokens: Tensor, state: _Held, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        """See ChainDecoder."""
         ids = tokens.detach().cpu().numpy().astype(np.int64)
         found: list[tuple[Tensor, ...]] = []
         for begin in range(0, len(ids), MOST_ROWS):

@@ -4,7 +4,8 @@ What kernels write for rows that only fill a forward up goes to a page that no r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +30,12 @@ _FLOAT = 4
 _MOST_MOVED = 64
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes: of the weights as they are stored, of one text's float32 keys and values, and of what a forward holds."""
 
     weights: int
     cache: int
     work: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.cache + self.work
 
 
 def needed(a: Architecture, weights: int) -> Need:
@@ -66,9 +61,9 @@ def free_bytes(device: torch.device) -> int:
 
 def require_room(name: str, need: Need, free: int) -> None:
     """Raises UserError where a model does not fit `free` bytes."""
-    if need.total > free:
+    if sum(need) > free:
         raise UserError(
-            f"{name} needs about {_shown(need.total)} of the GPU ({_shown(need.weights)} of weights,"
+            f"{name} needs about {_shown(sum(need))} of the GPU ({_shown(need.weights)} of weights,"
             f" {_shown(need.cache)} for one text's keys and values, {_shown(need.work)} to work with), and"
             f" {_shown(free)} are free;"
             " compress it to a smaller scheme, free the GPU's memory, or load it with device='cpu'"
@@ -131,7 +126,6 @@ class GpuCache(PagedCache):
         return handle
 
     def close(self, request: int) -> None:
-        """See PagedCache."""
         blocks = self.capacity(request) // KEY_BLOCK
         super().close(request)
         self._promised -= blocks

@@ -179,7 +179,6 @@ class TritonDecoder(BaseDecoder):
     def candidates(
         self, logits: Tensor, asked: Sequence[RowSampling], count: int, limit: int
     ) -> list[Candidates | None]:
-        """See on_device.DeviceRounds."""
         with self._here():
             return candidates(logits, asked, count, limit)
 

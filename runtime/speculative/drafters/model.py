@@ -154,7 +154,6 @@ class ModelDrafter(DraftModel[_Text]):
     def settle(
         self, requests: Sequence[Request], deferred: DeferredDrafts, tokens: Sequence[Sequence[int]]
     ) -> list[Draft]:
-        """See DeferredDrafter."""
         drafts, found = [], iter(tokens)
         for request, count in zip(requests, deferred.counts, strict=True):
             drafted = list(next(found)[:count]) if count else []

@@ -50,14 +50,6 @@ class TreeShape:
             ) from error
 
     @property
-    def depth(self) -> int:
-        """Nodes on the longest path below the root, and forwards of the draft."""
-        depths = [0]
-        for node, count in enumerate(self.children):
-            depths += [depths[node] + 1] * count
-        return max(depths)
-
-    @property
     def rows(self) -> int:
         """The most rows of a tree in the draft's cache: nodes that have children."""
         return sum(count > 0 for count in self.children[1:])
@@ -159,7 +151,6 @@ class ShapedTree(Growing):
         self._numbers = {ROOT: 0}
 
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
-        """See Growing."""
         self.tree.candidates |= found
         wanted = []
         for node in sorted(found, key=lambda node: self._numbers[node]):
@@ -190,7 +181,6 @@ class RankedTree(Growing):
         self._width, self._depth = growth.width, min(depth, growth.depth)
 
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
-        """See Growing."""
         self.tree.candidates |= found
         first = len(self.tree.tokens)
         for node, candidates in found.items():
@@ -224,7 +214,6 @@ class DrawnTree(Growing):
         self._draws: list[tuple[float, int, int]] = []
 
     def expand(self, found: Mapping[int, Candidates]) -> list[int]:
-        """See Growing."""
         self.tree.candidates |= found
         for node in found:
             self._offer(node, 0)

@@ -30,21 +30,19 @@ def test_the_prediction_is_that_of_the_measured_costs() -> None:
     assert predicted_speedup(3.0, 4, 0.1, 1.1) == pytest.approx(2.0)
     metrics = spoken()
     # A plain step takes 0.08 s: c = (0.08 / 4) / 0.08, v = 0.1 / 0.08, τ = 2, γ = 4 / 3.
-    assert metrics.draft_cost_ratio(0.08) == pytest.approx(0.25) and metrics.width_cost_ratio(0.08) == pytest.approx(
-        1.25
-    )
+    c, v = metrics.draft_cost_ratio(0.08), metrics.step_seconds / 0.08
+    assert (c, v) == pytest.approx((0.25, 1.25))
     # Half of the time went to the first two of the four drafted tokens.
     assert metrics.draft_step_ratio(0.08) == pytest.approx(0.25) and total([metrics] * 2).draft_step_ratio(
         0.04
     ) == pytest.approx(0.5)
     metrics.first_seconds = 0.06
     assert metrics.draft_step_ratio(0.08) == pytest.approx(0.125) and Metrics().draft_step_ratio(1.0) is None
-    assert metrics.predicted_speedup(0.08) == pytest.approx(2 / (4 / 3 * 0.25 + 1.25))
     # Six tokens in 0.38 s of drafting and verifying, against 0.08 s each.
-    assert metrics.predicted_speedup(0.08) == pytest.approx(6 * 0.08 / 0.38)
+    assert predicted_speedup(2, 4 / 3, 0.25 if c is None else c, v) == pytest.approx(6 * 0.08 / 0.38)
     plain = Metrics(rounds=10, gained=10, target_seconds=0.8)
-    assert plain.step_seconds == pytest.approx(0.08) and plain.predicted_speedup(0.08) is None
-    assert Metrics().step_seconds is None and Metrics().width_cost_ratio(1.0) is None
+    assert plain.step_seconds == pytest.approx(0.08) and plain.draft_cost_ratio(0.08) is None
+    assert Metrics().step_seconds is None
 
 
 def test_percentiles_are_taken_over_the_requests() -> None:

@@ -38,7 +38,7 @@ def request(tokens: list[int], id_: int = 0, sampling: Sampling | None = None, l
 
 def test_shapes() -> None:
     shape = TreeShape((2, 1, 0, 3))
-    assert shape.depth == 3 and shape.rows == 2
+    assert shape.rows == 2
     assert TreeShape.parse("2,1,0,3") == shape
     for children in ((), (0, 1), (1, 1, 1, 1, 1, 0, 1), (-1,), (0,)):
         with pytest.raises(ValueError, match="tree"):
