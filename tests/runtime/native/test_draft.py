@@ -69,7 +69,7 @@ def by_steps(made: NativeDecoder, cache: ContiguousCache, handles: Sequence[int]
 
 def stored(cache: ContiguousCache, request: int) -> list[Tensor]:
     length = cache.length(request)
-    parts = [part for layer in range(cache.layers) for part in cache.read(layer, request, length)]
+    parts = [part for layer in range(cache.format.layers) for part in cache.read(layer, request, length)]
     return [part.transpose(1, 2).flatten(0, 1)[:length] for part in parts]
 
 
