@@ -216,7 +216,12 @@ class Speculator:
                 engine.step()
         finally:
             engine.close()
-        return [self._result(request, measured) for request, measured in zip(requests, metrics, strict=True)]
+        results = []
+        for request, measured in zip(requests, metrics, strict=True):
+            prompt, new = request.tokens[: request.prompt_length], request.new_tokens
+            text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
+            results.append(Result(text, new, prompt, _finish(request), measured))
+        return results
 
     def _engine(self) -> Engine:
         decoder = self.target.decoder
@@ -245,11 +250,6 @@ class Speculator:
             stop_tokens=stop_tokens,
             stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
         )
-
-    def _result(self, request: Request, metrics: Metrics) -> Result:
-        prompt, new = request.tokens[: request.prompt_length], request.new_tokens
-        text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
-        return Result(text, new, prompt, _finish(request), metrics)
 
     def _pieces(self, engine: Engine, request: Request) -> Generator[Piece, None, None]:
         text = Detokenizer(self.target.tokenizer, request.tokens)

@@ -205,8 +205,7 @@ def keys_and_values(layout: Layout, cache: KeyValueCache, layer: int, tiles: ran
             k, v = (part[:needed] for part in read[of.request])
         keys.append(k)
         values.append(v)
-    return _stack(keys), _stack(values)
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    if len(keys) == 1:
+        return keys[0].unsqueeze(0), values[0].unsqueeze(0)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(keys, batch_first=True), pad(values, batch_first=True)

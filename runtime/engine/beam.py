@@ -109,7 +109,9 @@ def search(decoder: Decoder, prompt: Sequence[int], rules: Rules) -> list[Hypoth
     cache = decoder.new_cache()
     handles = [cache.open(len(prompt) + limit)]
     try:
-        logits = _prefill(decoder, cache, handles[0], prompt)
+        fed = prefill(decoder, cache, handles[0], prompt, 0)
+        rows, last_row = Rows.chains([(handles[0], fed, len(prompt) - fed)]), integers([len(prompt) - fed - 1])
+        logits = decoder.forward(integers(prompt[fed:]), rows, cache, last_row).logits
         running, finished = [Hypothesis()], list[Hypothesis]()
         while True:
             # So many that `beams` of them go on, even if every running hypothesis has all stop tokens among them.
@@ -161,15 +163,6 @@ def log_probabilities(logits: Tensor) -> NDArray[np.float64]:
     rows = rows - rows.max(axis=-1, keepdims=True)
     normalised: NDArray[np.float64] = rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
     return normalised
-
-
-def _prefill(decoder: Decoder, cache: Cache, handle: int, prompt: Sequence[int]) -> Tensor:
-    """Feeds the prompt in pieces; (1, V) logits after its last token."""
-    fed = prefill(decoder, cache, handle, prompt, 0)
-    left = len(prompt) - fed
-    return decoder.forward(
-        integers(prompt[fed:]), Rows.chains([(handle, fed, left)]), cache, integers([left - 1])
-    ).logits
 
 
 def _follow(cache: Cache, handles: list[int], parents: Sequence[int]) -> None:

@@ -26,7 +26,6 @@ from runtime.engine.round import (
     aligned,
     append_accepted,
     forward_rows,
-    handle_of,
     learn,
     row_samplings,
     verify,
@@ -120,7 +119,7 @@ class Engine:
         except BaseException:
             # Slots that the forward took and may not have written: nobody must come to read or to match them.
             for part in batch:
-                self._cache.truncate(handle_of(part.state), part.first)
+                self._cache.truncate(part.state.handle, part.first)
             raise
         if deferred is not None:
             drafted = started + deferred.seconds
@@ -164,11 +163,11 @@ class Engine:
         return []
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
-        return not self._cache.missing_pages({handle_of(part.state): part.fed + part.budget for part in batch})
+        return not self._cache.missing_pages({part.state.handle: part.fed + part.budget for part in batch})
 
     def _wanted(self) -> list[ScheduledRequest]:
         """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
-        held = [self._cache.length(handle_of(state)) for state in self._running]
+        held = [self._cache.length(state.handle) for state in self._running]
         decoding = [
             state.metrics.arrivals[0] != [] and len(state.request.tokens) == first + 1
             for state, first in zip(self._running, held, strict=True)
@@ -273,15 +272,15 @@ class Engine:
             if outcome is None:
                 continue
             if outcome.path != list(range(outcome.length)):
-                self._cache.keep(handle_of(part.state), part.end, outcome.path)
+                self._cache.keep(part.state.handle, part.end, outcome.path)
             elif outcome.length < len(draft.tokens):
-                self._cache.truncate(handle_of(part.state), part.end + outcome.length)
+                self._cache.truncate(part.state.handle, part.end + outcome.length)
 
     def _cache_prompts(self, batch: Sequence[ScheduledRequest]) -> None:
         """Prompts that are complete now need not be read again by others that begin like them."""
         for part in batch:
             if part.samples and not part.decoding:
-                self._cache.cache_prefix(handle_of(part.state), part.state.request.tokens[: part.end])
+                self._cache.cache_prefix(part.state.handle, part.state.request.tokens[: part.end])
 
     def _leave(self, batch: Sequence[ScheduledRequest]) -> list[Request]:
         """Lets go of the requests that have ended; returns those that gained tokens."""
@@ -293,16 +292,16 @@ class Engine:
 
     def _release(self, state: RequestState) -> None:
         """Frees what a running request holds; its prefix stays for others to match."""
-        handle = handle_of(state)
+        handle = state.handle
         self._cache.cache_prefix(handle, state.request.tokens[: self._cache.length(handle)])
         # Out of the list first: an interrupt must not free a handle twice.
         self._running.remove(state)
-        state.handle = None
+        state.handle = -1
         self._cache.close(handle)
         self._drafter.close(state.request)
 
     def _finish(self, state: RequestState) -> None:
-        if state.handle is None:
+        if state.handle < 0:
             self._waiting.remove(state)
         else:
             self._release(state)

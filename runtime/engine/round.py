@@ -23,7 +23,7 @@ class RequestState:
     """A request with its place in the target's cache, and what has been counted of it.
 
     number   the order in which requests came.
-    handle   None while the request waits.
+    handle   in the target's cache; −1 while the request waits.
     started  when it came, by the engine's clock.
     drafted  whether its last round drafted, so that its drafter knows the text but for that round's tokens.
     """
@@ -32,7 +32,7 @@ class RequestState:
     number: int
     metrics: Metrics
     started: float
-    handle: int | None = None
+    handle: int = -1
     drafted: bool = False
 
     @property
@@ -61,11 +61,6 @@ class ScheduledRequest(NamedTuple):
         return self.first + self.fed
 
 
-def handle_of(state: RequestState) -> int:
-    assert state.handle is not None
-    return state.handle
-
-
 def aligned(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> list[Draft]:
     """A draft for each part of the round, from those of the parts with a budget."""
     found = iter(drafts)
@@ -90,7 +85,7 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
             tokens += draft.tokens
             position += [last + depth for depth in draft.depths]
             parent += [end + 1 + above for above in draft.parents]
-        request += [handle_of(part.state)] * (len(tokens) - base)
+        request += [part.state.handle] * (len(tokens) - base)
     rows = Rows(integers(request), integers(position), integers(parent))
     return integers(tokens), rows, None if len(at) == len(tokens) else integers(at)
 
@@ -142,19 +137,9 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
     request.tokens += gained[:count]
     request.noise.forget(len(request.tokens))
     request.finished = stopped or request.missing <= 0
-    return Outcome(request, path, len(path), hidden_along(hidden, path))
-
-
-def hidden_along(hidden: Tensor, path: list[int]) -> Tensor | None:
-    """Of hidden (n + 1, hidden) the rows of the text's last token and of the accepted path; None where it has no rows.
-
-    They hold until the target's next forward.
-    """
-    if not len(hidden):
-        return None
-    if path == list(range(len(path))):
-        return hidden[: len(path) + 1]
-    return hidden[[0, *(1 + i for i in path)]]
+    straight = path == list(range(len(path)))
+    along = hidden[: len(path) + 1] if straight or not len(hidden) else hidden[[0, *(1 + i for i in path)]]
+    return Outcome(request, path, len(path), along if len(hidden) else None)
 
 
 def account(

@@ -18,7 +18,7 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
-from runtime.kernels.native_linear import NativeLinear, WeightPointer, project
+from runtime.kernels.native_linear import WeightPointer, project
 from runtime.model.layers import Block, Mixture, Mlp, Parts
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
@@ -189,7 +189,7 @@ class _Native:
             heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], address),
             layers=len(layers),
             hidden=a.hidden,
-            intermediate=max(_linear(mlp.down).weight.shape[1] for block in parts.blocks for mlp in _mlps(block)),
+            intermediate=max(_weight(mlp.down).shape[1] for block in parts.blocks for mlp in _mlps(block)),
             vocabulary=a.vocab,
             gelu=a.activation == "gelu_tanh",
             norm_eps=a.norm_eps,
@@ -198,7 +198,7 @@ class _Native:
             attention_scaling=a.head_dim**-0.5,
             layer=layers,
             norm=parts.norm.data_ptr(),
-            head=pointer(_linear(parts.head).weight.struct),
+            head=pointer(_weight(parts.head).struct),
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
         )
@@ -213,28 +213,28 @@ class _Native:
         if attention.q_norm is not None and attention.k_norm is not None:
             layer.query_norm, layer.key_norm = attention.q_norm.data_ptr(), attention.k_norm.data_ptr()
         layer.qkv = self._projection(attention.qkv)
-        layer.out = pointer(_linear(attention.out).weight.struct)
+        layer.out = pointer(_weight(attention.out).struct)
         layer.window = window or 0
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
         else:
             layer.gate_up = self._projection(block.mlp.gate_up)
-            layer.down = pointer(_linear(block.mlp.down).weight.struct)
+            layer.down = pointer(_weight(block.mlp.down).struct)
 
     def _projection(self, joined: Joined) -> ProjectionStruct:
-        projection = project([_linear(part).weight for part in joined.parts])
+        projection = project([_weight(part) for part in joined.parts])
         self._kept.append(projection)
         return projection
 
     def _mixture(self, mixture: Mixture) -> MixtureStruct:
         count = len(mixture.experts)
         gate_up = (ProjectionStruct * count)(*[self._projection(e.gate_up) for e in mixture.experts])
-        down = (WeightPointer * count)(*[pointer(_linear(e.down).weight.struct) for e in mixture.experts])
+        down = (WeightPointer * count)(*[pointer(_weight(e.down).struct) for e in mixture.experts])
         struct = MixtureStruct(
             count,
             mixture.per_token,
             mixture.renormalize,
-            pointer(_linear(mixture.router).weight.struct),
+            pointer(_weight(mixture.router).struct),
             ctypes.cast(gate_up, POINTER(ProjectionStruct)),
             ctypes.cast(down, POINTER(POINTER(WeightsStruct))),
         )
@@ -242,10 +242,10 @@ class _Native:
         return struct
 
 
-def _linear(layer: Any) -> NativeLinear:
-    if not isinstance(layer, NativeLinear):
-        raise TypeError(f"a native decoder takes native layers, found {type(layer).__name__}")
-    return layer
+def _weight(layer: Any) -> NativeWeights:
+    """Native decoders are made of native layers."""
+    weight: NativeWeights = layer.weight
+    return weight
 
 
 def _mlps(block: Block) -> Sequence[Mlp]:

@@ -43,21 +43,19 @@ class RotaryTable:
     def __init__(self, config: Any, device: torch.device):
         self._inverse, self._factor = frequencies(config)
         self._device = device
-        self._blocks: list[tuple[Tensor, Tensor]] = []
-        self._joined: tuple[Tensor, Tensor] | None = None
+        self._count = 0
+        self._angles = torch.empty((2, 0, len(self._inverse)), device=device).unbind()
 
     def upto(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""
-        while len(self._blocks) * _BLOCK <= position:
-            start = len(self._blocks) * _BLOCK
-            angle = torch.arange(start, start + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
-            self._blocks.append(
-                ((angle.cos() * self._factor).to(self._device), (angle.sin() * self._factor).to(self._device))
+        while self._count <= position:
+            angle = torch.arange(self._count, self._count + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
+            further = (angle.cos() * self._factor, angle.sin() * self._factor)
+            self._angles = tuple(
+                torch.cat((old, new.to(self._device))) for old, new in zip(self._angles, further, strict=True)
             )
-            self._joined = None
-        if self._joined is None:
-            self._joined = torch.cat([c for c, _ in self._blocks]), torch.cat([s for _, s in self._blocks])
-        return self._joined
+            self._count += _BLOCK
+        return self._angles
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each position, (T, r/2)."""

@@ -223,7 +223,11 @@ class TritonDecoder(BaseDecoder):
         inputs = Inputs(**bucket.cut(block))
         if drafted is not None:
             # What is no token is found when the drafts are looked at; until then it must not be looked up.
-            self._place(inputs.token, drafted.clamp(min=0).to(torch.int32), places)
+            values = drafted.clamp(min=0).to(torch.int32)
+            if list(places) == [*range(len(places))]:
+                inputs.token[: len(places)].copy_(values)
+            else:
+                inputs.token.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
         # All rows' logits cost no more than some where few rows are: the head is read once.
         early = None if at is None or bucket.captured else at.to(self.device, non_blocking=True)
 
@@ -260,9 +264,3 @@ class TritonDecoder(BaseDecoder):
             cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
             self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
         return self._angles[blocks]
-
-    def _place(self, target: Tensor, values: Tensor, places: Sequence[int]) -> None:
-        if list(places) == [*range(len(places))]:
-            target[: len(places)].copy_(values)
-        else:
-            target.index_copy_(0, torch.tensor(places).to(self.device, non_blocking=True), values)
