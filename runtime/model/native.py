@@ -18,7 +18,7 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
-from runtime.kernels.native_linear import WeightPointer, project
+from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
 from runtime.model.layers import Block, Mixture, Mlp, Parts
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
@@ -242,9 +242,9 @@ class _Native:
         return struct
 
 
-def _weight(layer: Any) -> NativeWeights:
+def _weight(layer: Any) -> NativeWeight:
     """Native decoders are made of native layers."""
-    weight: NativeWeights = layer.weight
+    weight: NativeWeight = layer.weight
     return weight
 
 

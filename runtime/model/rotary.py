@@ -44,16 +44,15 @@ class RotaryTable:
         self._inverse, self._factor = frequencies(config)
         self._device = device
         self._count = 0
-        self._angles = torch.empty((2, 0, len(self._inverse)), device=device).unbind()
+        empty = torch.empty((0, len(self._inverse)), device=device)
+        self._angles = empty, empty
 
     def upto(self, position: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""
         while self._count <= position:
             angle = torch.arange(self._count, self._count + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
-            further = (angle.cos() * self._factor, angle.sin() * self._factor)
-            self._angles = tuple(
-                torch.cat((old, new.to(self._device))) for old, new in zip(self._angles, further, strict=True)
-            )
+            cos, sin = ((part * self._factor).to(self._device) for part in (angle.cos(), angle.sin()))
+            self._angles = torch.cat((self._angles[0], cos)), torch.cat((self._angles[1], sin))
             self._count += _BLOCK
         return self._angles
 
