@@ -87,8 +87,7 @@ def main(
         typer.Option(help="Tokens drafted a round, 0 to 64.", show_default="what pays most, chosen every round"),
     ] = None,
     verify: Annotated[
-        RuleName,
-        typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most."),
+        RuleName, typer.Option(help="coupled: a seed's text does not depend on the draft; rejection: accepts the most.")
     ] = RuleName.COUPLED,
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Allow --verify typical, which changes what is written.")
@@ -118,18 +117,8 @@ def main(
         from runtime.speculate import CacheOptions, Speculator, lossless_class
         from runtime.speculative.drafters.by_name import drafter_by_name
 
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            seed,
-            _bias(logit_bias or []),
-            min_tokens,
-        )
+        penalties, bias = (repetition_penalty, presence_penalty, frequency_penalty), _bias(logit_bias or [])
+        sampling = Sampling(temperature, top_k, top_p, min_p, *penalties, seed, bias, min_tokens)
         cache = CacheOptions(kv)  # type: ignore[arg-type]  # it refuses what is no kind
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         if beams is not None:

@@ -15,10 +15,7 @@ def place(folder: Path, setting: Setting, compressor: str) -> Path:
 
 
 def make(
-    bench: Bench,
-    folder: Path,
-    jobs: Sequence[tuple[Setting, str]],
-    say: Callable[[str], None],
+    bench: Bench, folder: Path, jobs: Sequence[tuple[Setting, str]], say: Callable[[str], None]
 ) -> dict[tuple[str, str], list[Done]]:
     """Makes ours anew, and of the peers' checkpoints those that are not there; says what each took when it was made.
 

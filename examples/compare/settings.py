@@ -107,10 +107,7 @@ def our_recipe(setting: Setting) -> dict[str, Any] | None:
     elif method == "awq":
         stages = [{"quantize": _weights(setting)}]
     elif method == "smoothquant":
-        stages = [
-            {"smooth": {"alpha": setting.alpha}},
-            {"quantize": {"scheme": "int8-static", "method": "rtn"}},
-        ]
+        stages = [{"smooth": {"alpha": setting.alpha}}, {"quantize": {"scheme": "int8-static", "method": "rtn"}}]
     else:
         where = {"pattern": setting.pattern} if setting.pattern else {"sparsity": setting.sparsity}
         stages = [{"prune": {"method": method} | where}]

@@ -75,12 +75,7 @@ def rows(scheme: str, found: Sequence[Measured], plan: Plan) -> list[Row]:
 
 
 def _row(
-    engine: Measured,
-    scheme: str,
-    width: int,
-    samples: Sequence[Sample],
-    base: float | None,
-    prefill: bool = False,
+    engine: Measured, scheme: str, width: int, samples: Sequence[Sample], base: float | None, prefill: bool = False
 ) -> Row:
     taken = [sample.seconds * 1e3 for sample in samples]
     ms = median(taken)

@@ -142,14 +142,7 @@ class LlamaDecoder(BaseDecoder):
         return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
 
     def _attend(
-        self,
-        x: Tensor,
-        weights: Attention,
-        layer: int,
-        layout: Layout,
-        cache: KeyValueCache,
-        cos: Tensor,
-        sin: Tensor,
+        self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: KeyValueCache, cos: Tensor, sin: Tensor
     ) -> Tensor:
         a = self.architecture
         count = x.shape[0]

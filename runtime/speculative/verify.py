@@ -1,7 +1,8 @@
 """Which drafted tokens the target accepts, and the token it adds: pure functions, for chains and trees alike.
 
 Every rule reads the target at a draft's nodes: row 0 follows the request's last token, row i + 1 follows draft token i.
-The number of a draft token's row in these rules is never the number of its row in the cache.
+The number of a draft token's row in these rules is never the number of its row in the cache. `position` is the absolute
+position of the first draft token (the length of the text so far), `noise` the function `exponential` or a memo of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +64,6 @@ def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noi
 
     The text is a function of the target and the seed alone (drafter-invariant speculation, 2408.07978): the draft only
     decides how much of it is found in one forward.
-    position  absolute position of the first draft token (the length of the text so far).
-    noise     the function `exponential`, or a memo of it.
     """
 
     def target_token(row: int, depth: int) -> int:
@@ -83,7 +82,6 @@ def rejection(target_rows: TargetRows, draft: Draft, position: int, seed: int) -
     `probs` a token was not drawn at random: q is one-hot, so x is accepted with p(x) and then removed from p.
     That the output is the target's holds for every draft in which the decision to draw a token (another sibling, or
     children of a node) depends on tokens drawn before it only.
-    position  absolute position of the first draft token.
     Raises ValueError when a drafted token has probability 0 in the distribution that it is said to come from.
     """
     below = draft.children
@@ -123,8 +121,6 @@ def typical(
     Hewitt et al. 2022, 2210.15191), or where it is the most probable one, so that there always is one. What is typical
     is accepted, however improbable the draft made it; the token after it is sampled among the typical ones of p, with
     the position's shared noise.
-    position  absolute position of the first draft token.
-    noise     the function `exponential`, or a memo of it.
     """
     below = draft.children
     longest: list[int] = []

@@ -105,10 +105,7 @@ def add_experts(found: Tensor, shares: Tensor, picks: Picks, residual: Tensor) -
     out = torch.empty_like(residual)
     if rows:
         add_experts_kernel[(triton.cdiv(width, _BLOCK), rows)](
-            *(found, shares, picks.experts, residual, out, rows, width),
-            COUNT=picks.count,
-            BLOCK=_BLOCK,
-            **OPTIONS,
+            *(found, shares, picks.experts, residual, out, rows, width), COUNT=picks.count, BLOCK=_BLOCK, **OPTIONS
         )
     return out
 

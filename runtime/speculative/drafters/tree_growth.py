@@ -6,7 +6,7 @@ its distribution would not be q any more, and the rule's output not the target's
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -108,6 +108,10 @@ class Tree:
         """Product of the shares on the path: how probable the draft thinks that the text takes it."""
         return 1.0 if node == ROOT else self.joints[node]
 
+    def best(self, nodes: Iterable[int]) -> list[int]:
+        """The nodes by joint probability, the most probable first, of equals the older."""
+        return sorted(nodes, key=lambda node: (-self.joints[node], node))
+
     def path(self, node: int) -> list[int]:
         """The tokens from the root down to this node."""
         out: list[int] = []
@@ -194,8 +198,7 @@ class RankedTree(Growing):
         return sorted(self._best())
 
     def _best(self) -> list[int]:
-        joints = self.tree.joints
-        return sorted(range(len(joints)), key=lambda node: (-joints[node], node))[: self._budget]
+        return self.tree.best(range(len(self.tree.tokens)))[: self._budget]
 
 
 class DrawnTree(Growing):
@@ -226,8 +229,7 @@ class DrawnTree(Growing):
         self._left -= 1
         if self._left == 0:
             return []
-        joints = self.tree.joints
-        return sorted(sorted(new, key=lambda node: (-joints[node], node))[: self._width])
+        return sorted(self.tree.best(new)[: self._width])
 
     def _offer(self, node: int, rank: int) -> None:
         promises = self.tree.candidates[node].promises
