@@ -24,8 +24,8 @@ from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.model.reference import BaseDecoder
 from runtime.model.triton.batch import Inputs, Staging, Words, bucket_for, depth_of, fill
 from runtime.model.triton.cache import WIDEST, GpuCache
+from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
 from runtime.model.triton.draft_steps import drafted as draft_round
-from runtime.model.triton.draft_steps import fill_round, round_for, steps_of
 from runtime.model.triton.graphs import Computed, Graphs
 from runtime.model.triton.layers import Memory, hidden_states, waits
 from runtime.model.triton.sampling import candidates, next_tokens, way_of
@@ -95,21 +95,14 @@ class TritonDecoder(BaseDecoder):
             return torch.empty((0, 0), dtype=torch.int64, device=self.device)
         with self._here():
             words, ways = tokens.numpy().astype("int32"), samplings or [Sampling()] * len(reserved)
+            chains = Chains(words, reserved, held, steps, ways, limit)
             alike = len({way_of(way) for way in ways}) == 1 and len(tokens) <= WIDEST
-            return (self._drafted_at_once if alike else self._drafted)(words, reserved, held, steps, limit, ways)
+            return self._drafted_at_once(chains) if alike else self._drafted(chains)
 
-    def _drafted_at_once(
-        self,
-        words: Words,
-        reserved: Sequence[Reserved],
-        held: GpuCache,
-        steps: Sequence[int],
-        limit: int,
-        ways: Sequence[Sampling],
-    ) -> Tensor:
+    def _drafted_at_once(self, chains: Chains) -> Tensor:
         """All steps as one run, for requests that are sampled alike and do not feed too much to be captured."""
-        shape = round_for(reserved, steps, limit, way_of(ways[0]))
-        fill_round(shape, self._staging.take(shape.words), words, reserved, steps, ways, held)
+        shape, held = round_for(chains), chains.cache
+        fill_round(shape, self._staging.take(shape.words), chains)
         block = self._graphs.block(shape)
         self._staging.send(block)
         inputs = steps_of(shape, block)
@@ -120,18 +113,11 @@ class TritonDecoder(BaseDecoder):
 
         out = body() if waits(self.parts, shape.first.rows) else self._graphs.run(held.memory, shape, body)
         # A graph's memory is good until the next run.
-        return out[:, : len(reserved)].t().clone()
+        return out[:, : len(chains.reserved)].t().clone()
 
-    def _drafted(
-        self,
-        words: Words,
-        reserved: Sequence[Reserved],
-        held: GpuCache,
-        steps: Sequence[int],
-        limit: int,
-        ways: Sequence[Sampling],
-    ) -> Tensor:
+    def _drafted(self, chains: Chains) -> Tensor:
         """Step by step."""
+        words, reserved, held, steps, ways, limit = chains
         lasts = torch.tensor([r.first + r.count - 1 for r in reserved])
         texts = [r.start + r.count for r in reserved]  # tokens before the next one
         out = torch.empty((max(steps), len(reserved)), dtype=torch.int64, device=self.device)

@@ -6,6 +6,7 @@ chooses it. So each step takes the tokens of the step before from the device, an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from runtime.cache.slots import Reserved
 from runtime.model.triton.batch import ALIGNMENT, Bucket, Inputs, Shape, Words, bucket_for, fill, fill_up
 from runtime.model.triton.cache import GpuCache
-from runtime.model.triton.sampling import Way, key_of, sample_alike
+from runtime.model.triton.sampling import Way, key_of, sample_alike, way_of
 from runtime.sampling.params import Sampling
 
 # Hidden states of a forward's rows, or of some: (inputs, adjacent rows of one request, rows on the device).
@@ -78,29 +79,35 @@ class Steps:
         return Inputs(token, position, slot, self.request, start, self.request.new_empty((rows, 0)), self.first.table)
 
 
-def round_for(reserved: Sequence[Reserved], steps: Sequence[int], limit: int, way: Way | None) -> Round:
-    """The round of chains that draft so many steps each, 1 or more."""
+class Chains(NamedTuple):
+    """Drafts that are asked for: the first step's tokens (T,) and where they stand, each request's steps, 1 or more, and
+    its sampling, and the limit below which tokens are drafted."""
+
+    tokens: Words
+    reserved: Sequence[Reserved]
+    cache: GpuCache
+    steps: Sequence[int]
+    samplings: Sequence[Sampling]
+    limit: int
+
+
+def round_for(chains: Chains) -> Round:
+    """The round of chains that are all sampled alike."""
+    reserved, steps = chains.reserved, chains.steps
     rows, requests = sum(r.count for r in reserved), len(reserved)
     keys = max(r.start + r.count + count - 1 for r, count in zip(reserved, steps, strict=True))
-    first = bucket_for(rows, requests, keys, 0)
-    return Round(first, bucket_for(requests, requests, keys, 0).rows, max(steps), limit, way)
+    later = bucket_for(requests, requests, keys, 0).rows
+    return Round(bucket_for(rows, requests, keys, 0), later, max(steps), chains.limit, way_of(chains.samplings[0]))
 
 
-def fill_round(
-    shape: Round,
-    out: Words,
-    tokens: Words,
-    reserved: Sequence[Reserved],
-    steps: Sequence[int],
-    samplings: Sequence[Sampling],
-    cache: GpuCache,
-) -> None:
+def fill_round(shape: Round, out: Words, chains: Chains) -> None:
     """Writes a round's inputs into `out` (shape.words,): the first step's tokens, and the slots that all steps got."""
-    part = shape.cut(out)
-    fill(shape.first, part.pop("first"), tokens, reserved, cache)
+    part, cache = shape.cut(out), chains.cache
+    fill(shape.first, part.pop("first"), chains.tokens, chains.reserved, cache)
     fill_up(part, shape.first, cache)
     keys = part["keys"].view(np.int64)
-    for i, (r, count, sampling) in enumerate(zip(reserved, steps, samplings, strict=True)):
+    each = zip(chains.reserved, chains.steps, chains.samplings, strict=True)
+    for i, (r, count, sampling) in enumerate(each):
         text = r.start + r.count  # tokens before the first that is drafted
         part["last"][i], part["request"][i] = r.first + r.count - 1, i
         part["position"][: count - 1, i] = np.arange(text, text + count - 1, dtype=np.int32)
