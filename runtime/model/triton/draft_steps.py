@@ -80,8 +80,8 @@ class Steps:
 
 
 class Chains(NamedTuple):
-    """Drafts that are asked for: tokens (T,) of the first step and where they stand; for each request how many steps, 1 or
-    more, and by which sampling; only tokens below `limit` are drafted."""
+    """Drafts that are asked for: the first step's tokens (T,) and where they stand, then of each request the number of
+    steps, 1 or more, and its sampling; only tokens below `limit` are drafted."""
 
     tokens: Words
     reserved: Sequence[Reserved]
