@@ -1,6 +1,6 @@
 """Medusa heads on the target's own hidden state draft a tree: no second model, no second cache (Cai et al. 2024)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from runtime.checkpoints.medusa import Description, read_description, read_weigh
 from runtime.errors import UserError
 from runtime.kernels import reference
 from runtime.kernels.dispatch import Kernel, linear
+from runtime.model.layers import Linear
 from runtime.model.reference import BaseDecoder
 from runtime.sampling.candidates import ranked
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host
@@ -21,8 +22,6 @@ from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
-
-Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
