@@ -160,18 +160,3 @@ def _replace(partial: Path, out: Path) -> None:
     files.rename(partial, out)
     files.sync_folder(out.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-__all__ = [
-    "ABOUT",
-    "FORMATS",
-    "Exported",
-    "Loss",
-    "Progress",
-    "check_kinds",
-    "names_in",
-    "refusal",
-    "run",
-    "silent",
-    "told",
-]

@@ -83,11 +83,10 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     """The report's sections on the models, which are loaded, by name; and why figures are missing."""
     progress, corpus, windows = context.progress, facts.text.corpus, facts.text.windows
     progress("load", 0, 1)
-    models = [load(path, device=context.device, threads=context.threads) for path in (facts.original, facts.model)]
-    original, compressed = models
-    draft = None
-    if facts.draft is not None and context.speed:
-        draft = load(facts.draft, device=context.device, threads=context.threads)
+    wanted = [facts.original, facts.model, *([facts.draft] if facts.draft is not None and context.speed else [])]
+    models = [load(path, device=context.device, threads=context.threads) for path in wanted]
+    original, compressed = models[:2]
+    draft = models[2] if len(models) > 2 else None
     heads = None
     if compressed.medusa_path is not None and context.speed:
         heads = MedusaDrafter(load_heads(compressed.medusa_path, compressed))
@@ -112,7 +111,8 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
             exports_perplexity = quality.perplexity(compressed.decoder, few_windows, "the compressed model's logits")
     else:
         comparison, unknown = quality.not_measured(windows.length, head)
-    new_tokens = _affordable(context.new_tokens, [*models, *([draft] if draft else [])])
+    # At most half of the fewest positions of any of the models.
+    new_tokens = max(1, min(context.new_tokens, *(model.decoder.max_positions // 2 for model in models)))
     prompts = make_prompts(corpus, compressed, windows, new_tokens, context.seed)
     timed = speed.not_measured()
     if context.speed:
@@ -224,9 +224,7 @@ def make_prompts(
         found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
         break
     held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
-    windows_left = iter(held_out.tolist())
-    while len(found) < count and (window := next(windows_left, None)) is not None:
-        found.append(window[: min(_SHORT_PROMPT, room)])
+    found += held_out[: count - len(found), : min(_SHORT_PROMPT, room)].tolist()
     return [prompt for prompt in found if prompt]
 
 
@@ -237,11 +235,6 @@ def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], n
     ]
     shown = compressed.tokenizer.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Sample(prompt=shown, original=texts[0], compressed=texts[1], new_tokens=new_tokens)
-
-
-def _affordable(new_tokens: int, models: Sequence["Model"]) -> int:
-    """New tokens, cut to half of the fewest positions of any of the models."""
-    return max(1, min(new_tokens, *(model.decoder.max_positions // 2 for model in models)))
 
 
 def _head(recipe: Recipe) -> str:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from compress.progress import Progress
 from compress.report.schema_speed import Decoding
@@ -77,9 +78,9 @@ def compare(reference: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) 
     """(tokens compared, positions that differ) of two lists of texts; a missing token differs."""
     compared = mismatches = 0
     for ours, theirs in zip(reference, other, strict=True):
-        length = max(len(ours), len(theirs))
-        compared += length
-        mismatches += length - sum(a == b for a, b in zip(ours, theirs, strict=False))
+        pairs = list(zip_longest(ours, theirs))
+        compared += len(pairs)
+        mismatches += sum(a != b for a, b in pairs)
     return compared, mismatches
 
 

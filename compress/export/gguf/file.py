@@ -220,6 +220,3 @@ def _file_type(parts: list[Part]) -> int:
     if not quantised:
         return int(LlamaFileType.ALL_F32 if half is None else LlamaFileType[f"MOSTLY_{half.name}"])
     return int(LlamaFileType[f"MOSTLY_{quantised.most_common(1)[0][0]}"])
-
-
-__all__ = ["FILE", "NAME", "refusal", "write"]

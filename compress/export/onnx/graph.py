@@ -261,6 +261,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-__all__ = ["OPSET", "Sizes", "require_packages", "trace"]

@@ -48,6 +48,3 @@ def write(run: Path) -> list[Section]:
     for path, text in texts.items():
         write_atomic(path, text.encode())
     return made
-
-
-__all__ = ["ENGINES", "PAGE", "module", "sections", "write"]
