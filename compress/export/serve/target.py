@@ -65,11 +65,14 @@ def contents(facts: Facts) -> str:
         text = " and ".join(sorted(facts.kinds))
     else:
         text = "ternary weights" if "ternary" in facts.kinds else "nf4"
-    details = [f"in groups of {facts.group}"] if facts.group else []
-    details += ["with zero points"] if facts.asymmetric else []
-    details += ["in activation order"] if facts.reordered else []
-    details += [f"inputs rounded ({facts.activations})"] if facts.activations != "none" else []
-    return f"{text} ({facts.method}{''.join(', ' + detail for detail in details)})"
+    details = told(
+        facts.method,
+        facts.group and f"in groups of {facts.group}",
+        facts.asymmetric and "with zero points",
+        facts.reordered and "in activation order",
+        facts.activations != "none" and f"inputs rounded ({facts.activations})",
+    )
+    return f"{text} ({', '.join(details)})"
 
 
 def drafting_lines(facts: Facts) -> tuple[str, ...]:
