@@ -10,7 +10,7 @@ from compress.report.wording import training_findings, won_back
 perplexity = st.floats(1.01, 1e4)
 
 
-def said(**training: Any) -> list[str]:
+def said(**training: Any) -> tuple[str, ...]:
     return training_findings(training)
 
 
@@ -58,4 +58,4 @@ def test_what_heads_gain_is_said() -> None:
 
 
 def test_stages_that_say_theirs_elsewhere_add_nothing() -> None:
-    assert said() == [] == said(ternary={"warning": "Rounding ruins.", "perplexity": {"original": 1.0}})
+    assert said() == () == said(ternary={"warning": "Rounding ruins.", "perplexity": {"original": 1.0}})
