@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: reading Parquet needs pyarrow: pip install 'specpress[data]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            found = [name for name in _FIELDS if name in file.schema_arrow.names]
-            if not found:
-                columns = ", ".join(file.schema_arrow.names[:10])
-                raise UserError(f"{path}: expected a column named text, found {columns}: rename the one with the text")
+            column = _column(file.schema_arrow.names, str(path), "rename the one with the text")
             number = 0
-            for batch in file.iter_batches(columns=found[:1]):
+            for batch in file.iter_batches(columns=[column]):
                 for row in batch.to_pylist():
                     number += 1
                     yield _field(row, f"{path}, row {number}")
@@ -186,12 +183,8 @@ def _read_dataset(spec: str) -> tuple[str, Iterator[Row]]:
             f"{spec} is no file here, and as the dataset {label} it cannot be loaded "
             f"({type(error).__name__}: {_first_line(error)}): correct the name, or name a text file when offline"
         ) from error
-    found = [field for field in _FIELDS if field in rows.column_names]
-    if not found:
-        columns = ", ".join(rows.column_names[:10])
-        raise UserError(f"dataset {label}: expected a column named text, found {columns}: name another dataset")
-    column = rows.select_columns(found[:1])
-    return label, (_field(row, f"dataset {label}, row {i}") for i, row in enumerate(column, 1))
+    column = _column(rows.column_names, f"dataset {label}", "name another dataset")
+    return label, (_field(row, f"dataset {label}, row {i}") for i, row in enumerate(rows.select_columns([column]), 1))
 
 
 def parse_dataset_name(spec: str) -> tuple[str, str | None, str]:
@@ -211,6 +204,13 @@ def parse_dataset_name(spec: str) -> tuple[str, str | None, str]:
         return parts[0], None, "train"
     is_split = bool(bracket) or parts[1] in _SPLITS
     return (parts[0], None, parts[1]) if is_split else (parts[0], parts[1], "train")
+
+
+def _column(names: Sequence[str], where: str, advice: str) -> str:
+    found = next((name for name in _FIELDS if name in names), None)
+    if found is None:
+        raise UserError(f"{where}: expected a column named text, found {', '.join(names[:10])}: {advice}")
+    return found
 
 
 def _field(row: Any, where: str) -> Row:

@@ -1,6 +1,6 @@
 """The one pass of the calibration text through a block that feeds all of its stages."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,14 +39,14 @@ def collect(block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Exper
     # An expert that no token reached has no moments, whatever the recipe asks for at least.
     hungry = experts.starved(counts, max(few.min_tokens, 1))
     layers = {path for path in wants for expert in hungry if path.startswith(f"{expert}.")}
-    collector.forget(layers)
+    seen = {path: moments for path, moments in collector.moments.items() if path not in layers}
     if layers and few.expert_fallback == "all-tokens":
         everything = _Collector(block, {path: wants[path] for path in wants if path in layers})
         with experts.counted(block.module, hungry):
             everything.run(inputs)
-        return collector.moments | everything.moments
+        return seen | everything.moments
     block.starved = frozenset(layers)
-    return collector.moments
+    return seen
 
 
 class _Collector:
@@ -77,11 +77,6 @@ class _Collector:
                 self.seen.clear()
                 self.last_call, self.calls = self.calls if self.steady else None, 0
         self.seen.clear()
-
-    def forget(self, layers: Collection[str]) -> None:
-        """Drops what was seen of some layers."""
-        for path in layers:
-            self.moments.pop(path, None)
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:

@@ -163,12 +163,11 @@ class HeadsTask:
     """Medusa-1: heads over hidden states that were kept. `autocast`: evaluation computes in bfloat16, too."""
 
     def __init__(self, heads: MedusaHeads, stage: Medusa, text: Text, autocast: bool = False) -> None:
-        self.heads, self.text, self.autocast = heads, text, autocast
-        self.decay, self._optimizer = stage.decay, stage.optimizer
+        self.heads, self.stage, self.text, self.autocast = heads, stage, text, autocast
 
     def groups(self) -> list[Group]:
         """The heads' parameters."""
-        return self.heads.groups(self._optimizer)
+        return self.heads.groups(self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """batch (B, 1): numbers of windows."""
@@ -200,7 +199,7 @@ class HeadsTask:
 
     def _loss(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, targets = pairs(tokens, states, self.text.first, len(self.heads.heads))
-        return heads_loss(self.heads(hidden), targets, self.decay)
+        return heads_loss(self.heads(hidden), targets, self.stage.decay)
 
 
 def windows_at_once(text: Text, heads: MedusaHeads) -> int:

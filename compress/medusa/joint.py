@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from compress.logits import log_probabilities, token_nll
 from compress.medusa import frozen
-from compress.medusa.heads import MedusaHeads
 from compress.recipe.training import Budget
 from compress.recipe.training_stages import Joint, Medusa
 from compress.training import float_model
@@ -74,58 +73,53 @@ def share(budget: Budget, part: float) -> Budget:
     return Budget(tokens=max(1, int(budget.tokens * part)))
 
 
-class JointTask:
+class JointTask(frozen.HeadsTask):
     """Heads and the blocks of their model. Embedding and output head stay: the heads share them."""
 
-    def __init__(self, heads: frozen.HeadsTask, model: Any, teacher: Any, joint: Joint) -> None:
-        self._task, self._model, self._teacher, self._joint = heads, model.eval(), teacher.eval(), joint
-        self._teacher.requires_grad_(False)
+    def __init__(self, alone: frozen.HeadsTask, model: Any, teacher: Any, joint: Joint) -> None:
+        super().__init__(alone.heads, alone.stage, alone.text, alone.autocast)
+        self._model, self._teacher, self._joint = model.eval(), teacher.eval().requires_grad_(False), joint
         outside = (model.get_input_embeddings(), model.get_output_embeddings())
         kept = {id(parameter) for module in outside for parameter in module.parameters()}
         self._trained = {name: p for name, p in model.named_parameters() if id(p) not in kept}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) not in kept)
 
-    @property
-    def heads(self) -> MedusaHeads:
-        return self._task.heads
-
     def groups(self) -> list[Group]:
         """The heads and the model, each at its share of the rate, the model without decay."""
         parameters = list(self._trained.values())
         own = Group("model", parameters, rate_factor=self._joint.rate_factor, weight_decay=0.0)
-        return [*(replace(group, rate_factor=self._joint.heads_factor) for group in self._task.groups()), own]
+        return [*(replace(group, rate_factor=self._joint.heads_factor) for group in super().groups()), own]
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
         """batch (B, 1): numbers of windows."""
-        tokens, _ = self._task.text.train.read(batch.flatten().tolist())
-        return self._loss(tokens)
+        tokens, _ = self.text.train.read(batch.flatten().tolist())
+        return self._both(tokens)
 
     def evaluate(self) -> float:
         """Mean loss over held-out windows, nats."""
         values, counts = [], []
-        for tokens in self._task.text.watched.tokens()[: frozen.WATCHED].split(
-            frozen.windows_at_once(self._task.text, self.heads)
-        ):
-            with self._task.precision():
-                values.append(float(self._loss(tokens).value))
+        watched = self.text.watched.tokens()[: frozen.WATCHED]
+        for tokens in watched.split(frozen.windows_at_once(self.text, self.heads)):
+            with self.precision():
+                values.append(float(self._both(tokens).value))
             counts.append(len(tokens))
         return sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
 
     def state(self) -> dict[str, Tensor]:
         """Heads, and what of the model is trained."""
-        heads = {f"heads.{name}": tensor for name, tensor in self._task.state().items()}
+        heads = {f"heads.{name}": tensor for name, tensor in super().state().items()}
         return heads | {f"model.{name}": parameter.detach() for name, parameter in self._trained.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state` gave."""
         parts = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
-        self._task.load({name.removeprefix("heads."): tensor for name, tensor in parts.items()})
+        super().load({name.removeprefix("heads."): tensor for name, tensor in parts.items()})
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 parameter.copy_(state[f"model.{name}"])
 
-    def _loss(self, tokens: Tensor) -> Loss:
+    def _both(self, tokens: Tensor) -> Loss:
         with torch.no_grad():
             wanted = self._teacher(tokens).logits.float()
         found = self._model(tokens, output_hidden_states=True)
@@ -136,8 +130,8 @@ class JointTask:
             reduction="batchmean",
         )
         states = found.hidden_states[-1]
-        hidden, targets = frozen.pairs(tokens, states, self._task.text.first, len(self.heads.heads))
-        heads, _ = frozen.heads_loss(self.heads(hidden), targets, self._task.decay)
+        hidden, targets = frozen.pairs(tokens, states, self.text.first, len(self.heads.heads))
+        heads, _ = frozen.heads_loss(self.heads(hidden), targets, self.stage.decay)
         parts = {"kl": float(kl.detach()), "heads": float(heads.detach())}
         return Loss(kl + self._joint.weight * heads, parts)
 
