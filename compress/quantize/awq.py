@@ -46,15 +46,6 @@ class Fed:
     importance: Tensor | float = 1.0
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """`factor` (K,) float32; the judged error with it, and with no factor at all."""
-
-    factor: Tensor
-    error: float
-    plain: float
-
-
 def search_scale(
     layers: Sequence[Fed],
     absmean: Tensor,
@@ -62,8 +53,8 @@ def search_scale(
     *,
     tie: Callable[[Tensor], Tensor] | None = None,
     judges: int = JUDGES,
-) -> Scaling:
-    """The factor that W is multiplied by (and x divided by) so that rounding W hurts the outputs least.
+) -> Tensor:
+    """The factor (K,) float32 that W is multiplied by (and x divided by) so that rounding W hurts the outputs least.
 
     Candidates are x̄^a / w̄^b, with x̄ the mean |x| of a channel and w̄ its mean |w| relative to its group's largest: the
     paper's line b = 0, the line b = 1 − a of its code, and then smaller and smaller steps away from the best in both
@@ -93,13 +84,12 @@ def search_scale(
                 raise ValueError("the judged error is NaN or infinite")
         return seen[key]
 
-    plain = at(0.0, 0.0)
+    at(0.0, 0.0)
     for a in (step / RATIOS for step in range(1, RATIOS + 1)):
         at(a, 0.0)
         at(a, 1.0 - a)
     at(0.0, 1.0)
-    best = _refine(at, min(seen, key=lambda key: seen[key]))
-    return Scaling(_factor(x_log, w_log, *best), seen[best], plain)
+    return _factor(x_log, w_log, *_refine(at, min(seen, key=lambda key: seen[key])))
 
 
 def search_clip(

@@ -1,7 +1,6 @@
 """SmoothQuant (Xiao et al., 2211.10438): outlier channels move from the activations into the weights, for W8A8."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -76,16 +75,6 @@ JUDGES = 1024
 _LEAST, _MOST = 1e-4, 1e4
 
 
-@dataclass(frozen=True)
-class Smoothing:
-    """`factor` (K,) float32 and the α that gave it; the judged error with it, and with no factor at all (α None)."""
-
-    factor: Tensor
-    alpha: float | None
-    error: float
-    plain: float
-
-
 def factors(absmax_x: Tensor, absmax_w: Tensor, alpha: float) -> Tensor:
     """(K,) float32 s = max|x|^α / max|w|^(1 − α): inputs are divided by it, weights multiplied.
 
@@ -118,8 +107,8 @@ def search_alpha(
     dtype: torch.dtype,
     *,
     tie: Callable[[Tensor], Tensor] | None = None,
-) -> Smoothing:
-    """The α whose W8A8 outputs are nearest to the float ones; no smoothing at all where that is best.
+) -> Tensor:
+    """The factor (K,) float32 of the α whose W8A8 outputs are nearest to the float ones; 1 where none is better.
 
     The error is Σ over layers of ‖X̂ Ŵᵀ − X Wᵀ‖² / ‖X Wᵀ‖²: a layer with large outputs does not drown the others.
     weights     (N, K) float32 each: all layers that read the channels and are to be rounded.
@@ -152,14 +141,13 @@ def search_alpha(
         return total
 
     best = torch.ones_like(range_x, dtype=torch.float32)
-    plain = error = loss(best)
-    alpha = None
-    for tried in ALPHAS:
-        factor = factors(range_x, range_w, tried)
+    least = loss(best)
+    for alpha in ALPHAS:
+        factor = factors(range_x, range_w, alpha)
         judged = loss(factor)
-        if judged < error:
-            best, alpha, error = factor, tried, judged
-    return Smoothing(best, alpha, error, plain)
+        if judged < least:
+            best, least = factor, judged
+    return best
 
 
 def _evenly(n: int) -> Tensor:

@@ -51,7 +51,7 @@ class AwqScale:
             means = [statistics[path].absmean * shares[path] for path in paths]
             mean = torch.stack(means).sum(dim=0) / sum(shares.values())
             found = awq.search_scale(fed, mean, scale_dtype(block, paths[0]), tie=partial(folding.share, fold))
-            fold_in(block, fold, found.factor, statistics, block.dtypes[paths[0]])
+            fold_in(block, fold, found, statistics, block.dtypes[paths[0]])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SmoothRanges:
             tie = partial(folding.share, fold, by="max")
             activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
             dtype = scale_dtype(block, paths[0])
-            return smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie).factor
+            return smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie)
         inputs_max = folding.share(fold, largest, "max")
         weights_max = folding.share(fold, smoothquant.weight_absmax(weights), "max")
         return smoothquant.factors(inputs_max, weights_max, self.stage.alpha)
