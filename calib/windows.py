@@ -35,7 +35,6 @@ class Windows:
     evaluation        (E, length) int64; every token but a window's first is predicted.
     evaluation_bytes  (E,) int64: UTF-8 bytes of the text that the window's predicted tokens stand for. A separator
                       stands for none.
-    calibration_requested, evaluation_requested   windows asked for; S and E are what the text gave.
     unread, runs      what is left for training: the texts that neither part read, and the runs of tokens (separators
                       included) of calibration's part that lie outside of its windows. Documents that evaluation takes
                       windows from are left out whole.
@@ -44,8 +43,6 @@ class Windows:
     calibration: Tensor
     evaluation: Tensor
     evaluation_bytes: Tensor
-    calibration_requested: int
-    evaluation_requested: int
     unread: tuple[str, ...] = ()
     runs: tuple[Ints, ...] = ()
 
@@ -53,16 +50,6 @@ class Windows:
     def length(self) -> int:
         """Tokens in a window."""
         return self.evaluation.shape[1]
-
-    @property
-    def calibration_used(self) -> int:
-        """Calibration windows, S."""
-        return len(self.calibration)
-
-    @property
-    def calibration_tokens(self) -> int:
-        """Tokens of all calibration windows."""
-        return self.calibration.numel()
 
 
 def make_windows(
@@ -83,7 +70,7 @@ def make_windows(
     text at least is left to calibration whether or not it is asked for, so the evaluation windows depend on the
     corpus, the tokenizer, `length`, `evaluation_tokens` and `seed` only. Either part may be asked for 0 windows.
 
-    Where the text has fewer windows than asked for, both numbers are in the result. Raises UserError where it has not
+    Where the text has fewer windows than asked for, there are as many as it gives. Raises UserError where it has not
     one of each that was asked for.
     """
     if length < 2:
@@ -118,7 +105,7 @@ def make_windows(
     runs = np.split(before.tokens, np.flatnonzero(np.diff(taken)) + 1)
     # Runs that were taken and runs that were not take turns.
     left = tuple(run for run in runs[int(taken[:1].any()) :: 2] if len(run))
-    return Windows(calibration_windows, evaluation_windows, evaluation_bytes, calibration, wanted, tuple(unread), left)
+    return Windows(calibration_windows, evaluation_windows, evaluation_bytes, tuple(unread), left)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _samples(inputs: RunInputs, planned: passes.Pass | None) -> dict[str, int]:
     recipe = inputs.context.recipe
     measured = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
     reads = planned is not None and planned.blocks is not None and planned.blocks.reads_text
-    used = inputs.text.windows.calibration_used if measured or recipe.kv is not None or reads else 0
+    used = len(inputs.text.windows.calibration) if measured or recipe.kv is not None or reads else 0
     return {"samples_requested": inputs.context.samples, "samples_used": used}
 
 
@@ -203,7 +203,7 @@ def _calibration(inputs: RunInputs, samples: dict[str, int], made: passes.ModelR
     if not samples["samples_used"]:
         return trained
     experts = [asdict(expert) for expert in made.experts]
-    tokens = inputs.text.windows.calibration_tokens
+    tokens = inputs.text.windows.calibration.numel()
     return {"source": inputs.text.corpus.name, **samples, "tokens": tokens, "experts": experts} | trained
 
 

@@ -57,8 +57,8 @@ def draw(text: Text, model: Path) -> Drawn:
         separator=tokenizer.eos_token_id,
     )
     for option, found, asked in (
-        ("--samples", windows.calibration_used, windows.calibration_requested),
-        ("--eval-tokens", len(windows.evaluation), windows.evaluation_requested),
+        ("--samples", len(windows.calibration), text.samples),
+        ("--eval-tokens", len(windows.evaluation), text.eval_tokens // text.seq_len),
     ):
         if found < asked:
             raise UserError(

@@ -145,10 +145,8 @@ def test_what_was_used_is_counted(tokenizer) -> None:
     windows = make_windows(
         corpus_of(documents), tokenizer, length=64, calibration=1000, evaluation_tokens=64_000, seed=0, separator=END
     )
-    assert windows.calibration_requested == windows.evaluation_requested == 1000
-    assert 0 < windows.calibration_used == len(windows.calibration) < 1000
+    assert 0 < len(windows.calibration) < 1000
     assert 0 < len(windows.evaluation) < 1000
-    assert windows.calibration_tokens == windows.calibration_used * 64
 
 
 def test_too_short_a_text_says_how_much_is_there(tokenizer) -> None:

@@ -28,8 +28,6 @@ def windows_of(count: int, length: int = LENGTH, vocabulary: int = 320) -> Windo
         calibration=tokens[:0],
         evaluation=tokens,
         evaluation_bytes=torch.randint(900, 1100, (count,), generator=generator),
-        calibration_requested=0,
-        evaluation_requested=count,
     )
 
 
