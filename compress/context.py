@@ -20,6 +20,10 @@ def _number(default: int | None, least: int, most: int) -> Any:
     return field(default=default, metadata={"range": (least, most)})
 
 
+# Rows of compress/report/baselines.py, of which the ones after the first take a minute together.
+BASELINES = {"none": 0, "eager": 1, "all": 3}
+
+
 @dataclass(frozen=True)
 class RunContext:
     """A run's recipe and options. `of` fills in what the recipe says; a context that exists is within its ranges.
@@ -32,6 +36,7 @@ class RunContext:
     eval_tokens     tokens to measure quality on; 0: none is measured.
     new_tokens      tokens for each prompt that speed is measured on, `draft_length` of them drafted in a round.
     speed           False: no figure of the report is timed.
+    baselines       how much of transformers' own `generate` is timed beside: a key of BASELINES.
     threads         of the CPU; None: torch's own number.
     shard_bytes     most bytes in one file of weights.
     memory_budget   bytes of memory that the work on the weights may take; None: what is free. Where activations do not
@@ -60,6 +65,7 @@ class RunContext:
     resume: bool = False
     force: bool = False
     speed: bool = True
+    baselines: str = "eager"
     shard_bytes: int = _number(SHARD_BYTES, 1, 2**62)
     memory_budget: int | None = _number(None, 1, 2**62)
     minutes: float | None = None
@@ -101,6 +107,8 @@ class RunContext:
                 option = "--" + one.name.replace("_", "-")
                 raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
         check_exports(self.export)
+        if self.baselines not in BASELINES:
+            raise UserError(f"--baselines: expected {', '.join(BASELINES)}, found {self.baselines!r}: correct it")
         if self.minutes is not None:
             if self.tokens is not None:
                 raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")

@@ -78,6 +78,9 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut short.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older run in --out.")] = False,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Measure no speed.")] = False,
+    baselines: Annotated[
+        str, typer.Option(help="Rows of transformers' own speed in the report: none, eager or all.")
+    ] = RunContext.baselines,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in recipes and stop.")] = False,
 ) -> None:
     """Compresses a model by a recipe, pairs it with a draft, measures size, quality and speed, writes the report."""

@@ -10,7 +10,7 @@ from calib.corpora import Corpus
 from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
-from compress.context import RunContext
+from compress.context import BASELINES, RunContext
 from compress.recipe import Recipe
 from compress.records import RunFacts
 from compress.report import baselines, exports, machine, quality, size, speed
@@ -144,7 +144,10 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     if context.speed:
         progress("baselines", 0, 1)
         helper = None if facts.draft is None else str(facts.draft)
-        job = baselines.Job(str(facts.original), helper, prompts, new_tokens, context.draft_length, threads, device)
+        job = baselines.Job(
+            *(str(facts.original), helper, prompts, new_tokens, context.draft_length, threads, device),
+            rows=BASELINES[context.baselines],
+        )
         rows = [without_paths(row, paths) for row in baselines.run(job)]
         missing |= {f"speed.baselines.{index}": row.why for index, row in enumerate(rows) if row.why}
         measured_speed = timed.speed.model_copy(update={"baselines": rows})

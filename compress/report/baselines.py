@@ -31,7 +31,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 @dataclass(frozen=True)
 class Job:
-    """What the child measures: original and draft are directories."""
+    """What the child measures: original and draft are directories, `rows` how many of `names`."""
 
     original: str
     draft: str | None
@@ -40,6 +40,7 @@ class Job:
     draft_length: int
     threads: int
     device: str = "cpu"
+    rows: int = 3
 
 
 def names(has_draft: bool) -> list[str]:
@@ -50,7 +51,9 @@ def names(has_draft: bool) -> list[str]:
 
 def run(job: Job, limit: float = LIMIT_SECONDS) -> list[Baseline]:
     """One row per baseline, of some of the prompts, cut; a failure is a row with null and `why`."""
-    labels = names(job.draft is not None)
+    labels = names(job.draft is not None)[: job.rows]
+    if not labels:
+        return []
     reason = _too_large(Path(job.original))
     if reason is not None:
         return [_row(name, reason) for name in labels]
@@ -139,6 +142,8 @@ def _measure(job: Job) -> None:
     model = load(job.original)
     eager, assisted, compiled = names(job.draft is not None)
     _print(_guarded(eager, model, job, {}))
+    if job.rows < 2:
+        return
     if job.draft is not None:
         helper = load(job.draft)
         helper.generation_config.num_assistant_tokens = job.draft_length
@@ -147,6 +152,8 @@ def _measure(job: Job) -> None:
         _print(_guarded(assisted, model, job, {"assistant_model": helper}))
     else:
         _print(_guarded(assisted, model, job, {"prompt_lookup_num_tokens": max(1, job.draft_length)}))
+    if job.rows < 3:
+        return
     if job.device == "cpu" and not any(shutil.which(compiler) for compiler in _COMPILERS):
         _print(
             _row(compiled, f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is here")

@@ -512,6 +512,7 @@ def test_text_that_is_too_short_stops_before_the_work(tiny: Tiny, go: Any, tmp_p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"baselines": "most"}, "--baselines: expected none, eager, all, found 'most'"),
         ({"samples": 0}, "--samples: expected a whole number from 1 to 100000, found 0"),
         ({"seq_len": 4}, "--seq-len"),
         ({"eval_tokens": -1}, "--eval-tokens: expected a whole number from 0"),

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_model_that_memory_cannot_hold_is_not_loaded(tmp_path: Path) -> None:
     rows = baselines.run(job(tmp_path, tmp_path))
     assert [row.name for row in rows] == baselines.names(has_draft=True)
     assert all("a float32 copy would take" in row.why for row in rows)
+
+
+def test_only_the_asked_rows_are_measured(tiny: Callable[..., Path]) -> None:
+    asked = job(tiny("llama"))
+    assert baselines.run(replace(asked, rows=0)) == []
+    rows = baselines.run(replace(asked, rows=1))
+    assert [(row.name, row.why) for row in rows] == [("transformers, eager", None)]
+    assert rows[0].tokens_per_second > 0
 
 
 @pytest.mark.slow
