@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Rows of one float product: wide enough to verify a draft of seven in one call, narrow enough not to slow width 1.
 TILE = 8
+# Draws of `tiles_are_fair`.
+_TRIES = 3
 
 _LOG2E = 1.4426950408889634
 # ln 2 split so that k · _LN2_HIGH is exact for |k| < 2^11 (Cody and Waite).
@@ -82,27 +84,36 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     rows, (inputs, outputs) = x.shape[0], weight.shape
     if rows == 0:
         return x.new_empty((0, outputs))
-    tile = TILE if tiles_are_fair(inputs, outputs, weight.device) else 1
+    # How many threads share a product decides how it is cut up.
+    tile = TILE if tiles_are_fair(inputs, outputs, weight.device, torch.get_num_threads()) else 1
     padded = torch.nn.functional.pad(x, (0, inputs - x.shape[1], 0, -rows % tile)).contiguous()
     out = [torch.mm(part, weight) for part in padded.split(tile)]
     return (out[0] if len(out) == 1 else torch.cat(out))[:rows]
 
 
 @cache
-def tiles_are_fair(inputs: int, outputs: int, device: torch.device) -> bool:
+def tiles_are_fair(inputs: int, outputs: int, device: torch.device, threads: int) -> bool:
     """Whether a row gives the same bits at each place of a tile and beside any neighbours, for this shape, here.
 
-    Tried once per shape on random rows: an accumulation order that depended on the place would show at once in some of
-    the products.
+    Tried once per shape, on rows whose numbers are of very different sizes: nearly every partial sum of them rounds, so
+    that another order of the additions shows in nearly every product.
     """
     generator = torch.Generator().manual_seed(outputs * 65_537 + inputs)
-    weight = torch.randn(inputs, outputs, generator=generator).to(device)
-    rows = torch.randn(TILE, inputs, generator=generator).to(device)
-    first = torch.mm(rows, weight)
-    for shift in range(1, TILE):
-        turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight)
-        if not torch.equal(turned, first.roll(shift, dims=0)):
-            return False
-    alone = torch.zeros_like(rows)
-    alone[0] = rows[0]
-    return torch.equal(torch.mm(alone, weight)[0], first[0])
+
+    def draw(*shape: int) -> Tensor:
+        sizes = torch.randint(-12, 13, shape, generator=generator)
+        return (torch.randn(shape, generator=generator) * 2.0**sizes).to(device)
+
+    for _ in range(_TRIES):
+        weight, rows = draw(inputs, outputs), draw(TILE, inputs)
+        first = torch.mm(rows, weight)
+        for shift in range(1, TILE):
+            turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight)
+            if not torch.equal(turned, first.roll(shift, dims=0)):
+                return False
+        for place in range(TILE):
+            alone = torch.zeros_like(rows)
+            alone[place] = rows[place]
+            if not torch.equal(torch.mm(alone, weight)[place], first[place]):
+                return False
+    return True
