@@ -107,6 +107,7 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
     """
     from transformers import AutoModelForCausalLM
 
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     given: dict[str, Any] = {"dtype": _DTYPES[through.dtype]}
     if through.device_map is not None:
         if find_spec("accelerate") is None:
@@ -119,6 +120,11 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
         try:
             model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **given)
         except ImportError as error:
-            method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "its format")
-            raise UserError(f"{path.name}: transformers needs the library of {method} to load it: {error}") from error
+            library = f"the library of {method or 'its format'}"
+            raise UserError(f"{path.name}: transformers needs {library} to load it: {error}") from error
+    if method == "bitsandbytes":
+        # transformers gives the biases the asked type and leaves norms and tables the file's: layer norms take one.
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.is_meta:
+                parameter.data = parameter.data.to(given["dtype"])
     return Adapter(model.eval() if through.device_map is not None else model.eval().to(device))
