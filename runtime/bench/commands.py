@@ -113,7 +113,7 @@ def load(options: LoadOptions) -> None:
     with opened_job(options) as (job, model):
         results: dict[str, dict[str, Any]] = {}
         for way in ways(job):
-            run_once(job, way, count=1)
+            run_once(job, way, job.items[:1])
 
             def run(rate: float, way: Way = way) -> Any:
                 say(f"{way.drafter.name}: {rate:.3g} requests a second")
@@ -161,9 +161,6 @@ def _stored(scheme: str) -> str:
 def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
     """Measures a scheme on a model on disk."""
     from runtime.bench.forwards import time_forwards
-    from runtime.bench.layers import forward_bytes
-    from runtime.bench.measure import layers_bytes
-    from runtime.model.layers import linears
     from runtime.model.load import load
     from runtime.model.reference import BaseDecoder
 
@@ -171,13 +168,9 @@ def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
         options, nested = plan.options, scheme == _NESTED
         with _model(options, _stored(scheme), work) as path:
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
-            if not nested:
-                read = forward_bytes(options.shape, scheme, options.head, plan.kernel)
-                return time_forwards(decoder, scheme, tasks, options.rounds, read, memory)
             assert isinstance(decoder, BaseDecoder)
-            draft = decoder.upper()
-            read, less = (layers_bytes(linears(d.parts)) for d in (decoder, draft))
-            return time_forwards(decoder, scheme, tasks, options.rounds, read, memory, (draft, less))
+            draft = decoder.upper() if nested else None
+            return time_forwards(decoder, scheme, tasks, options.rounds, memory, draft)
 
     return measure
 
@@ -228,7 +221,7 @@ def _run(plan: Plan, measure: "Measure") -> None:
         memory = reading_speed(plan.threads)
         # Shows nothing where standard error is not a terminal.
         with notes.status(f"{scheme}: writing, loading, timing"):
-            found = [asdict(row) for row in measure(plan, scheme, memory)]
+            found = measure(plan, scheme, memory)
         rows += found
         readings[scheme] = memory.readings
         show_scheme(out, plan.command, scheme, found, memory.readings)

@@ -4,16 +4,15 @@ Both say how near they come to the memory's speed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from statistics import median
-from typing import Any
 
 import torch
 
-from runtime.bench.device_models import random_model, read_bytes
-from runtime.bench.measure import Bench, Place, Sample, row
+from runtime.bench.device_models import random_model
+from runtime.bench.forwards import begun
+from runtime.bench.measure import Bench, Place, Row, Sample, read_bytes, row
 from runtime.bench.random_models import SHAPES
-from runtime.contract import CacheKind, GreedyChains, Rows, integers
+from runtime.contract import CacheKind, GreedyChains, Rows
 from runtime.engine.deferred import require_finite
 from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
@@ -25,7 +24,6 @@ from runtime.sampling.distribution import argmax_tokens
 BASE = "bf16"
 # Tokens of the chain that a decoder continues by itself in one call.
 _CHAIN = 16
-Found = dict[str, Any]
 # Bits of a key or value, and of the scales of a token and head (one for its key, one for its value).
 _BITS = {"float32": (32, 0), "float16": (16, 0), "int8": (8, 64), "int4": (4, 64)}
 
@@ -87,10 +85,10 @@ def time_kinds(
     speed = readings[len(readings) // 2]
     for (name, width), taken in samples.items():
         read = computed_bytes(name, a.kv_heads, a.head_dim, batch * (context + width))
-        timed = asdict(row("attention", name, width, taken, read, samples.get((name, 1))))
         about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
         memory = {"bytes_computed": read, "bytes_held": held[name], "computed_ms": read / speed * 1e3}
-        bench.rows.append(timed | about | memory)
+        base = samples.get((name, 1))
+        bench.rows.append(row("attention", name, width, taken, read, base, **about, **memory))
 
 
 def _filled(store: Store, device: torch.device) -> Store:
@@ -108,13 +106,13 @@ def _filled(store: Store, device: torch.device) -> Store:
     return store
 
 
-def time_shape(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int], context: int) -> list[Found]:
+def time_shape(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int], context: int) -> list[Row]:
     """Rows for every scheme of a shape.
 
     A step is a forward of `width` rows after `context` tokens and the choice of a token after each, on the host. Where
     there is room the bf16 model stays beside each other one and is timed in the same rounds.
     """
-    found: list[Found] = []
+    found: list[Row] = []
     base: Model | None = None
     base_samples: list[Sample] | None = None
     for scheme in sorted(schemes, key=lambda name: name != BASE):
@@ -151,7 +149,7 @@ def _model(bench: Bench, shape: str, scheme: str) -> Model:
 
 def _time(
     bench: Bench, shape: str, scheme: str, base: Model | None, widths: Sequence[int], context: int
-) -> tuple[list[Found], list[Sample]]:
+) -> tuple[list[Row], list[Sample]]:
     """The scheme's rows; and bf16's samples of width 1 in these rounds (its own, where it is the scheme)."""
     place = bench.place
     place.forget_peak()
@@ -164,17 +162,12 @@ def _time(
         tasks[BASE, 1] = steps(place, base, (1,), context)[0][1]
     samples = bench.samples(tasks)
     cache = model.decoder.new_cache().bytes_per_token() * context
-    read = read_bytes(model) + cache
+    read = read_bytes(model.decoder) + cache
     first = samples.get(("decode", 1))
+    about = {"kernels": described(model.decoder), "exact": model.decoder.exact, "peak_bytes": place.peak_bytes()}
+    about |= {"bytes_read": read, "kv_bytes_read": cache}
     rows = [
-        asdict(row(what, scheme, width, taken, read, first if what == "decode" else None))
-        | {
-            "bytes_read": read,
-            "kv_bytes_read": cache,
-            "kernels": described(model.decoder),
-            "exact": model.decoder.exact,
-            "peak_bytes": place.peak_bytes(),
-        }
+        row(what, scheme, width, taken, read, first if what == "decode" else None, **about)
         for (what, width), taken in samples.items()
         if what != BASE
     ]
@@ -189,11 +182,7 @@ def steps(
     The chain is one call for many tokens (contract.GreedyChains), where the decoder has it; else None.
     """
     decoder = model.decoder
-    cache = decoder.new_cache()
-    request = cache.open(context + max(*widths, _CHAIN))
-    ids = torch.randint(0, decoder.vocab_size, (context + max(widths),), generator=torch.Generator().manual_seed(0))
-    last = integers([context - 1])
-    decoder.forward(ids[:context], Rows.chains([(request, 0, context)]), cache, last)
+    cache, request, ids = begun(decoder, context, max(*widths, _CHAIN), context + max(widths))
 
     def back() -> None:
         cache.truncate(request, context)

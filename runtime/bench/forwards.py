@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from runtime.bench.measure import CPU, Row, interleaved, row
-from runtime.contract import Decoder, Rows, integers
+from runtime.bench.measure import CPU, Row, interleaved, read_bytes, row
+from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.model.reference import BaseDecoder
 
 CONTEXT = 64
 PREFILL = 512
@@ -14,49 +16,49 @@ Task = tuple[str, int]
 
 
 def time_forwards(
-    decoder: Decoder,
+    decoder: BaseDecoder,
     scheme: str,
     tasks: Sequence[Task],
     rounds: int,
-    read: int | None,
     memory: Callable[[], float | None],
-    draft: tuple[Decoder, int | None] | None = None,
+    draft: BaseDecoder | None = None,
 ) -> list[Row]:
     """Rows for tasks (what, width).
 
     "prefill" is a prompt of `width` tokens from an empty cache, logits of its last row. Everything else is `width`
     rows after `CONTEXT` tokens with the logits of each: a chain, or for "tree" a binary tree. The cache is rolled back
     before each forward, outside its time. over_width_1 compares with the chain of one row. `memory` measures the
-    memory's speed. `draft` is another decoder and the weight bytes that its forward reads: a row "draft" of width 1, of
-    which over_width_1 is what a draft step costs in steps of the target.
+    memory's speed. `draft` is another decoder: a row "draft" of width 1, of which over_width_1 is what a draft step
+    costs in steps of the target.
     """
     longest = max((width for what, width in tasks if what != "prefill"), default=1)
     step = _steps(decoder, longest)
     steps = {task: step(*task) for task in tasks}
     if draft is not None:
-        steps["draft", 1] = _steps(draft[0], longest)("draft", 1)
+        steps["draft", 1] = _steps(draft, longest)("draft", 1)
     samples = interleaved(steps, rounds, memory)
-    own = [task for task in tasks if task[0] != "prefill" and task[1] == 1]
-    base = samples[own[0]] if own else None
+    base = next((samples[task] for task in tasks if task[0] != "prefill" and task[1] == 1), None)
+    read = dict.fromkeys(("decode", "prefill", "chain", "tree"), read_bytes(decoder))
+    if draft is not None:
+        read["draft"] = read_bytes(draft)
     return [
-        row(
-            what,
-            scheme,
-            width,
-            taken,
-            draft[1] if what == "draft" and draft is not None else read,
-            None if what == "prefill" else base,
-        )
+        row(what, scheme, width, taken, read[what], None if what == "prefill" else base)
         for (what, width), taken in samples.items()
     ]
 
 
+def begun(decoder: Decoder, context: int, longest: int, tokens: int) -> tuple[Cache, int, Tensor]:
+    """A cache, its request of `context` tokens with room for `longest` more, and `tokens` random tokens to feed."""
+    cache = decoder.new_cache()
+    request = cache.open(context + longest)
+    ids = torch.randint(0, decoder.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+    decoder.forward(ids[:context], Rows.chains([(request, 0, context)]), cache, integers([context - 1]))
+    return cache, request, ids
+
+
 def _steps(decoder: Decoder, longest: int) -> Callable[[str, int], Callable[[], float]]:
     """Makes the forward of a task: (what, width) to a call that gives its seconds."""
-    cache = decoder.new_cache()
-    after = cache.open(CONTEXT + longest)
-    ids = torch.randint(0, decoder.vocab_size, (max(PREFILL, longest),), generator=torch.Generator().manual_seed(0))
-    decoder.forward(ids[:CONTEXT], Rows.chains([(after, 0, CONTEXT)]), cache, integers([CONTEXT - 1]))
+    cache, after, ids = begun(decoder, CONTEXT, longest, max(PREFILL, longest))
 
     def step(what: str, width: int) -> Callable[[], float]:
         request, length = (cache.open(width), 0) if what == "prefill" else (after, CONTEXT)
@@ -72,7 +74,5 @@ def _steps(decoder: Decoder, longest: int) -> Callable[[str, int], Callable[[], 
 def tree(request: int, width: int) -> Rows:
     """`width` rows after `CONTEXT` tokens: a binary tree, filled level by level."""
     parents = [-1, *((i - 1) // 2 for i in range(1, width))]
-    positions: list[int] = []
-    for parent in parents:
-        positions.append(CONTEXT if parent < 0 else positions[parent] + 1)
+    positions = [CONTEXT + (i + 1).bit_length() - 1 for i in range(width)]
     return Rows(integers([request] * width), integers(positions), integers(parents))

@@ -33,6 +33,7 @@ Choices = Annotated[
 
 
 @app.command()
+@without_traceback()
 def decode(
     shape: ShapeNames = ["tinyllama-1.1b", "llama-3.1-8b", "llama-3.1-70b"],  # noqa: B006 (typer reads it)
     scheme: Schemes = ["bf16", "int8", "int4", "nf4", "ternary"],  # noqa: B006
@@ -44,25 +45,23 @@ def decode(
     json_file: Json = None,
 ) -> None:
     """Times a step (forward and greedy choice) after a context, at each width, for each scheme."""
-    with without_traceback():
-        from runtime.bench.decode import time_shape
-        from runtime.bench.output import finish, show
+    from runtime.bench.decode import time_shape
+    from runtime.bench.output import finish, show
 
-        bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 256)
-        columns = [
-            ("scheme", "scheme", "s"), ("what", "what", "s"), ("kernels", "kernels", "s"), ("width", "width", "d"),
-            ("ms_median", "ms", ".3f"), ("tokens_per_second", "tokens/s", ".1f"), ("bytes_read", "bytes read", ",d"),
-            ("gb_per_second", "GB/s", ".0f"), ("share_of_bandwidth", "of copies' speed", ".0%"),
-            ("over_width_1", "over width 1", ".2f"), ("over_bf16", "over bf16", ".2f"),
-        ]  # fmt: skip
-        for name in _shapes(shape):
-            found = time_shape(bench, name, scheme, counts, context)
-            bench.rows += found
-            show(f"{name}, random weights, after {context} tokens", columns, found, bench.place)
-        finish("decode", bench, json_file, context=context)
+    bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 256)
+    columns = (
+        "scheme what kernels width ms_median tokens_per_second bytes_read gb_per_second"
+        " share_of_bandwidth over_width_1 over_bf16"
+    )
+    for name in _shapes(shape):
+        found = time_shape(bench, name, scheme, counts, context)
+        bench.rows += found
+        show(f"{name}, random weights, after {context} tokens", columns, found, bench.place)
+    finish("decode", bench, json_file, context=context)
 
 
 @app.command()
+@without_traceback()
 def kernels(
     shape: ShapeNames = ["llama-3.1-8b"],  # noqa: B006
     scheme: Schemes = ["int8", "int4", "nf4", "fp8", "bf16"],  # noqa: B006
@@ -74,31 +73,27 @@ def kernels(
     choices_file: Choices = None,
 ) -> None:
     """Times layers on our kernels and on every library's that takes them; the winners are a table of choices."""
-    with without_traceback():
-        from runtime.bench.device_models import DEVICE_SCHEMES
-        from runtime.bench.kernels import time_layers, winners
-        from runtime.bench.output import finish, show, show_choices
-        from runtime.kernels.dispatch import choose
+    from runtime.bench.kernels import time_layers, winners
+    from runtime.bench.output import finish, show, show_choices
+    from runtime.bench.random_models import DEVICE_SCHEMES
+    from runtime.kernels.dispatch import choose
 
-        bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 4096)
-        writable("--choices", choices_file)
-        place = bench.place
-        beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
-        if choices_file is not None and not beside_triton:
-            raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
-        columns = [
-            ("layer", "layer", "s"), ("scheme", "scheme", "s"), ("engine", "engine", "s"), ("how", "run as", "s"),
-            ("width", "width", "d"), ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
-            ("share_of_bandwidth", "of copies' speed", ".0%"), ("over_width_1", "over width 1", ".2f"),
-            ("relative_error", "error", ".1e"), ("same_bits", "same bits", ""),
-        ]  # fmt: skip
-        for name in _shapes(shape):
-            found = time_layers(bench, name, known("--scheme", scheme, DEVICE_SCHEMES), counts)
-            bench.rows += found
-            show(f"{name}'s layers, random weights", columns, found, place)
-        finish("kernels", bench, json_file)
-        if beside_triton:
-            show_choices(winners(bench.rows, place.capability, place.measured_on()), choices_file)
+    bench, counts = bench_on(device, rounds, json_file, kernels), numbers("--widths", widths, 4096)
+    writable("--choices", choices_file)
+    place = bench.place
+    beside_triton = place.is_gpu and choose(kernels, str(place.device), table=()).name == "triton"
+    if choices_file is not None and not beside_triton:
+        raise UserError("--choices compares libraries with Triton's kernels on a GPU: leave it out elsewhere")
+    columns = (
+        "layer scheme engine how width ms_median gb_per_second share_of_bandwidth over_width_1 relative_error same_bits"
+    )
+    for name in _shapes(shape):
+        found = time_layers(bench, name, known("--scheme", scheme, DEVICE_SCHEMES), counts)
+        bench.rows += found
+        show(f"{name}'s layers, random weights", columns, found, place)
+    finish("kernels", bench, json_file)
+    if beside_triton:
+        show_choices(winners(bench.rows, place.capability, place.measured_on()), choices_file)
 
 
 @app.command()
@@ -112,18 +107,17 @@ def speculate(options: OracleOptions) -> None:
     lengths = numbers("--draft-lengths", options.draft_lengths, 64)
     _shapes([options.shape, options.draft])
     oracle(bench, options, lengths)
-    columns = [
-        ("draft_length", "γ", "d"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
-        ("draft_cost_ratio", "c", ".3f"), ("step_ms", "step ms", ".2f"), ("speedup", "speed-up", ".2f"),
-        ("decode_speedup", "without prompts", ".2f"), ("predicted_speedup", "predicted", ".2f"),
-        ("mismatches", "texts that differ", "d"),
-    ]  # fmt: skip
+    columns = (
+        "draft_length acceptance_rate tokens_per_round draft_cost_ratio step_ms speedup decode_speedup"
+        " predicted_speedup mismatches"
+    )
     title = f"{options.shape} and {options.draft}, {options.scheme}, oracle right with {options.alpha:g} a token"
     show(title, columns, bench.rows, bench.place)
     finish("speculate", bench, options.json_file, timed=False, alpha=options.alpha, new_tokens=options.new_tokens)
 
 
 @app.command()
+@without_traceback()
 def attention(
     shape: ShapeName = "llama-3.1-8b",
     kind: Annotated[list[str], typer.Option(help="float32, float16, int8 or int4; may be repeated.")] = [  # noqa: B006
@@ -139,32 +133,27 @@ def attention(
     json_file: Json = None,
 ) -> None:
     """Times one layer's attention over long caches, and compares time and memory with what is computed for them."""
-    with without_traceback():
-        from typing import get_args
+    from typing import get_args
 
-        from runtime.bench.decode import time_kinds
-        from runtime.bench.output import finish, show
-        from runtime.contract import CacheKind
+    from runtime.bench.decode import time_kinds
+    from runtime.bench.output import finish, show
+    from runtime.contract import CacheKind
 
-        bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 16)
-        if unknown := set(kind) - set(get_args(CacheKind)):
-            raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
-        at_least_one({"--context": context, "--batch": batch})
-        [name] = _shapes([shape])
-        kinds: Any = tuple(dict.fromkeys(kind))
-        time_kinds(bench, name, kinds, context, batch, counts)
-        columns = [
-            ("scheme", "cache", "s"), ("width", "width", "d"), ("ms_median", "ms a layer", ".3f"),
-            ("computed_ms", "computed ms", ".3f"), ("bytes_computed", "bytes computed", ",d"),
-            ("bytes_held", "bytes held", ",d"), ("gb_per_second", "GB/s", ".0f"),
-            ("share_of_bandwidth", "of copies' speed", ".0%"),
-        ]  # fmt: skip
-        title = f"{name}, one layer's attention, {batch} requests of {context} tokens"
-        show(title, columns, bench.rows, bench.place)
-        finish("attention", bench, json_file)
+    bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 16)
+    if unknown := set(kind) - set(get_args(CacheKind)):
+        raise UserError(f"--kind: expected {', '.join(get_args(CacheKind))}, found {', '.join(sorted(unknown))}")
+    at_least_one({"--context": context, "--batch": batch})
+    [name] = _shapes([shape])
+    kinds: Any = tuple(dict.fromkeys(kind))
+    time_kinds(bench, name, kinds, context, batch, counts)
+    columns = "scheme width ms_median computed_ms bytes_computed bytes_held gb_per_second share_of_bandwidth"
+    title = f"{name}, one layer's attention, {batch} requests of {context} tokens"
+    show(title, columns, bench.rows, bench.place)
+    finish("attention", bench, json_file)
 
 
 @app.command()
+@without_traceback()
 def batch(
     target: Annotated[str, typer.Option(help="A model directory or run folder.", show_default=False)],
     draft: Annotated[str | None, typer.Option(help="Its draft's directory.", show_default="the run's own")] = None,
@@ -177,33 +166,29 @@ def batch(
     json_file: Json = None,
 ) -> None:
     """Plain and speculative greedy decoding of a real pair in batches: tokens/s, and the texts that differ."""
-    with without_traceback():
-        from runtime.bench.jobs import opened_job
-        from runtime.bench.output import finish, show
-        from runtime.bench.speculate_gpu import batches
+    from runtime.bench.jobs import opened_job
+    from runtime.bench.output import finish, show
+    from runtime.bench.speculate_gpu import batches
 
-        bench, counts = bench_on(device, rounds, json_file), numbers("--sizes", sizes, 1024)
-        options = JobOptions(
-            target=target,
-            drafter="model",
-            draft=draft,
-            prompts=prompts,
-            new_tokens=new_tokens,
-            draft_length=draft_length,
-            device=device,
-        )
-        with opened_job(options) as (job, _):
-            batches(bench, job, counts)
-        columns = [
-            ("batch", "batch", "d"), ("plain_tokens_per_second", "plain tokens/s", ".0f"),
-            ("speculative_tokens_per_second", "speculative", ".0f"), ("speedup", "speed-up", ".2f"),
-            ("acceptance_rate", "α", ".3f"), ("prompts", "texts", "d"), ("mismatches", "of which differ", "d"),
-        ]  # fmt: skip
-        show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, bench.rows, bench.place)
-        finish("batch", bench, json_file, timed=False, new_tokens=new_tokens)
+    bench, counts = bench_on(device, rounds, json_file), numbers("--sizes", sizes, 1024)
+    options = JobOptions(
+        target=target,
+        drafter="model",
+        draft=draft,
+        prompts=prompts,
+        new_tokens=new_tokens,
+        draft_length=draft_length,
+        device=device,
+    )
+    with opened_job(options) as (job, _):
+        batches(bench, job, counts)
+    columns = "batch plain_tokens_per_second speculative_tokens_per_second speedup acceptance_rate prompts mismatches"
+    show(f"{Path(target).name}, greedy, γ = {draft_length}", columns, bench.rows, bench.place)
+    finish("batch", bench, json_file, timed=False, new_tokens=new_tokens)
 
 
 @app.command()
+@without_traceback()
 def tune(
     shape: ShapeName = "llama-3.1-8b",
     scheme: Schemes = ["int4"],  # noqa: B006
@@ -213,24 +198,19 @@ def tune(
     json_file: Json = None,
 ) -> None:
     """Tries tile sizes of the linear kernels; the quickest ones belong into runtime/kernels/triton/tile_sizes.py."""
-    with without_traceback():
-        from runtime.bench.output import finish, show
-        from runtime.bench.tune import time_tiles
+    from runtime.bench.output import finish, show
+    from runtime.bench.tune import time_tiles
 
-        bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 512)
-        [name] = _shapes([shape])
-        time_tiles(bench, name, scheme, counts)
-        columns = [
-            ("scheme", "scheme", "s"), ("layer", "layer", "s"), ("width", "width", "d"), ("block_n", "outputs", "d"),
-            ("warps", "warps", "d"), ("stages", "stages", "d"), ("programs", "programs", "d"),
-            ("ms_median", "ms", ".4f"), ("gb_per_second", "GB/s", ".0f"),
-        ]  # fmt: skip
-        show(f"{name}, quickest first", columns, [row for row in bench.rows if row["why"] is None], bench.place)
-        bench.left_out += [row for row in bench.rows if row["why"] is not None]
-        finish("tune", bench, json_file)
+    bench, counts = bench_on(device, rounds, json_file), numbers("--widths", widths, 512)
+    [name] = _shapes([shape])
+    time_tiles(bench, name, scheme, counts)
+    columns = "scheme layer width block_n warps stages programs ms_median gb_per_second"
+    show(f"{name}, quickest first", columns, bench.rows, bench.place)
+    finish("tune", bench, json_file)
 
 
 @app.command()
+@without_traceback()
 def generate(
     shape: ShapeName = "llama-3.1-8b",
     scheme: Schemes = ["bf16", "int4"],  # noqa: B006
@@ -242,19 +222,15 @@ def generate(
     json_file: Json = None,
 ) -> None:
     """transformers' generate (eager; static cache and compile) beside plain decoding here."""
-    with without_traceback():
-        from runtime.bench.generate import time_ways
-        from runtime.bench.output import finish, show
+    from runtime.bench.generate import time_ways
+    from runtime.bench.output import finish, show
 
-        bench = bench_on(device, rounds, json_file, kernels)
-        [name] = _shapes([shape])
-        time_ways(bench, name, scheme, prompt, new_tokens)
-        columns = [
-            ("way", "way", "s"), ("tokens_per_second", "tokens/s", ".1f"), ("ms_per_token", "ms a token", ".2f"),
-            ("over_eager", "over eager", ".2f"),
-        ]  # fmt: skip
-        show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, bench.rows, bench.place)
-        finish("generate", bench, json_file)
+    bench = bench_on(device, rounds, json_file, kernels)
+    [name] = _shapes([shape])
+    time_ways(bench, name, scheme, prompt, new_tokens)
+    columns = "way tokens_per_second ms_per_token over_eager"
+    show(f"{name}, random weights, {new_tokens} tokens after {prompt}, batch 1", columns, bench.rows, bench.place)
+    finish("generate", bench, json_file)
 
 
 def _shapes(names: list[str]) -> list[str]:

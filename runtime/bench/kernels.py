@@ -3,57 +3,64 @@
 All are made as a decoder makes them, float32 in and out, on equal weights: what is timed is what would be gained.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from runtime.bench.device_models import random_weight
-from runtime.bench.layers import layers
-from runtime.bench.measure import Bench, Place, row
+from runtime.bench.layers import Layer, layers
+from runtime.bench.measure import Bench, Place, Row, row
+from runtime.bench.random_models import random_weight
 from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import NAMES, Kernel, choose, linear
+from runtime.kernels.joined import Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice, wanted
 
-Product = Callable[[Tensor], Tensor]
 # A pass reads at least so many bytes, beyond every GPU's caches, so that each weight comes from memory.
 _PASS_BYTES = 1 << 28
 # Rounding errors lie far below, layouts that a device's kernel does not take far above.
 _WRONG = 0.1
 # A library must be so much quicker: less is within the noise of such medians.
 _MARGIN = 1.03
-_Rows = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One implementation of a scheme's products, and how to make it of a weight: the layer and the bytes it reads.
+def time_layers(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int]) -> list[Row]:
+    """A row for each layer, engine and width of a shape.
 
-    implementation  as library_choice.py has it; None: our own kernels.
+    A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
+    in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
+    relative_error is ‖y − ŷ‖ / ‖ŷ‖ against the float64 product of the dequantised weight: a wrong layout would show.
+    same_bits: whether a row's bits were the same at all widths that are tried (with_libraries.keeps_bits).
+    implementation: as library_choice.py has it; None: our own kernels. Raises UserError for unusable kernels of ours.
     """
-
-    engine: str
-    scheme: str
-    make: Callable[[PackedWeight | Tensor], tuple[Product, int]]
-    implementation: str | None = None
-
-
-def contenders(place: Place, kernels: str, schemes: Sequence[str]) -> list[Contender]:
-    """What is compared, by scheme: ours first. Raises UserError for unknown or unusable `kernels`."""
+    found: list[Row] = []
+    place = bench.place
     # Ours alone: what a table of choices says is what is to be measured.
-    kernel = choose(kernels, str(place.device), table=())
-    found: list[Contender] = []
-    for scheme in schemes:
-        found.append(Contender(f"specpress ({kernel.name})", scheme, partial(_made, lambda: kernel)))
-        for name, about in IMPLEMENTATIONS.items():
-            if scheme in about.schemes:
-                asked = partial(_asked, name, str(place.device))
-                found.append(Contender(name, scheme, partial(_made, asked, name=name), name))
+    ours = choose(bench.kernels, str(place.device), table=())
+    for scheme in dict.fromkeys(schemes):
+        libraries = [name for name, about in IMPLEMENTATIONS.items() if scheme in about.schemes]
+        for layer in layers(shape, scheme, "keep")[:-1]:
+            tasks: dict[tuple[str, int], Callable[[], float]] = {}
+            notes: dict[tuple[str, int], dict[str, Any]] = {}
+            for name in (None, *libraries):
+                engine = f"specpress ({ours.name})" if name is None else name
+                try:
+                    kernel = ours if name is None else _asked(name, str(place.device))
+                    for width, task, note in _tasks(place, layer, kernel, name, widths):
+                        tasks[engine, width], notes[engine, width] = task, note | {"engine": engine}
+                except Exception as error:  # of many classes: a missing library, a shape it does not take, …
+                    bench.leave_out(error, engine=engine, scheme=scheme, layer=layer.name)
+            samples = bench.samples(tasks)
+            sizes = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs, "shape": shape}
+            for (engine, width), taken in samples.items():
+                note, base = notes[engine, width], samples.get((engine, 1))
+                found.append(row(layer.name, scheme, width, taken, note["bytes_read"], base) | sizes | note)
+            del tasks
+            place.release()
     return found
 
 
@@ -67,82 +74,34 @@ def _asked(name: str, device: str) -> Kernel:
     return Kernel("library", True, "", exact=False, table=wanted(name))
 
 
-def _made(kernel: Callable[[], Kernel], weight: PackedWeight | Tensor, name: str | None = None) -> tuple[Product, int]:
-    made: Any = linear(weight, None, kernel())
-    if name is not None and name not in getattr(made, "libraries", ()):
+def _tasks(
+    place: Place, layer: Layer, kernel: Kernel, name: str | None, widths: Sequence[int]
+) -> Iterator[tuple[int, Callable[[], float], dict[str, Any]]]:
+    """Each width with its task and what a row says besides times. Raises an error of any class where it cannot run."""
+    weight = random_weight(layer.scheme, layer.outputs, layer.inputs, torch.Generator(place.device).manual_seed(0))
+    first: Any = linear(weight, None, kernel)
+    if name is not None and name not in getattr(first, "libraries", ()):
         raise UserError(f"{name} does not take this layer: its sizes, or what comes with the weight")
-    held = weight if isinstance(weight, Tensor) else weight.codes
-    return made, getattr(made, "nbytes", held.nbytes)
-
-
-def time_layers(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each layer, engine and width of a shape.
-
-    A row's time is that of one product, the mean of a pass over copies of the layer that together exceed the caches,
-    in one CUDA graph where it can be captured ("eager" where not), so that no launch from the host is counted.
-    relative_error is ‖y − ŷ‖ / ‖ŷ‖ against the float64 product of the dequantised weight: a wrong layout would show.
-    same_bits: whether a row's bits were the same at all widths that are tried (with_libraries.keeps_bits).
-    """
-    found: list[dict[str, Any]] = []
-    entrants = contenders(bench.place, bench.kernels, list(dict.fromkeys(schemes)))
-    for scheme in dict.fromkeys(one.scheme for one in entrants):
-        for layer in layers(shape, scheme, "keep")[:-1]:
-            tasks: dict[tuple[str, int], Callable[[], float]] = {}
-            notes: dict[tuple[str, int], dict[str, Any]] = {}
-            for one in (entrant for entrant in entrants if entrant.scheme == scheme):
-                try:
-                    _enter(bench.place, one, layer.outputs, layer.inputs, widths, tasks, notes)
-                except Exception as error:  # of many classes: a missing library, a shape it does not take, …
-                    bench.leave_out(error, engine=one.engine, scheme=scheme, layer=layer.name)
-            samples = bench.samples(tasks)
-            for (engine, width), taken in samples.items():
-                note = notes[engine, width]
-                timed = row(layer.name, scheme, width, taken, note["bytes_read"], samples.get((engine, 1)))
-                sizes = {"layer": layer.name, "outputs": layer.outputs, "inputs": layer.inputs}
-                found.append(asdict(timed) | sizes | note | {"engine": engine, "shape": shape})
-            del tasks
-            bench.place.release()
-    return found
-
-
-def _enter(
-    place: Place,
-    one: Contender,
-    outputs: int,
-    inputs: int,
-    widths: Sequence[int],
-    tasks: dict[tuple[str, int], Callable[[], float]],
-    notes: dict[tuple[str, int], dict[str, Any]],
-) -> None:
-    weight = random_weight(one.scheme, outputs, inputs, torch.Generator(place.device).manual_seed(0))
-    first, size = one.make(weight)
-    same = _same_bits(first, inputs, place)
-    made = [first, *(one.make(weight)[0] for _ in range(copies_of(place, size) - 1))]
+    same = _same_bits(first, layer.inputs, place)
+    made = [first, *(linear(weight, None, kernel) for _ in range(copies_of(place, first.nbytes) - 1))]
     exact = (dequantize(weight) if isinstance(weight, PackedWeight) else weight).double()
     for width in widths:
         draws = torch.Generator(place.device).manual_seed(width)
-        x = torch.randn(width, inputs, device=place.device, generator=draws)
+        x = torch.randn(width, layer.inputs, device=place.device, generator=draws)
         ideal = x.double() @ exact.t()
         error = float((first(x).double() - ideal).norm() / ideal.norm())
         if not error < _WRONG:
             raise ValueError(f"its product is wrong by {error:.2g} of itself on this device, so it was not timed")
-        work = partial(_all, made, x)
+        work = partial(each, made, x)
         try:
             run, how = place.repeated(work), "graph" if place.is_gpu else "eager"
         except RuntimeError:
             run, how = work, "eager"
-        tasks[one.engine, width] = place.task(run, calls=len(made))
-        notes[one.engine, width] = {
-            "implementation": one.implementation,
-            "bytes_read": size,
-            "copies": len(made),
-            "how": how,
-            "relative_error": error,
-            "same_bits": same,
-        }
+        about = {"implementation": name, "bytes_read": first.nbytes, "copies": len(made)}
+        yield width, place.task(run, calls=len(made)), about | {"how": how, "relative_error": error, "same_bits": same}
 
 
-def _same_bits(product: Product, inputs: int, place: Place) -> bool | None:
+def _same_bits(product: Linear, inputs: int, place: Place) -> bool | None:
     """None where an interpreter would take too long, and says nothing about a GPU."""
     if not place.is_gpu:
         return None
@@ -156,12 +115,13 @@ def copies_of(place: Place, size: int) -> int:
     return -(-_PASS_BYTES // size) if place.is_gpu else 2
 
 
-def _all(products: Sequence[Product], x: Tensor) -> None:
+def each(products: Sequence[Callable[[Any], Any]], x: Any) -> None:
+    """All products of the same inputs."""
     for product in products:
         product(x)
 
 
-def winners(rows: _Rows, capability: Capability, measured_on: str) -> list[Choice]:
+def winners(rows: Sequence[Row], capability: Capability, measured_on: str) -> list[Choice]:
     """The entries that `kernels`' rows (`time_layers`, each with its shape) justify; none where Triton is quickest.
 
     Times are summed over all layers of all shapes, so an implementation must have run each of them. A width that was
@@ -199,7 +159,7 @@ class _Span:
     gain: float
 
 
-def _spans(rows: _Rows, names: Set[str]) -> list[_Span]:
+def _spans(rows: Sequence[Row], names: Set[str]) -> list[_Span]:
     """The quickest of some libraries by rows, where it is quicker than Triton."""
     widths = sorted({one["width"] for one in rows})
     spans: list[_Span] = []
@@ -217,7 +177,7 @@ def _spans(rows: _Rows, names: Set[str]) -> list[_Span]:
     return spans
 
 
-def _quickest(rows: _Rows, width: int, names: Set[str]) -> tuple[str | None, float]:
+def _quickest(rows: Sequence[Row], width: int, names: Set[str]) -> tuple[str | None, float]:
     """The quickest library at a width and Triton's time over its; None where that is too little."""
     times: dict[str | None, dict[tuple[str, str], float]] = {}
     for one in rows:

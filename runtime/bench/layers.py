@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.bench.measure import CPU, Row, bytes_read, cache_bytes, interleaved, row
+from runtime.bench.measure import CPU, Row, cache_bytes, interleaved, row
 from runtime.bench.random_models import SHAPES, block_layers, random_weight
-from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
+from runtime.kernels.joined import Linear
 from runtime.kernels.native_linear import NativeLinear
 
-Product = Callable[[Tensor], Tensor]
 # A pass over one kind of layer reads this many times the largest cache, so that every weight comes from memory.
 _CACHES = 2
 
@@ -45,22 +43,11 @@ def layers(shape: str, scheme: str, head: str) -> list[Layer]:
     return [*found, Layer("head", "int8" if head == "int8" else kept, a.vocab, a.hidden, 1)]
 
 
-def copies(layer: Layer, kernel: Kernel) -> Iterator[Product]:
+def copies(layer: Layer, kernel: Kernel) -> Iterator[Linear]:
     """Copies of a layer without end: equal random weights, each in memory of its own."""
-    weight = random_weight(layer.scheme, layer.outputs, layer.inputs, np.random.default_rng(0))
+    weight = random_weight(layer.scheme, layer.outputs, layer.inputs, torch.Generator().manual_seed(0))
     while True:
         yield linear(weight, None, kernel)
-
-
-def forward_bytes(shape: str, scheme: str, head: str, kernel: Kernel) -> int | None:
-    """Bytes of weights that one forward reads, as the kernels hold them; None where these do not say."""
-    total = 0
-    for layer in layers(shape, scheme, head):
-        one = bytes_read(next(copies(layer, kernel)))
-        if one is None:
-            return None
-        total += one * layer.count
-    return total
 
 
 def time_layers(
@@ -75,23 +62,17 @@ def time_layers(
     """Each kind of layer alone, and "all" of a forward one after the other, at each width.
 
     A row's time is that of one layer (or of the layers of one forward), the mean of a pass over copies that together
-    exceed the caches. `memory` measures the memory's speed. Raises UserError for kernels that do not say what they
-    read.
+    exceed the caches. `memory` measures the memory's speed.
     """
     kinds = layers(shape, scheme, head)
     needed = _CACHES * cache_bytes()
-    made: dict[str, list[Product]] = {}
+    made: dict[str, list[Linear]] = {}
     read: dict[str, int] = {}
     for kind in kinds:
         supply = copies(kind, kernel)
         first = next(supply)
-        size = bytes_read(first)
-        if size is None:
-            raise UserError(
-                f"--kernels {kernel.name} do not say how many bytes they read; use native ones or reference"
-            )
-        count = max(kind.count, -(-needed // size))
-        made[kind.name], read[kind.name] = [first, *islice(supply, count - 1)], size
+        count = max(kind.count, -(-needed // first.nbytes))
+        made[kind.name], read[kind.name] = [first, *islice(supply, count - 1)], first.nbytes
     read["all"] = sum(read[kind.name] * kind.count for kind in kinds)
     units = {name: len(found) for name, found in made.items()} | {"all": -(-needed // read["all"])}
     passes = {name: [(name, product) for product in found] for name, found in made.items()}
@@ -110,16 +91,16 @@ def time_layers(
     ]
 
 
-def _on(product: Product, x: Tensor) -> Callable[[], Tensor]:
+def _on(product: Linear, x: Tensor) -> Callable[[], Tensor]:
     """As a decoder calls its layers: with nothing to check or to allocate."""
     return product.on(x) if isinstance(product, NativeLinear) else partial(product, x)
 
 
-def _forwards(kinds: Sequence[Layer], made: dict[str, list[Product]], count: int) -> list[tuple[str, Product]]:
+def _forwards(kinds: Sequence[Layer], made: dict[str, list[Linear]], count: int) -> list[tuple[str, Linear]]:
     """The layers of `count` forwards in their order; a copy comes again as late as can be."""
     supplies = {name: cycle(found) for name, found in made.items()}
     *blocks, head = kinds
-    found: list[tuple[str, Product]] = []
+    found: list[tuple[str, Linear]] = []
     for _ in range(count):
         for _ in range(blocks[0].count):
             found += [(kind.name, next(supplies[kind.name])) for kind in blocks]

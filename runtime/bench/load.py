@@ -1,16 +1,12 @@
 """Open-loop load: requests come when they come (a Poisson process), whether or not the engine keeps up."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 
 import numpy as np
 
-from runtime.bench.speculate import Job, Way, percentiles
-from runtime.engine.engine import Engine
-from runtime.engine.metrics import Metrics
-from runtime.speculative.draft import Request
+from runtime.bench.speculate import Job, Way, percentiles, run_once
 
 # Steps of the search between a rate that held and one that did not.
 _BISECTIONS = 4
@@ -55,41 +51,17 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 def serve(job: Job, way: Way, rate: float, count: int, seed: int) -> Served:
     """`count` requests, the job's prompts in turn, at a rate; returns when the last one has ended."""
-    engine = Engine(job.decoder, way.drafter, way.draft_length, job.rule, way.cache, max_batch=job.batch)
-    items = list(islice(cycle(job.items), count))
-    due = arrivals(rate, count, seed)
-    requests = [
-        Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
-        for i, item in enumerate(items)
-    ]
-    metrics = [Metrics() for _ in items]
-    sent, rounds, live = 0, 0, 0
-    start = engine.clock.now()
-    try:
-        while sent < count or engine.busy:
-            now = engine.clock.now() - start
-            while sent < count and due[sent] <= now:
-                # Counted from when it came, not from when the engine had time to look.
-                engine.add(requests[sent], metrics[sent], start + due[sent])
-                sent += 1
-            if engine.busy:
-                live += len(engine.step())
-                rounds += 1
-            else:
-                time.sleep(max(0.0, due[sent] - now))
-        seconds = engine.clock.now() - start
-    finally:
-        engine.close()
-    times = [one.arrivals[0] for one in metrics]
+    run = run_once(job, way, tuple(islice(cycle(job.items), count)), arrivals(rate, count, seed))
+    times = [one.arrivals[0] for one in run.metrics]
     return Served(
         rate=rate,
         requests=count,
-        requests_per_second=count / seconds,
-        tokens_per_second=sum(map(len, times)) / seconds,
+        requests_per_second=count / run.seconds,
+        tokens_per_second=sum(map(len, times)) / run.seconds,
         latency_ms=percentiles([one[-1] for one in times]),
         ttft_ms=percentiles([one[0] for one in times]),
         itl_ms=percentiles([b - a for one in times for a, b in pairwise(one)]),
-        mean_batch=live / rounds,
+        mean_batch=run.mean_batch,
     )
 
 

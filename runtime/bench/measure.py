@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,8 +17,7 @@ import torch
 from runtime import native
 from runtime.devices import explained, resolve
 from runtime.errors import UserError
-from runtime.kernels.native_linear import NativeLinear
-from runtime.kernels.reference import FloatLinear, GroupLinear, Int8Linear
+from runtime.model.layers import linears
 
 ENGINE = "specpress"
 # Rounds before those that count: the first touches memory and wakes the threads.
@@ -28,30 +27,8 @@ _COPIED = {"cuda": 1 << 30, "cpu": 1 << 24}
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One thing that was timed, at one width.
-
-    what               "decode", "prefill", "draft", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head",
-                       "all".
-    ms_median, ms_min  of one forward or product, over the rounds.
-    tokens_per_second  width over the median.
-    gb_per_second      weight bytes that one forward or product reads, over the median; None where they are unknown.
-    share_of_bandwidth those bytes per second over the memory's reading speed around them, the median over the rounds;
-                       None where one of the two is unknown.
-    over_width_1       the median over that of width 1; None where width 1 was not timed.
-    """
-
-    what: str
-    engine: str
-    scheme: str
-    width: int
-    ms_median: float
-    ms_min: float
-    tokens_per_second: float
-    gb_per_second: float | None
-    share_of_bandwidth: float | None
-    over_width_1: float | None
+Row = dict[str, Any]
+"""What the tables show and the JSON files hold of one thing that was timed: `row`'s keys, and each command's own."""
 
 
 @dataclass(frozen=True)
@@ -87,51 +64,38 @@ def row(
     scheme: str,
     width: int,
     samples: Sequence[Sample],
-    read: int | None,
+    read: int,
     base: Sequence[Sample] | None,
+    **more: Any,
 ) -> Row:
-    """A row from the samples of all rounds.
+    """One thing that was timed at one width, from the samples of all rounds.
 
-    read  bytes of weights that are read in a sample's seconds.
-    base  samples of the same at width 1.
+    what  "decode", "prefill", "draft", "chain", "tree", or a layer: "qkv", "o", "gate_up", "down", "head", "all".
+    read  bytes of weights that one forward or product reads: gb_per_second is of these, and share_of_bandwidth over
+          the memory's speed around each sample, the median over the rounds; None where that is unknown.
+    base  samples of the same at width 1, for over_width_1; None: they were not taken.
+    more  keys beside these.
     """
     seconds = [sample.seconds for sample in samples]
     middle = median(seconds)
-    speed = None if read is None else read / middle
-    shares = [read / s.seconds / s.bandwidth for s in samples if read is not None and s.bandwidth is not None]
-    return Row(
-        what=what,
-        engine=ENGINE,
-        scheme=scheme,
-        width=width,
-        ms_median=middle * 1e3,
-        ms_min=min(seconds) * 1e3,
-        tokens_per_second=width / middle,
-        gb_per_second=None if speed is None else speed / 1e9,
-        share_of_bandwidth=median(shares) if shares else None,
-        over_width_1=None if base is None else middle / median(sample.seconds for sample in base),
-    )
+    shares = [read / s.seconds / s.bandwidth for s in samples if s.bandwidth is not None]
+    return {
+        "what": what,
+        "engine": ENGINE,
+        "scheme": scheme,
+        "width": width,
+        "ms_median": middle * 1e3,
+        "ms_min": min(seconds) * 1e3,
+        "tokens_per_second": width / middle,
+        "gb_per_second": read / middle / 1e9,
+        "share_of_bandwidth": median(shares) if shares else None,
+        "over_width_1": None if base is None else middle / median(sample.seconds for sample in base),
+    } | more
 
 
-def bytes_read(layer: Any) -> int | None:
-    """Bytes that one product of a layer reads; None for a library's layer, which does not say."""
-    if isinstance(layer, NativeLinear):
-        return layer.nbytes
-    if isinstance(layer, FloatLinear | Int8Linear | GroupLinear):
-        held = [getattr(layer, field.name) for field in fields(layer)]
-        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
-    return None
-
-
-def layers_bytes(layers: Iterable[Any]) -> int | None:
-    """Bytes that one product of each layer reads; None where one of them does not say."""
-    total = 0
-    for layer in layers:
-        read = bytes_read(layer)
-        if read is None:
-            return None
-        total += read
-    return total
+def read_bytes(decoder: Any) -> int:
+    """Bytes of weights that a forward of one row reads, of all linear layers, as the kernels (ours) hold them."""
+    return sum(layer.nbytes for layer in linears(decoder.parts))
 
 
 class Bandwidth:
@@ -184,15 +148,14 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """A device. `interpreted`: a CPU, where Triton's kernels are interpreted, so that no time means a GPU's speed."""
+    """A device by its name."""
 
     device: torch.device
     name: str
-    interpreted: bool
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a CUDA device."""
+        """Whether it is a CUDA device. On a CPU Triton's kernels are interpreted: no time means a GPU's speed."""
         return self.device.type == "cuda"
 
     @property
@@ -268,7 +231,7 @@ class Place:
         """For the JSON: device, versions, and whether its times are speed."""
         found: dict[str, Any] = machine() | {
             "device": self.name,
-            "interpreted": self.interpreted,
+            "interpreted": not self.is_gpu,
             "torch": str(torch.__version__),
         }
         if self.is_gpu:
@@ -283,15 +246,13 @@ class Place:
 
 
 # For tasks on the host alone.
-CPU = Place(torch.device("cpu"), "cpu", interpreted=False)
+CPU = Place(torch.device("cpu"), "cpu")
 
 
 def find(device: str) -> Place:
     """The place named by "cuda", "cuda:N", "cpu" or "auto". Raises UserError where there is no such device."""
     where = resolve(device)
-    if where.type == "cuda":
-        return Place(where, torch.cuda.get_device_name(where), interpreted=False)
-    return Place(where, machine()["cpu"], interpreted=True)
+    return Place(where, torch.cuda.get_device_name(where) if where.type == "cuda" else machine()["cpu"])
 
 
 def copy_speed(place: Place) -> Bandwidth:

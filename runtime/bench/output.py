@@ -19,21 +19,26 @@ from runtime.kernels.library_choice import Choice, shown
 Figures = Mapping[str, Any]
 # Column: key of a row (a.b: of the mapping at a), heading, format. A key that a row lacks, or None, is shown as "-".
 Column = tuple[str, str, str]
-_TIMES: list[Column] = [
-    ("ms_median", "ms median", ".3f"), ("ms_min", "ms min", ".3f"), ("tokens_per_second", "tokens/s", ".1f"),
-    ("gb_per_second", "GB/s", ".1f"), ("share_of_bandwidth", "of bandwidth", ".0%"),
-    ("over_width_1", "over width 1", ".2f"),
-]  # fmt: skip
-_SPECULATION: list[Column] = [
-    ("name", "group", "s"), ("prompts", "prompts", "d"), ("tokens_per_second", "tokens/s", ".1f"),
-    ("speedup", "speedup", ".2f"), ("acceptance_rate", "α", ".3f"), ("tokens_per_round", "τ", ".2f"),
-]  # fmt: skip
-_LOAD: list[Column] = [
-    ("way", "way", "s"), ("rate", "asked/s", ".2f"), ("requests_per_second", "served/s", ".2f"),
-    ("tokens_per_second", "tokens/s", ".1f"), ("latency_ms.p50", "latency p50", ".1f"),
-    ("latency_ms.p90", "p90", ".1f"), ("ttft_ms.p50", "ttft p50", ".1f"), ("ttft_ms.p90", "p90", ".1f"),
-    ("itl_ms.p50", "itl p50", ".1f"), ("itl_ms.p99", "p99", ".1f"), ("mean_batch", "batch", ".1f"),
-]  # fmt: skip
+COLUMNS: dict[str, tuple[str, str]] = {
+    "what": ("what", "s"), "name": ("group", "s"), "way": ("way", "s"), "scheme": ("scheme", "s"),
+    "layer": ("layer", "s"), "engine": ("engine", "s"), "kernels": ("kernels", "s"), "how": ("run as", "s"),
+    "width": ("width", "d"), "batch": ("batch", "d"), "prompts": ("prompts", "d"), "draft_length": ("γ", "d"),
+    "block_n": ("outputs", "d"), "warps": ("warps", "d"), "stages": ("stages", "d"), "programs": ("programs", "d"),
+    "ms_median": ("ms", ".4f"), "ms_min": ("ms min", ".4f"), "step_ms": ("step ms", ".2f"),
+    "ms_per_token": ("ms a token", ".2f"), "computed_ms": ("computed ms", ".3f"),
+    "bytes_read": ("bytes read", ",d"), "bytes_computed": ("bytes computed", ",d"), "bytes_held": ("bytes held", ",d"),
+    "gb_per_second": ("GB/s", ".1f"), "share_of_bandwidth": ("of bandwidth", ".0%"),
+    "tokens_per_second": ("tokens/s", ".1f"), "plain_tokens_per_second": ("plain tokens/s", ".0f"),
+    "speculative_tokens_per_second": ("speculative", ".0f"), "over_width_1": ("over width 1", ".2f"),
+    "over_bf16": ("over bf16", ".2f"), "over_eager": ("over eager", ".2f"), "relative_error": ("error", ".1e"),
+    "same_bits": ("same bits", ""), "acceptance_rate": ("α", ".3f"), "tokens_per_round": ("τ", ".2f"),
+    "draft_cost_ratio": ("c", ".3f"), "speedup": ("speedup", ".2f"), "decode_speedup": ("without prompts", ".2f"),
+    "predicted_speedup": ("predicted", ".2f"), "mismatches": ("texts that differ", "d"),
+    "rate": ("asked/s", ".2f"), "requests_per_second": ("served/s", ".2f"), "mean_batch": ("batch", ".1f"),
+    "latency_ms.p50": ("latency p50", ".1f"), "latency_ms.p90": ("p90", ".1f"), "ttft_ms.p50": ("ttft p50", ".1f"),
+    "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),
+}  # fmt: skip
+"""Every figure's key in a row: its heading and format."""
 
 
 def console(width: int = 132) -> Console:
@@ -51,13 +56,20 @@ def table(columns: Sequence[Column], rows: Sequence[Figures], title: str | None 
     return found
 
 
+def listed(keys: str, rows: Sequence[Figures], title: str | None = None, **headings: str) -> Table:
+    """The table of `keys` of COLUMNS, with blanks between them; `headings` other than those of COLUMNS."""
+    columns = [(key, headings.get(key, COLUMNS[key][0]), COLUMNS[key][1]) for key in keys.split()]
+    return table(columns, rows, title)
+
+
 def show_scheme(out: Console, command: str, scheme: str, rows: Sequence[Figures], readings: Sequence[float]) -> None:
     """A scheme's table of `kernels`, `decode` or `verify`; `readings` of the memory's speed in bytes per second."""
     speed = f"{_speeds(readings, '.1f')}" if readings else "not measured (needs the native kernels)"
-    width: Column = ("width", "γ", "d") if command == "verify" else ("width", "width", "d")
+    keys = "what width ms_median ms_min tokens_per_second gb_per_second share_of_bandwidth over_width_1"
     if command == "verify":
-        rows = [{**row, "width": row["width"] - 1} for row in rows]
-    out.print(table([("what", command, "s"), width, *_TIMES], rows, f"{scheme}; memory {speed}"))
+        keys = keys.replace("width", "draft_length", 1)
+        rows = [{**row, "draft_length": row["width"] - 1} for row in rows]
+    out.print(listed(keys, rows, f"{scheme}; memory {speed}", what=command))
     if any((row["share_of_bandwidth"] or 0) > 1 for row in rows):
         out.print("Above 100% of the memory's speed: caches held weights, or the memory's speed changed.\n")
 
@@ -73,7 +85,8 @@ def show_speculation(facts: Figures, found: Figures) -> None:
         soft_wrap=True,
     )
     whole = {**found, "name": "all", "tokens_per_second": found["speculative"]["tokens_per_second"]}
-    out.print(table(_SPECULATION, [whole, *(found["groups"] if len(found["groups"]) > 1 else [])]))
+    keys = "name prompts tokens_per_second speedup acceptance_rate tokens_per_round"
+    out.print(listed(keys, [whole, *(found["groups"] if len(found["groups"]) > 1 else [])]))
     plain, itl, ttft = found["plain"], found["speculative"]["itl_ms"], found["ttft_ms"]
     lines = (
         f"plain {plain['tokens_per_second']:.1f} tokens/s; predicted speedup"
@@ -94,20 +107,22 @@ def show_load(facts: Figures, results: Mapping[str, Figures]) -> None:
     """What `load` found: a row for each rate that was tried, plain and speculative."""
     out = console(110)
     out.print(_title(facts), soft_wrap=True)
-    out.print(table(_LOAD, [{"way": name, **run} for name, found in results.items() for run in found["runs"]]))
+    keys = "way rate requests_per_second tokens_per_second latency_ms.p50 latency_ms.p90 ttft_ms.p50 ttft_ms.p90"
+    rows = [{"way": name, **run} for name, found in results.items() for run in found["runs"]]
+    out.print(listed(f"{keys} itl_ms.p50 itl_ms.p99 mean_batch", rows))
     for name, found in results.items():
         if found["highest_rate"] is not None:
             out.print(f"{name}: highest rate under the bound {found['highest_rate']:.2f} requests/s")
 
 
-def show(title: str, columns: Sequence[Column], rows: Sequence[Figures], place: Place) -> None:
-    """One table of `gpu`. A CPU's times are said to be no speed."""
+def show(title: str, keys: str, rows: Sequence[Figures], place: Place) -> None:
+    """One table of `gpu`, of `keys` as `listed` takes them. A CPU's times are said to be no speed."""
     told = "medians of CUDA events"
-    if place.interpreted:
+    if not place.is_gpu:
         told = "a CPU, kernels INTERPRETED or a CPU's own: the times below are no speed"
     out = console()
     out.print(f"{place.name}; {told}", soft_wrap=True)
-    out.print(table(columns, rows, title))
+    out.print(listed(keys, rows, title))
 
 
 def finish(command: str, bench: Bench, json_file: Path | None, timed: bool = True, **protocol: Any) -> None:
@@ -131,7 +146,7 @@ def finish(command: str, bench: Bench, json_file: Path | None, timed: bool = Tru
             "rounds": bench.rounds,
             "warm_up_rounds": WARM_UP,
             "weights": "random unless a model is named: speed only",
-            "times": "of a CPU, interpreted: no speed" if place.interpreted else "CUDA events, medians",
+            "times": "CUDA events, medians" if place.is_gpu else "of a CPU, interpreted: no speed",
             **protocol,
         },
         "rows": bench.rows,

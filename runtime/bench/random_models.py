@@ -4,26 +4,29 @@ Codes and scales are drawn directly in each format, so that a billion weights ta
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.checkpoints.architecture import Architecture, describe
+from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
-from runtime.formats import hf_config, int4, int8, nf4, ternary, to_tensors
+from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors
 from runtime.formats.nf4 import Nf4Weight, double_quantize
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.tensors import round_scale
+from runtime.formats.tensors import group_width, round_scale
 
 SCHEMES = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
+# fp8 is for GPUs: the CPU benchmarks' shapes do without.
+DEVICE_SCHEMES = (*SCHEMES, "fp8")
 HEADS = ("int8", "keep")
 INT4_GROUPS = (32, 64, 128)
 # The first and last code of each packed scheme: symmetric, as a mean other than 0 would add the same vector to every
@@ -33,6 +36,8 @@ MARK = "specpress_random_weights"
 """Key of config.json that says a model is one of these."""
 
 Weight = PackedWeight | Tensor
+NO_SHARDS: Any = None
+"""The files of a checkpoint that has none."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,8 @@ def write_shape(
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as beside:
             folder = Path(beside) / "model"
             folder.mkdir()
-            _write_weights(folder, SHAPES[shape], scheme, head, group_size, seed)
+            drawn = RandomCheckpoint(out, config, NO_SHARDS, SHAPES[shape], scheme, head, "cpu", seed, group_size)
+            _write_weights(folder, drawn)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             folder.rename(out)
     except (OSError, SafetensorError) as error:
@@ -190,46 +196,89 @@ def block_layers(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def random_weight(
-    scheme: str, outputs: int, inputs: int, generator: np.random.Generator, group_size: int | None = None
+    scheme: str, outputs: int, inputs: int, generator: torch.Generator, group_size: int | None = None
 ) -> Weight:
     """A weight (outputs, inputs) of variance 1 / inputs, so that a layer's outputs vary as much as its inputs.
 
-    Codes are uniform, scales within a quarter of one another. Float weights come as they are stored (f32, bf16).
-    Raises ValueError for a scheme that is not in SCHEMES, or groups that do not divide the inputs.
+    Drawn on the generator's device: codes are uniform, scales within a quarter of one another. Float weights come as
+    they are stored (f32, bf16). group_size: of int4; None: the largest that divides the inputs. Raises ValueError for
+    a scheme that is not in DEVICE_SCHEMES, or groups that do not divide the inputs.
     """
+    device = generator.device
     if scheme in ("f32", "bf16"):
-        return _uniform(outputs, inputs, generator, torch.float32 if scheme == "f32" else torch.bfloat16)
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, found {scheme!r}")
+        dtype = torch.float32 if scheme == "f32" else torch.bfloat16
+        spread = (3.0 / inputs) ** 0.5
+        return torch.empty(outputs, inputs, dtype=dtype, device=device).uniform_(-spread, spread, generator=generator)
+    if scheme not in DEVICE_SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(DEVICE_SCHEMES)}, found {scheme!r}")
+    if scheme == "fp8":
+        drawn = random_weight("bf16", outputs, inputs, generator)
+        assert isinstance(drawn, Tensor)
+        return fp8.pack(drawn)
+    if scheme == "int4" and group_size is None:
+        group_size = next((size for size in reversed(INT4_GROUPS) if inputs % size == 0), INT4_GROUPS[0])
     about = described(scheme, group_size)
-    size = about.group_size or inputs
-    if inputs % size:
-        raise ValueError(f"groups of {size} do not divide rows of {inputs} inputs")
+    groups = inputs // group_width(inputs, about.group_size)
     first, last = CODES[scheme]
-    codes = torch.from_numpy(generator.integers(first, last + 1, (outputs, inputs), dtype=np.int8))
-    scale = unit_scale(scheme, inputs)
-    if scheme == "ternary":
-        one = ternary.storable(torch.tensor(scale), torch.bfloat16)
-        return PackedWeight(about, codes, one.expand(outputs, 1).contiguous())
-    varied = generator.uniform(0.75 * scale, 1.25 * scale, (outputs, inputs // size)).astype(np.float32)
-    scales = torch.from_numpy(varied)
-    if scheme != "nf4":
-        return PackedWeight(about, codes, round_scale(scales, torch.bfloat16))
-    nested = double_quantize(scales.flatten())
-    return Nf4Weight(about, codes, nested.undo().view(outputs, -1), nested=nested)
-
-
-def unit_scale(scheme: str, inputs: int) -> float:
-    """The scale at which uniform codes stand for weights of variance 1 / inputs."""
-    first, last = CODES[scheme]
+    codes = torch.randint(first, last + 1, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
     values = nf4.LEVELS if scheme == "nf4" else torch.arange(first, last + 1, dtype=torch.float32)
-    return 1.0 / float(values.square().mean().sqrt() * inputs**0.5)
+    scale = 1.0 / (values.square().mean().sqrt() * inputs**0.5)
+    if scheme == "ternary":
+        one = ternary.storable(scale, torch.bfloat16)
+        return PackedWeight(about, codes, one.to(device).expand(outputs, 1).contiguous())
+    varied = torch.empty(outputs, groups, device=device).uniform_(0.75, 1.25, generator=generator) * float(scale)
+    return PackedWeight(about, codes, round_scale(varied, torch.bfloat16))
 
 
-def _uniform(outputs: int, inputs: int, generator: np.random.Generator, dtype: torch.dtype) -> Tensor:
-    """Floats of variance 1 / inputs."""
-    unit = torch.from_numpy(generator.random((outputs, inputs), dtype=np.float32))
-    return unit.sub_(0.5).mul_((12.0 / inputs) ** 0.5).to(dtype)
+@dataclass(frozen=True)
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint without files, whose tensors are drawn when they are asked for: the same ones for the same seed."""
+
+    shape_of: Shape
+    scheme: str
+    head: str
+    device: str = "cpu"
+    seed: int = 0
+    group_size: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of embedding, norms and biases."""
+        return torch.float32 if self.scheme == "f32" else torch.bfloat16
+
+    def names(self) -> list[str]:
+        """Of what there is besides the layers' weights: the decoder asks for biases by them."""
+        layers = range(self.shape_of.architecture.layers if self.shape_of.biased else 0)
+        return ["lm_head.weight", *(f"model.layers.{i}.self_attn.{part}_proj.bias" for i in layers for part in "qkv")]
+
+    def tensor(self, name: str) -> Tensor:
+        """The embedding, a norm or a bias."""
+        a = self.shape_of.architecture
+        if name.endswith("norm.weight"):
+            return torch.ones(a.hidden, dtype=self.dtype, device=self.device)
+        if name == "model.embed_tokens.weight":
+            found = random_weight(self._plain, a.vocab, a.hidden, self._generator(name))
+            assert isinstance(found, Tensor)
+            return found
+        outputs, _ = block_layers(self.shape_of)[name.removesuffix(".bias").split(".", 3)[-1]]
+        bias = torch.empty(outputs, device=self.device).uniform_(-0.1, 0.1, generator=self._generator(name))
+        return bias.to(self.dtype)
+
+    def weight(self, prefix: str, unpack: bool = True) -> Weight:
+        """A layer's weight, of variance 1 / inputs, in the scheme."""
+        a = self.shape_of.architecture
+        if prefix == "lm_head":
+            kind = "int8" if self.head == "int8" else self._plain
+            return random_weight(kind, a.vocab, a.hidden, self._generator(prefix))
+        sizes = block_layers(self.shape_of)[prefix.split(".", 3)[-1]]
+        return random_weight(self.scheme, *sizes, self._generator(prefix), self.group_size)
+
+    @property
+    def _plain(self) -> str:
+        return "f32" if self.scheme == "f32" else "bf16"
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(crc32(f"{self.seed} {name}".encode()))
 
 
 def require_offered(shape: str, scheme: str, head: str, schemes: Sequence[str] = SCHEMES) -> None:
@@ -255,15 +304,23 @@ def described(scheme: str, group_size: int | None) -> Scheme:
     return int8.scheme() if scheme == "int8" else ternary.scheme()
 
 
-def _write_weights(folder: Path, shape: Shape, scheme: str, head: str, group_size: int | None, seed: int) -> None:
+def _write_weights(folder: Path, model: RandomCheckpoint) -> None:
     """One shard per block, and one before them for everything outside the blocks; and their index."""
     from safetensors.torch import save_file
 
-    count = shape.architecture.layers + 1
+    a, blocks = model.shape_of.architecture, block_layers(model.shape_of)
+    head = ["lm_head"] if model.head == "int8" or not a.tied else []
+    shards = [(head, ["model.embed_tokens", "model.norm"])]
+    for at in (f"model.layers.{number}" for number in range(a.layers)):
+        norms = [f"{at}.{norm}" for norm in ("input_layernorm", "post_attention_layernorm")]
+        shards.append(([f"{at}.{name}" for name in blocks], norms))
     weight_map: dict[str, str] = {}
     total = 0
-    for number, tensors in enumerate(_parts(shape, scheme, head, group_size, seed), start=1):
-        name = f"model-{number:05d}-of-{count:05d}.safetensors"
+    for number, (layers, plain) in enumerate(shards, start=1):
+        tensors = {name: model.tensor(name) for name in (f"{prefix}.weight" for prefix in plain)}
+        for prefix in layers:
+            tensors |= _stored(model, prefix)
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -271,36 +328,13 @@ def _write_weights(folder: Path, shape: Shape, scheme: str, head: str, group_siz
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _parts(shape: Shape, scheme: str, head: str, group_size: int | None, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors of everything outside the blocks, then of block after block."""
-    a = shape.architecture
-    plain = "f32" if scheme == "f32" else "bf16"
-    dtype = torch.float32 if scheme == "f32" else torch.bfloat16
-
-    def stored(
-        prefix: str, kind: str, outputs: int, inputs: int, rng: np.random.Generator, biased: bool = False
-    ) -> dict[str, Tensor]:
-        weight = random_weight(kind, outputs, inputs, rng, group_size if kind == scheme else None)
-        bias = torch.from_numpy(rng.uniform(-0.1, 0.1, outputs)).to(dtype) if biased else None
-        if isinstance(weight, PackedWeight):
-            weight = weight if bias is None else replace(weight, bias=bias.float())
-            return to_tensors(weight, prefix, dtype)
-        return {f"{prefix}.weight": weight} | ({} if bias is None else {f"{prefix}.bias": bias})
-
-    rng = np.random.default_rng([seed, 0])
-    outside = stored("model.embed_tokens", plain, a.vocab, a.hidden, rng)
-    outside["model.norm.weight"] = torch.ones(a.hidden, dtype=dtype)
-    if head == "int8" or not a.tied:
-        outside |= stored("lm_head", "int8" if head == "int8" else plain, a.vocab, a.hidden, rng)
-    yield outside
-    for number in range(a.layers):
-        rng = np.random.default_rng([seed, 1 + number])
-        prefix = f"model.layers.{number}"
-        block = {
-            f"{prefix}.{norm}.weight": torch.ones(a.hidden, dtype=dtype)
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        }
-        for name, (outputs, inputs) in block_layers(shape).items():
-            biased = shape.biased and name[-6:] in ("q_proj", "k_proj", "v_proj")
-            block |= stored(f"{prefix}.{name}", scheme, outputs, inputs, rng, biased)
-        yield block
+def _stored(model: RandomCheckpoint, prefix: str) -> dict[str, Tensor]:
+    """A layer's tensors as its format stores them."""
+    weight, name = model.weight(prefix), f"{prefix}.bias"
+    bias = model.tensor(name) if name in model.names() else None
+    if isinstance(weight, Tensor):
+        return {f"{prefix}.weight": weight} | ({} if bias is None else {name: bias})
+    if weight.scheme.kind == "nf4":
+        nested = double_quantize(weight.scale.flatten())
+        weight = Nf4Weight(weight.scheme, weight.codes, nested.undo().view_as(weight.scale), nested=nested)
+    return to_tensors(weight if bias is None else replace(weight, bias=bias.float()), prefix, model.dtype)

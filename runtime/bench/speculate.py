@@ -1,5 +1,6 @@
 """Decoding with and without speculation, in turns: how much faster, how near to what costs predict, what differs."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -41,9 +42,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Pass:
-    """All prompts once: wall seconds, and per prompt what was counted and the new tokens."""
+    """All prompts once: wall seconds, requests in a step on average, and per prompt the counts and the new tokens."""
 
     seconds: float
+    mean_batch: float
     metrics: list[Metrics]
     tokens: list[list[int]]
 
@@ -68,25 +70,37 @@ class Way:
         return [sum(map(len, one.tokens)) / one.seconds for one in self.passes]
 
 
-def run_once(job: Job, way: Way, count: int | None = None) -> Pass:
-    """All prompts (or the first `count`) through an engine, `batch` at a time."""
-    items = job.items[:count]
+def run_once(job: Job, way: Way, items: Sequence[Item] | None = None, due: Sequence[float] | None = None) -> Pass:
+    """All prompts (or these) through an engine, `batch` at a time; returns when the last one has ended.
+
+    due  seconds after the start at which each comes, rising; None: all are there from the start.
+    """
+    items = job.items if items is None else items
+    due = [0.0] * len(items) if due is None else due
     engine = Engine(job.decoder, way.drafter, way.draft_length, job.rule, way.cache, max_batch=job.batch)
     requests = [
         Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
         for i, item in enumerate(items)
     ]
     metrics = [Metrics() for _ in items]
+    sent, steps, live = 0, 0, 0
+    start = engine.clock.now()
     try:
-        started = engine.clock.now()
-        for request, measured in zip(requests, metrics, strict=True):
-            engine.add(request, measured)
-        while engine.busy:
-            engine.step()
-        seconds = engine.clock.now() - started
+        while sent < len(items) or engine.busy:
+            now = engine.clock.now() - start
+            while sent < len(items) and due[sent] <= now:
+                # Counted from when it came, not from when the engine had time to look.
+                engine.add(requests[sent], metrics[sent], start + due[sent])
+                sent += 1
+            if engine.busy:
+                live += len(engine.step())
+                steps += 1
+            else:
+                time.sleep(max(0.0, due[sent] - now))
+        seconds = engine.clock.now() - start
     finally:
         engine.close()
-    return Pass(seconds, metrics, [request.new_tokens for request in requests])
+    return Pass(seconds, live / steps, metrics, [request.new_tokens for request in requests])
 
 
 def ways(job: Job) -> tuple[Way, Way]:
@@ -109,7 +123,7 @@ def measure(
     """
     both = ways(job)
     for way in both:
-        warm = run_once(job, way, count=max(1, min(2, len(job.items))))
+        warm = run_once(job, way, job.items[:2])
     first = job.items[0].tokens + warm.tokens[0]
     middle = first[: len(job.items[0].tokens) + len(warm.tokens[0]) // 2]
     for number in range(rounds):
@@ -127,6 +141,8 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
     speeds = [a / b for a, b in zip(spoken.tokens_per_second, plain.tokens_per_second, strict=True)]
     pairs = list(zip(plain.passes[0].tokens, spoken.passes[0].tokens, strict=True))
     predicted = _predicted(job, plain, spoken, costs)
+    # Speculation may give another text than plain decoding, of the same distribution.
+    free = job.rule != "coupled" and not job.sampling.greedy
     return {
         "drafter": job.drafter.name,
         "batch": job.batch,
@@ -143,7 +159,10 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "predicted_speedup": predicted,
         "predicted_with_prompts": None if predicted is None else _with_prompts(plain, spoken, predicted),
         "draft_cost_ratio": _median(spoken, plain, _draft_cost),
-        "draft_step_ratio": _median(spoken, plain, _draft_step),
+        # The same of a draft step alone.
+        "draft_step_ratio": _median(
+            spoken, plain, lambda ours, base: ours.draft_step_ratio(base.step_seconds) if base.step_seconds else None
+        ),
         "acceptance_rate": counts.acceptance_rate,
         "tokens_per_round": counts.tokens_per_round,
         "accepted_by_position": counts.accepted_by_position,
@@ -153,7 +172,7 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "ttft_ms": percentiles([times[0] for times in counts.arrivals if times]),
         "kv_bytes_per_token": spoken.cache.bytes_per_token(),
         "tokens_compared": sum(len(a) for a, _ in pairs),
-        "mismatches": None if _free(job) else sum(a != b for a, b in pairs),
+        "mismatches": None if free else sum(a != b for a, b in pairs),
         "groups": _groups(job, plain, spoken),
     }
 
@@ -165,11 +184,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
         f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1e3 if ordered else None
         for p in (50, 90, 99)
     }
-
-
-def _free(job: Job) -> bool:
-    """Whether speculation may give another text than plain decoding, of the same distribution."""
-    return job.rule != "coupled" and not job.sampling.greedy
 
 
 def _median(spoken: Way, plain: Way, ratio: Callable[[Metrics, Metrics], float | None]) -> float | None:
@@ -188,11 +202,6 @@ def _decode_ratio(ours: Metrics, base: Metrics) -> float | None:
 def _draft_cost(ours: Metrics, base: Metrics) -> float | None:
     """What proposing took per drafted token, catching up with the text included, over a plain step of the target."""
     return ours.draft_cost_ratio(base.step_seconds) if base.step_seconds else None
-
-
-def _draft_step(ours: Metrics, base: Metrics) -> float | None:
-    """The same of a draft step alone."""
-    return ours.draft_step_ratio(base.step_seconds) if base.step_seconds else None
 
 
 def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> float | None:

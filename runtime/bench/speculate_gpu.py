@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-from runtime.bench.device_models import random_model, read_bytes
+from runtime.bench.device_models import random_model
 from runtime.bench.jobs import Between, oracle_for, random_items
-from runtime.bench.measure import Bench
+from runtime.bench.measure import Bench, read_bytes
 from runtime.bench.options import OracleOptions
 from runtime.bench.speculate import Job, measure, row
 from runtime.sampling.params import Sampling
@@ -29,8 +29,7 @@ def oracle(bench: Bench, options: OracleOptions, draft_lengths: Sequence[int]) -
         "draft": options.draft,
         "scheme": options.scheme,
         "acceptance_per_token": options.alpha,
-        "target_bytes": read_bytes(target),
-        "draft_bytes": read_bytes(draft),
+        **{f"{name}_bytes": read_bytes(each.decoder) for name, each in (("target", target), ("draft", draft))},
     }
     for length in draft_lengths:
         job = replace(plain, drafter=drafter, draft_length=length)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.bench.device_models import random_weight
-from runtime.bench.kernels import copies_of
+from runtime.bench.kernels import copies_of, each
 from runtime.bench.layers import layers
 from runtime.bench.measure import Bench, Place
+from runtime.bench.random_models import random_weight
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
     """Rows: for each scheme, layer and width the candidates by their time, quickest first.
 
     Widths up to `tile_sizes.NARROW` try the narrow tiles, wider ones the wide tiles. What a GPU refuses (too much
-    shared memory) is listed with that reason.
+    shared memory) is left out with that reason.
     """
     from runtime.kernels.triton import usable
     from runtime.kernels.triton.linear import triton_linear
     from runtime.kernels.triton.tile_sizes import NARROW, plan
     from runtime.kernels.triton.weights import gpu_weight
 
-    place, found = bench.place, bench.rows
+    place = bench.place
     can, why = usable(str(place.device))
     if not can:
         raise UserError(f"gpu tune tries Triton's kernels, which cannot run here: {why}")
@@ -52,10 +52,8 @@ def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
             bench.say(f"{scheme}, {layer.name}")
             drawn = random_weight(scheme, layer.outputs, layer.inputs, torch.Generator(place.device).manual_seed(0))
             first = gpu_weight(drawn, None, place.device)
-            weights = [
-                first,
-                *(gpu_weight(drawn, None, place.device) for _ in range(copies_of(place, first.nbytes) - 1)),
-            ]
+            more = copies_of(place, first.nbytes) - 1
+            weights = [first, *(gpu_weight(drawn, None, place.device) for _ in range(more))]
             own = plan(first.kind, place.device)
             for width in widths:
                 narrow = width <= NARROW
@@ -66,17 +64,15 @@ def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
                     tried = [triton_linear(w, replace(own, programs=programs, **part)) for w in weights]
                     try:
                         rounded = tried[0].round(x)
-                        run = place.repeated(partial(_products, tried, rounded))
+                        run = place.repeated(partial(each, [one.product for one in tried], rounded))
                     except Exception as error:  # the compiler's own classes, which share none but this
-                        why = " ".join(str(error).split())[:120]
-                        refused = {"ms_median": None, "why": why}
-                        found.append(_about(scheme, layer.name, width, tiles, programs) | refused)
+                        bench.leave_out(error, **_about(scheme, layer.name, width, tiles, programs))
                         continue
                     tasks[tiles, programs] = place.task(run, calls=len(weights))
                 timed = {key: median(s.seconds for s in taken) for key, taken in bench.samples(tasks).items()}
-                for (tiles, programs), each in sorted(timed.items(), key=lambda item: item[1]):
-                    speed = {"ms_median": each * 1e3, "gb_per_second": first.nbytes / each / 1e9, "why": None}
-                    found.append(_about(scheme, layer.name, width, tiles, programs) | speed)
+                for (tiles, programs), took in sorted(timed.items(), key=lambda item: item[1]):
+                    speed = {"ms_median": took * 1e3, "gb_per_second": first.nbytes / took / 1e9}
+                    bench.rows.append(_about(scheme, layer.name, width, tiles, programs) | speed)
                 place.release()
 
 
@@ -85,8 +81,3 @@ def _about(scheme: str, layer: str, width: int, tiles: "Tiles", programs: int) -
         "scheme": scheme, "layer": layer, "width": width, "programs": programs,
         "block_n": tiles.block_n, "warps": tiles.warps, "stages": tiles.stages,
     }  # fmt: skip
-
-
-def _products(layers: Sequence[Any], rounded: Any) -> None:
-    for layer in layers:
-        layer.product(rounded)

@@ -12,7 +12,7 @@ from runtime import native
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import library_choice
-from runtime.kernels.joined import Joined
+from runtime.kernels.joined import Joined, Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice
 from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton import usable
@@ -20,7 +20,6 @@ from runtime.kernels.triton import usable
 Weight = PackedWeight | Tensor
 Weights = Sequence[Weight]
 Biases = Sequence[Tensor | None]
-Linear = Callable[[Tensor], Tensor]
 # bitsandbytes by its name runs without Triton, too; in a table it is one product among Triton's.
 _LIBRARIES = tuple(name for name in IMPLEMENTATIONS if name != "bitsandbytes")
 NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes", "library", *_LIBRARIES)

@@ -1,17 +1,45 @@
-"""Layers of one input as one: what dispatch.py makes, on any kernels."""
+"""What layers of all kernels have in common: the tensors that they hold, and layers of one input as one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Linear(Protocol):
+    """A layer y (T, N) = x (T, K) Wᵀ (+ b), float32, on any kernels."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class HoldsTensors:
+    """A layer or weight whose tensors are fields of its own."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Joined:
     """Layers that read the same input, in one product where their schemes agree: `split` returns each one's output."""
 
-    parts: tuple[Callable[[Tensor], Tensor], ...]
+    parts: tuple[Linear, ...]
     sizes: tuple[int, ...]
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -255,6 +255,11 @@ class NativeLinear:
     _runner: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return self.weight.tensors
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one product reads."""
         return self.weight.nbytes

@@ -12,6 +12,7 @@ from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
+from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK
 
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
@@ -81,7 +82,7 @@ def integer_product(x: Tensor, codes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FloatLinear:
+class FloatLinear(HoldsTensors):
     """y = x Wᵀ + b. `weight` is (K, N), its inputs padded."""
 
     weight: Tensor
@@ -93,7 +94,7 @@ class FloatLinear:
 
 
 @dataclass(frozen=True)
-class Int8Linear:
+class Int8Linear(HoldsTensors):
     """One scale per output row; inputs int8 per token, or with one static scale. `codes` is (K, N) for the product.
 
     has_planes  UpperLinear takes it.
@@ -112,17 +113,22 @@ class Int8Linear:
 
 
 @dataclass(frozen=True)
-class UpperLinear:
+class UpperLinear(HoldsTensors):
     """An int8 layer by the upper four bits of its codes: what a nested draft runs. It holds no weights of its own."""
 
     whole: Int8Linear
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The whole layer's."""
+        return self.whole.tensors
 
     def __call__(self, x: Tensor) -> Tensor:
         return replace(self.whole, codes=upper_codes(self.whole.codes))(x)
 
 
 @dataclass(frozen=True)
-class GroupLinear:
+class GroupLinear(HoldsTensors):
     """One scale per output row and group of inputs; inputs int8 per token and group, or with one static scale.
 
     `codes` is (G, group, N), integers in a float type that holds every sum of their products with inputs, so the float

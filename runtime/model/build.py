@@ -1,6 +1,5 @@
 """From a checkpoint to a decoder: its weights packed for the kernels that run, block by block."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pkgutil import resolve_name
 from typing import Any
@@ -16,7 +15,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 from runtime.kernels.dispatch import Kernel, join, linear
-from runtime.kernels.joined import Joined
+from runtime.kernels.joined import Joined, Linear
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, has_planes, require_used
 
 Weight = PackedWeight | Tensor
@@ -102,7 +101,7 @@ class _Reader:
             )
         return found.to(self.device)
 
-    def linear(self, prefix: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    def linear(self, prefix: str, shape: tuple[int, int]) -> Linear:
         return linear(self.weight(prefix, shape), self.bias(prefix, shape[0]), self.kernel)
 
     def join(self, prefixes: list[str], sizes: list[int], inputs: int) -> Joined:

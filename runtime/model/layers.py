@@ -4,20 +4,18 @@ Self-speculation without a second model. A view holds the tensors of the decoder
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
-from runtime.kernels.joined import Joined
+from runtime.kernels.joined import Joined, Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS
 from runtime.kernels.native_linear import NativeLinear, upper_weight
 from runtime.kernels.reference import Int8Linear, UpperLinear
-
-Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -125,24 +123,11 @@ def weight_bytes(*decoders: Parts) -> int:
 
 def _tensors(parts: Parts) -> Iterator[Tensor]:
     for layer in linears(parts):
-        yield from _of(layer)
+        yield from layer.tensors
     vectors = [parts.embedding, parts.norm]
     for block in parts.blocks:
         vectors += [block.input_norm, block.mlp_norm, block.attention.q_norm, block.attention.k_norm]
     yield from (vector for vector in vectors if vector is not None)
-
-
-def _of(layer: Linear) -> Iterator[Tensor]:
-    held = getattr(getattr(layer, "weight", layer), "tensors", None)
-    if held is not None:
-        # The native kernels' layers, Triton's, and libraries'.
-        yield from held
-    elif isinstance(layer, UpperLinear):
-        yield from _of(layer.whole)
-    else:
-        # A reference layer: a dataclass of its tensors.
-        values = [getattr(layer, field.name) for field in fields(layer)]  # type: ignore[arg-type]
-        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _upper_block(block: Block) -> Block:

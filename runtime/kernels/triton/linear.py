@@ -43,6 +43,11 @@ class TritonLinear:
     how: Rounding | None
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return self.weight.tensors
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one product reads."""
         return self.weight.nbytes

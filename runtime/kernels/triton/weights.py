@@ -1,7 +1,7 @@
 """A weight as the kernels read it: packed codes, scales by group, checked and laid out once, when it is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from runtime.formats import dequantize, fp8
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
+from runtime.kernels.joined import HoldsTensors
 from runtime.kernels.triton.weight_layout import CHUNKS, PER_BYTE, Cut, cut
 
 # Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
@@ -19,7 +20,7 @@ _BITS = {1: 8, 2: 4, 4: 2}
 
 
 @dataclass(frozen=True, eq=False)
-class GpuWeight:
+class GpuWeight(HoldsTensors):
     """A linear layer's weight on a device.
 
     kind         "float", "fp8"; "int8", "int4" (−8..7), "uint4" (0..15), "nf4", "ternary"; "planes" (int8 in two
@@ -50,17 +51,6 @@ class GpuWeight:
     perm: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple(value for value in values if isinstance(value, Tensor))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one product reads."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def has_planes(self) -> bool:

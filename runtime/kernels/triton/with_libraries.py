@@ -54,12 +54,6 @@ class MixedLinear:
         """Bytes that a product of one row reads."""
         return self._of(1).nbytes
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that it holds for products of other numbers of rows than one."""
-        held = {tensor.data_ptr(): tensor.nbytes for tensor in self.tensors}
-        return sum(held.values()) - self.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         return self._of(x.shape[0])(x)
 

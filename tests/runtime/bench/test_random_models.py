@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -126,7 +125,7 @@ def test_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_random_weight_keeps_the_size_of_what_goes_in(scheme: str) -> None:
-    weight = random_weight(scheme, 384, 512, np.random.default_rng(5))
+    weight = random_weight(scheme, 384, 512, torch.Generator().manual_seed(5))
     dense = dequantize(weight) if isinstance(weight, PackedWeight) else weight.float()
     assert dense.std() * 512**0.5 == pytest.approx(1, abs=0.06)
     assert abs(float(dense.mean())) * 512**0.5 < 0.05
@@ -139,7 +138,7 @@ def test_int4_groups(tmp_path: Path, size: int) -> None:
     assert isinstance(weight, PackedWeight) and weight.scheme.group_size == size
     assert weight.scale.shape == (512, 1536 // size) and torch.isfinite(logits(path)).all()
     with pytest.raises(ValueError, match="groups of 128 do not divide rows of 96 inputs"):
-        random_weight("int4", 8, 96, np.random.default_rng(0))
+        random_weight("int4", 8, 96, torch.Generator(), 128)
 
 
 @pytest.mark.parametrize("head", HEADS)

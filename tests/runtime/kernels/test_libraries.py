@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime import load
-from runtime.bench.device_models import random_weight
+from runtime.bench.random_models import random_weight
 from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.formats import dequantize
