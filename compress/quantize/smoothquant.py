@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runtime.formats import int8
+from runtime.formats import dequantize, int8
 from runtime.formats.int8 import LIMIT
 
 # Parts of the full range that the search tries.
@@ -135,7 +135,7 @@ def search_alpha(
         total = 0.0
         for weight, y in zip(kept, exact, strict=True):
             packed = int8.pack(weight * factor, scale_dtype=dtype)
-            error = torch.linalg.vector_norm(rounded @ int8.dequantize(packed).T - y, dtype=torch.float64)
+            error = torch.linalg.vector_norm(rounded @ dequantize(packed).T - y, dtype=torch.float64)
             norm = torch.linalg.vector_norm(y, dtype=torch.float64)
             total += float((error / norm) ** 2) if norm > 0 else 0.0
         return total

@@ -1,9 +1,7 @@
 """Random models of a shape, made on the device itself: no files, no transfers, the loader's own way otherwise."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,12 +18,10 @@ def random_model(
     kernels: str = "auto",
     head: str = "int8",
     seed: int = 0,
-    changes: Mapping[str, Any] | None = None,
 ) -> Model:
     """A model of a published shape with random weights, in memory only. It has no tokenizer.
 
-    head     "int8", or "keep": as float.
-    changes  keys of the configuration to replace, to make a model of fewer layers, say.
+    head  "int8", or "keep": as float.
 
     Raises UserError for a name that is not offered, and where the device lacks the memory.
     """
@@ -33,7 +29,7 @@ def random_model(
     from transformers import AutoConfig
 
     about = SHAPES[shape]
-    about = replace(about, config={**about.config, "tie_word_embeddings": False, **(changes or {})})
+    about = replace(about, config={**about.config, "tie_word_embeddings": False})
     values = dict(about.config)
     checkpoint = RandomCheckpoint(Path(shape), values, NO_SHARDS, about, scheme, head, str(device), seed)
     config = AutoConfig.for_model(**values)

@@ -21,16 +21,16 @@ from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
 from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors
 from runtime.formats.nf4 import Nf4Weight, double_quantize
-from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import group_width, round_scale
 
 SCHEMES = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
 # fp8 is for GPUs: the CPU benchmarks' shapes do without.
 DEVICE_SCHEMES = (*SCHEMES, "fp8")
 HEADS = ("int8", "keep")
-INT4_GROUPS = (32, 64, 128)
 # The first and last code of each packed scheme: symmetric, as a mean other than 0 would add the same vector to every
 # row, layer after layer.
+DESCRIBED = {"int8": int8.scheme(), "int4": int4.scheme(128), "nf4": nf4.scheme(), "ternary": ternary.scheme()}
 CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 MARK = "specpress_random_weights"
 """Key of config.json that says a model is one of these."""
@@ -125,23 +125,20 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 """The shapes by name: published models, drafts of a tenth of TinyLlama's and the 8B's cost, examples/pair's target."""
 
 
-def write_shape(
-    shape: str, scheme: str, out: str | Path, head: str = "int8", group_size: int | None = None, seed: int = 0
-) -> Path:
+def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", seed: int = 0) -> Path:
     """Writes a model directory (config.json and sharded safetensors, no tokenizer) and returns it: whole or not at all.
 
     shape, scheme  names of SHAPES and SCHEMES. Embedding and norms are bfloat16 (f32: float32).
     head           "int8": a packed head of its own, also where the published model ties it to the embedding.
                    "keep": as published, plain. Beside nf4 or ternary layers no other library knows an int8 head;
                    `runtime.load` does.
-    group_size     of int4: 32, 64 or 128 (None: 128).
     seed           the same arguments give the same bytes.
 
-    Raises UserError for a name or size that is not offered, an `out` that exists, or a disk that refuses.
+    Raises UserError for a name that is not offered, an `out` that exists, or a disk that refuses.
     """
     from safetensors import SafetensorError
 
-    config = model_config(shape, scheme, head, group_size)
+    config = model_config(shape, scheme, head)
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new directory for the model or remove this one")
@@ -151,7 +148,7 @@ def write_shape(
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as beside:
             folder = Path(beside) / "model"
             folder.mkdir()
-            drawn = RandomCheckpoint(out, config, NO_SHARDS, SHAPES[shape], scheme, head, "cpu", seed, group_size)
+            drawn = RandomCheckpoint(out, config, NO_SHARDS, SHAPES[shape], scheme, head, seed=seed)
             _write_weights(folder, drawn)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             folder.rename(out)
@@ -160,12 +157,12 @@ def write_shape(
     return out
 
 
-def model_config(shape: str, scheme: str, head: str = "int8", group_size: int | None = None) -> dict[str, Any]:
-    """config.json of what `write_shape` writes. Raises UserError for a name or size that is not offered."""
-    _check(shape, scheme, head, group_size)
+def model_config(shape: str, scheme: str, head: str = "int8") -> dict[str, Any]:
+    """config.json of what `write_shape` writes. Raises UserError for a name that is not offered."""
+    require_offered(shape, scheme, head)
     chosen = SHAPES[shape]
     layers = [f"model.layers.{i}.{name}" for i in range(chosen.architecture.layers) for name in block_layers(chosen)]
-    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, described(scheme, group_size))
+    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, DESCRIBED[scheme])
     plain = [name for name in layers if name not in packed]
     config = dict(chosen.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
     if head == "int8":
@@ -195,14 +192,12 @@ def block_layers(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def random_weight(
-    scheme: str, outputs: int, inputs: int, generator: torch.Generator, group_size: int | None = None
-) -> Weight:
+def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> Weight:
     """A weight (outputs, inputs) of variance 1 / inputs, so that a layer's outputs vary as much as its inputs.
 
     Drawn on the generator's device: codes are uniform, scales within a quarter of one another. Float weights come as
-    they are stored (f32, bf16). group_size: of int4; None: the largest that divides the inputs. Raises ValueError for
-    a scheme that is not in DEVICE_SCHEMES, or groups that do not divide the inputs.
+    they are stored (f32, bf16). Raises ValueError for a scheme that is not in DEVICE_SCHEMES, or groups that do not
+    divide the inputs.
     """
     device = generator.device
     if scheme in ("f32", "bf16"):
@@ -215,9 +210,7 @@ def random_weight(
         drawn = random_weight("bf16", outputs, inputs, generator)
         assert isinstance(drawn, Tensor)
         return fp8.pack(drawn)
-    if scheme == "int4" and group_size is None:
-        group_size = next((size for size in reversed(INT4_GROUPS) if inputs % size == 0), INT4_GROUPS[0])
-    about = described(scheme, group_size)
+    about = DESCRIBED[scheme]
     groups = inputs // group_width(inputs, about.group_size)
     first, last = CODES[scheme]
     codes = torch.randint(first, last + 1, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
@@ -239,7 +232,6 @@ class RandomCheckpoint(Checkpoint):
     head: str
     device: str = "cpu"
     seed: int = 0
-    group_size: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,7 +263,7 @@ class RandomCheckpoint(Checkpoint):
             kind = "int8" if self.head == "int8" else self._plain
             return random_weight(kind, a.vocab, a.hidden, self._generator(prefix))
         sizes = block_layers(self.shape_of)[prefix.split(".", 3)[-1]]
-        return random_weight(self.scheme, *sizes, self._generator(prefix), self.group_size)
+        return random_weight(self.scheme, *sizes, self._generator(prefix))
 
     @property
     def _plain(self) -> str:
@@ -286,22 +278,6 @@ def require_offered(shape: str, scheme: str, head: str, schemes: Sequence[str] =
     for name, found, offered in (("shape", shape, tuple(SHAPES)), ("scheme", scheme, schemes), ("head", head, HEADS)):
         if found not in offered:
             raise UserError(f"{name} {found!r} is unknown; use one of {', '.join(offered)}")
-
-
-def _check(shape: str, scheme: str, head: str, group_size: int | None) -> None:
-    require_offered(shape, scheme, head)
-    if group_size is not None and (scheme != "int4" or group_size not in INT4_GROUPS):
-        sizes = ", ".join(map(str, INT4_GROUPS))
-        raise UserError(f"group_size is for int4 ({sizes}), found {group_size} with {scheme}; leave it out")
-
-
-def described(scheme: str, group_size: int | None) -> Scheme:
-    """The scheme of a packed name."""
-    if scheme == "int4":
-        return int4.scheme(group_size or 128)
-    if scheme == "nf4":
-        return nf4.scheme()
-    return int8.scheme() if scheme == "int8" else ternary.scheme()
 
 
 def _write_weights(folder: Path, model: RandomCheckpoint) -> None:

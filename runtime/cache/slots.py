@@ -10,7 +10,7 @@ from runtime.cache.contiguous import KeyValueCache
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import Cache, Rows
 from runtime.errors import OutOfPages
-from runtime.kernels.reference import TILE
+from runtime.kernels.exact import TILE
 from runtime.kv_store import KEY_BLOCK
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -1,6 +1,6 @@
 """Weight formats: a table of schemes (schemes.py), one file each, and here how files are told apart.
 
-A format file has `pack`, `dequantize`, `to_tensors` and `from_tensors`, and a reader for a library's files has `check`
+A format file has `pack`, `to_tensors` and `from_tensors`, and a reader for a library's files has `check`
 and `read`. They are imported when they are needed, so that looking something up in the table costs no torch.
 """
 
@@ -23,10 +23,15 @@ _WHERE = "config.json: quantization_config"
 
 def dequantize(packed: "PackedWeight") -> "Tensor":
     """(N, K) float32 of any packed weight. Raises ValueError for a kind that has no format file."""
+    from runtime.formats.codes import dequantize_whole
+    from runtime.formats.tensors import spread
+
     if packed.scheme.kind not in KINDS:
         raise ValueError(f"no format for {packed.scheme.kind} weights")
-    weight: Tensor = KINDS[packed.scheme.kind].format.dequantize(packed)
-    return weight
+    kind = KINDS[packed.scheme.kind]
+    if kind.levels:
+        return spread(kind.format.LEVELS.to(packed.codes.device)[packed.codes.long()], packed)
+    return dequantize_whole(packed)
 
 
 def to_tensors(packed: "PackedWeight", prefix: str, dtype: "torch.dtype") -> "dict[str, Tensor]":

@@ -11,14 +11,14 @@ Codes of 3, 5, 6 or 7 bits run across the borders of words, as the library packs
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.formats.schemes import KINDS
+from runtime.formats.schemes import KINDS, Scheme
 from runtime.formats.tensors import (
     Tensors,
     check_codes,
@@ -26,27 +26,13 @@ from runtime.formats.tensors import (
     expect_shape,
     fetch,
     group_width,
+    read_bias,
     restore_order,
     spread,
     take,
 )
 from runtime.native import binding
 from runtime.native.arena import large
-
-
-@dataclass(frozen=True)
-class Words:
-    """A layer as it was read: `words` as stored, `scale` and `offset` (N, G) float32, and the input order.
-
-    offset  scale · zero, or None for a symmetric layer.
-    order   (K,) int64, by which the columns are to be taken so that groups are whole; None where they are.
-    """
-
-    words: Tensor
-    inputs: int
-    scale: Tensor
-    offset: Tensor | None
-    order: Tensor | None
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -103,8 +89,10 @@ def stored_bits(tensors: Tensors, prefix: str, allowed: Iterable[int]) -> int:
     )
 
 
-def read_words(tensors: Tensors, prefix: str, bits: int) -> Words:
-    """A layer's words and what belongs to its groups.
+def read_words(tensors: Tensors, prefix: str, bits: int, unpack: bool = True) -> PackedWeight:
+    """A layer's codes, in groups of K over the scales of a row: int8 of 8 bits, else int4, inputs per token and group.
+
+    unpack  False leaves 4-bit codes two a byte where a row is whole words and the inputs are in their own order.
 
     Raises UserError naming the tensor for a missing, misshapen or non-finite one, and for groups of unequal size.
     """
@@ -122,8 +110,20 @@ def read_words(tensors: Tensors, prefix: str, bits: int) -> Words:
         packed = fetch(tensors, name, torch.int32, shape=(_words(n, bits), groups))
         offset = scale * unpack_words(packed.t(), n, bits).t()
     name = f"{prefix}.weight_g_idx"
-    order = read_order(name, tensors[name], k, groups) if name in tensors else None
-    return Words(words, k, scale.contiguous(), offset, order)
+    # All −1 is compressed-tensors' way of saying that there is no order.
+    unordered = name in tensors and bool((expect_shape(name, tensors[name], (k,)) == -1).all())
+    order = None if unordered else read_order(name, tensors, k, k // groups)
+    whole = not unpack and bits == 4 and k % 8 == 0 and order is None
+    codes = words.contiguous().view(torch.uint8) if whole else unpack_words(words, k, bits)
+    return PackedWeight(
+        Scheme("int8" if bits == 8 else "int4", bits, k // groups, offset is None, "int8-group"),
+        codes if order is None else codes[:, order],
+        scale.contiguous(),
+        offset=offset,
+        perm=order,
+        bias=read_bias(tensors, prefix, n),
+        nibbles="low" if whole else None,
+    )
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
@@ -271,20 +271,19 @@ def group_index(perm: Tensor, width: int) -> Tensor:
     return index
 
 
-def read_order(name: str, index: Tensor, inputs: int, groups: int) -> Tensor | None:
+def read_order(name: str, tensors: Tensors, inputs: int, width: int) -> Tensor | None:
     """(K,) int64 that brings the columns group by group, within a group in input order; None where they lie so.
 
-    `index` is the tensor called `name`. All −1 is compressed-tensors' way of saying that there is no order. Raises
-    UserError for another shape or dtype, and where the groups are not inputs / groups columns each.
+    None, too, where there is no tensor called `name`. Raises UserError for another shape or dtype, and where groups are
+    not `width` columns each, the last one as many as are left.
     """
-    expect_dtype(name, expect_shape(name, index, (inputs,)), torch.int32, torch.int64)
-    index = index.long()
-    if bool((index == -1).all()):
+    if name not in tensors:
         return None
-    width = inputs // groups
+    index = expect_dtype(name, expect_shape(name, tensors[name], (inputs,)), torch.int32, torch.int64).long()
+    groups, plain = -(-inputs // width), torch.arange(inputs) // width
     # Looked at first: counts are as many as the largest index says.
     inside = int(index.min()) >= 0 and int(index.max()) < groups
-    if not inside or not torch.equal(torch.bincount(index, minlength=groups), torch.full((groups,), width)):
+    if not inside or not torch.equal(torch.bincount(index, minlength=groups), torch.bincount(plain)):
         raise UserError(
             f"tensor {name} must put {width} of the {inputs} inputs into each of {groups} groups, and does not; the"
             " weights are damaged, so fetch them again"

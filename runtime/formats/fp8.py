@@ -23,7 +23,6 @@ from runtime.formats.tensors import (
     fetch,
     read_bias,
     round_scale,
-    spread,
     stored_scale_dtype,
     with_bias,
 )
@@ -55,11 +54,6 @@ def pack(
     # A scale that was rounded down takes the largest weight beyond 448, which E4M3 would turn into NaN.
     codes = (values / scale).clamp(-LIMIT, LIMIT).to(DTYPE)
     return PackedWeight(scheme(), codes, scale, bias=None if bias is None else bias.float())
-
-
-def dequantize(packed: PackedWeight) -> Tensor:
-    """(N, K) float32; exact where scales have 20 bits at most, as 16-bit ones do."""
-    return spread(packed.codes.float(), packed)
 
 
 def to_tensors(

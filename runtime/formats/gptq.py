@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats.codes import group_index, pack_words, unpack_words, whole_zeros
+from runtime.formats.codes import group_index, pack_words, read_order, unpack_words, whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import (
     SCALES,
     Tensors,
     check_codes,
-    expect_dtype,
     expect_shape,
     fetch,
     read_bias,
@@ -146,7 +145,7 @@ def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> Pa
     zero = ((raw & (2 * half - 1)) - half).float().t()
     steps = scale.float().t()
     codes = unpack_words(words.t(), inputs, bits)
-    order = _order(f"{prefix}.g_idx", tensors, inputs, size, groups)
+    order = read_order(f"{prefix}.g_idx", tensors, inputs, size)
     if inputs % size:
         part = gcd(inputs, size)
         if part < _SMALLEST:
@@ -198,26 +197,6 @@ def _fit(config: Mapping[str, Any], tensors: Tensors, prefix: str, rows: int, gr
         f"{'' if known is None else f' for {known} inputs'}, which is not {shown} as config.json has it; the two do"
         " not belong together"
     )
-
-
-def _order(name: str, tensors: Tensors, inputs: int, size: int, groups: int) -> Tensor | None:
-    """(K,) int64 that brings the columns group by group; None where they lie so, or nothing says otherwise."""
-    if name not in tensors:
-        return None
-    index = expect_dtype(name, expect_shape(name, tensors[name], (inputs,)), torch.int32, torch.int64).long()
-    plain = torch.arange(inputs) // size
-    if torch.equal(index, plain):
-        return None
-    if (
-        int(index.min()) < 0
-        or int(index.max()) >= groups
-        or not torch.equal(torch.bincount(index, minlength=groups), torch.bincount(plain, minlength=groups))
-    ):
-        raise UserError(
-            f"tensor {name} must put {size} of the {inputs} inputs into each of {groups} groups, and does not; the"
-            " weights are damaged, so fetch them again"
-        )
-    return index.argsort(stable=True)
 
 
 def to_tensors(
@@ -272,6 +251,3 @@ def _stored_scale(prefix: str, scale: Tensor) -> Tensor:
         if torch.equal(scale.to(dtype).float(), scale):
             return scale.to(dtype)
     raise ValueError(f"{prefix}.scales: neither float16 nor bfloat16 holds these scales exactly")
-
-
-__all__ = ["check", "from_tensors", "hf_config", "read", "scheme", "to_tensors"]

@@ -5,17 +5,18 @@ Symmetric: scale = absmax / ((2^b − 1) / 2), compressed-tensors' rule, and cod
 codes round(w / scale + zero). Codes and zero points lie in −2^(b−1)..2^(b−1) − 1.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
+from runtime.formats.codes import read_words, write_words
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import GRIDS, SCHEMES
 from runtime.formats.tensors import (
     Tensors,
     as_stored,
     group_width,
-    read_bias,
     round_scale,
     stored_scale_dtype,
     with_bias,
@@ -70,11 +71,6 @@ def pack(
     return PackedWeight(chosen, codes, scale, offset=offset, bias=None if bias is None else bias.float())
 
 
-def dequantize(packed: PackedWeight) -> Tensor:
-    """(N, K) float32."""
-    return dequantize_whole(packed)
-
-
 def to_tensors(
     packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16, scale_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
@@ -93,23 +89,11 @@ def to_tensors(
 def from_tensors(
     tensors: Tensors, prefix: str, unpack: bool = True, *, bits: int = 4, per_row: bool = False
 ) -> PackedWeight:
-    """Reads `pack-quantized` with 4, 3 or 2 bits; the group size is K over the scales of a row.
+    """Reads `pack-quantized` with 4, 3 or 2 bits, as `read_words` does.
 
-    unpack   False leaves 4-bit codes two a byte where a row is whole words and the inputs are in their own order.
     per_row  a single scale per row is described as such (group_size 0), not as one group of K.
-
-    Raises UserError naming the tensor for a missing, misshapen or non-finite one.
     """
-    read = read_words(tensors, prefix, bits)
-    n, groups = read.scale.shape
-    whole = not unpack and bits == 4 and read.inputs % 8 == 0 and read.order is None
-    codes = read.words.contiguous().view(torch.uint8) if whole else unpack_words(read.words, read.inputs, bits)
-    return PackedWeight(
-        scheme(0 if per_row and groups == 1 else read.inputs // groups, bits=bits, symmetric=read.offset is None),
-        codes if read.order is None else codes[:, read.order],
-        read.scale,
-        offset=read.offset,
-        perm=read.order,
-        bias=read_bias(tensors, prefix, n),
-        nibbles="low" if whole else None,
-    )
+    found = read_words(tensors, prefix, bits, unpack)
+    if per_row and found.scale.shape[1] == 1:
+        return replace(found, scheme=replace(found.scheme, group_size=0))
+    return found

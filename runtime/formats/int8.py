@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
-from runtime.formats.codes import dequantize_whole, read_words, unpack_words, write_words
+from runtime.formats.codes import read_words, write_words
 from runtime.formats.packed import Activation, PackedWeight, Scheme
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
@@ -82,11 +82,6 @@ def _static(input_scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     return round_scale(step.reshape(()), dtype)
 
 
-def dequantize(packed: PackedWeight) -> Tensor:
-    """(N, K) float32."""
-    return dequantize_whole(packed)
-
-
 def is_expert(prefix: str) -> bool:
     """Whether a linear layer is one expert of a mixture, which is stored in words."""
     return ".experts." in prefix
@@ -118,27 +113,18 @@ def from_tensors(tensors: Tensors, prefix: str, activation: Activation = "int8-t
     Scales are [N, 1], [N] or [1] (spread over the rows), or [N, G] (groups of K / G inputs). Raises
     UserError naming the tensor for a missing, misshapen or non-finite one, and for inputs with a zero point.
     """
-    order = None
-    if f"{prefix}.weight_packed" in tensors:
-        read = read_words(tensors, prefix, 8)
-        codes, scale, offset, order = unpack_words(read.words, read.inputs, 8), read.scale, read.offset, read.order
-        codes = codes if order is None else codes[:, order]
-    else:
-        codes, scale, offset = _read_rows(tensors, prefix)
-    (n, k), groups = codes.shape, scale.shape[1]
-    return PackedWeight(
-        Scheme("int8", 8, 0 if groups == 1 else k // groups, offset is None, activation),
-        codes,
-        scale,
-        offset=offset,
-        perm=order,
-        bias=read_bias(tensors, prefix, n),
+    packed = f"{prefix}.weight_packed" in tensors
+    found = read_words(tensors, prefix, 8) if packed else _read_rows(tensors, prefix)
+    groups = found.scale.shape[1]
+    return replace(
+        found,
+        scheme=Scheme("int8", 8, 0 if groups == 1 else found.shape[1] // groups, found.offset is None, activation),
         input_scale=_read_static(tensors, prefix) if activation == "int8-tensor" else None,
     )
 
 
-def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes (N, K), scale (N, G) and offset (N, G) or None, float32, of `int-quantized`."""
+def _read_rows(tensors: Tensors, prefix: str) -> PackedWeight:
+    """`int-quantized`, with the scheme that it would be written with."""
     codes = fetch(tensors, f"{prefix}.weight", torch.int8, matrix=True)
     n, k = codes.shape
     name = f"{prefix}.weight_scale"
@@ -149,12 +135,12 @@ def _read_rows(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor | 
         scale = expect_shape(name, stored, (n, stored.shape[-1])).float().contiguous()
     if k % scale.shape[1]:
         raise UserError(f"tensor {name} has {scale.shape[1]} groups a row, which do not divide {k} inputs")
-    name = f"{prefix}.weight_zero_point"
-    if name not in tensors:
-        return codes, scale, None
-    zeros = fetch(tensors, name, torch.int8, shape=stored.shape)
-    # Older files have zeros beside symmetric weights too.
-    return codes, scale, scale * zeros.float().view(-1, scale.shape[1]) if bool(zeros.any()) else None
+    name, offset = f"{prefix}.weight_zero_point", None
+    if name in tensors:
+        zeros = fetch(tensors, name, torch.int8, shape=stored.shape)
+        # Older files have zeros beside symmetric weights too.
+        offset = scale * zeros.float().view(-1, scale.shape[1]) if bool(zeros.any()) else None
+    return PackedWeight(scheme(), codes, scale, offset=offset, bias=read_bias(tensors, prefix, n))
 
 
 def _read_static(tensors: Tensors, prefix: str) -> Tensor:

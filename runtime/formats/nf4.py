@@ -33,7 +33,6 @@ from runtime.formats.tensors import (
     expect_dtype,
     fetch,
     read_bias,
-    spread,
     take,
     with_bias,
 )
@@ -177,11 +176,6 @@ def pack(
     nested = double_quantize(absmax.flatten()) if double_quant else None
     scale = absmax if nested is None else nested.undo().view(n, -1)
     return Nf4Weight(scheme(group_size), codes, scale, bias=None if bias is None else bias.float(), nested=nested)
-
-
-def dequantize(packed: PackedWeight) -> Tensor:
-    """(N, K) float32 from the exact levels."""
-    return spread(LEVELS.to(packed.codes.device)[packed.codes.long()], packed)
 
 
 def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

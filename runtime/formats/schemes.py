@@ -34,13 +34,13 @@ class Scheme:
 class CodeKind:
     """A kind of codes: how files store them, and what kernels have to know of them.
 
-    module       its format file, with `pack`, `dequantize`, `to_tensors` and `from_tensors`.
+    module       its format file, with `pack`, `to_tensors` and `from_tensors`.
     library      whose `quantization_config` names it ("compressed-tensors", "bitsandbytes" or "bitnet").
     ranges       lowest and highest code. Of several the first is what our files hold, the others what readers meet.
     layout       compressed-tensors' name for how it is stored; `expert_layout` in experts ("": experts cannot be).
     no_experts   why fused experts stay as they are, where they do.
     nibbles      files have two codes in a byte, counted from `ranges[0][0]`.
-    levels       codes are places in the format file's INT8_LEVELS, which are in 127ths.
+    levels       codes are places in the format file's LEVELS, and in its INT8_LEVELS, which are in 127ths.
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
     outputs      a file takes multiples of so many outputs.

@@ -27,7 +27,6 @@ from runtime.formats.tensors import (
     expect_shape,
     fetch,
     read_bias,
-    spread,
     stored_scale_dtype,
     with_bias,
 )
@@ -82,11 +81,6 @@ def storable(mean: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(scale: Tensor, outputs: int) -> Tensor:
     """The tensor's scale (one value) as (N, 1), which is what layers that are joined need: each brings its own."""
     return scale.reshape(1, 1).expand(outputs, 1).contiguous()
-
-
-def dequantize(packed: PackedWeight) -> Tensor:
-    """(N, K) float32."""
-    return spread(packed.codes.float(), packed)
 
 
 def to_tensors(

@@ -12,7 +12,7 @@ from runtime import native
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import library_choice
-from runtime.kernels.joined import Joined, Linear
+from runtime.kernels.joined import Joined, Linear, share_inputs
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice
 from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton import usable
@@ -163,11 +163,10 @@ def _reference_join(weights: Weights, biases: Biases, sizes: Sequence[int], kern
 
 
 def _bitsandbytes_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
-    from runtime.kernels.libraries import bitsandbytes_linear, has_kernel
+    from runtime.kernels.libraries import bitsandbytes_linear
 
-    if isinstance(weight, PackedWeight) and has_kernel(weight):
-        return bitsandbytes_linear(weight)
-    return _reference_linear(weight, bias, kernel)
+    made = bitsandbytes_linear(weight) if isinstance(weight, PackedWeight) else None
+    return _reference_linear(weight, bias, kernel) if made is None else made
 
 
 def _native_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
@@ -179,8 +178,10 @@ def _native_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linea
 
 
 def _native_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
-    # The native decoder multiplies by all parts in one call, so nothing is copied together here.
-    parts = zip(share_inputs(weights), biases, strict=True)
+    # The native decoder multiplies by all parts in one call, so nothing is copied together here: orders become what the
+    # kernels take, so that they make no copies of their own.
+    ready = [w if isinstance(w, Tensor) or w.perm is None else replace(w, perm=w.perm.to(torch.int32)) for w in weights]
+    parts = zip(share_inputs(ready), biases, strict=True)
     return Joined(tuple(linear(w, b, kernel) for w, b in parts), tuple(sizes))
 
 
@@ -196,10 +197,9 @@ def _triton_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linea
 def _triton_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
     from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
     from runtime.kernels.triton.weights import concatenate, gpu_weight
-    from runtime.kernels.triton.weights import share_inputs as share
     from runtime.kernels.triton.with_libraries import mixed_linear
 
-    made = share([gpu_weight(w, b, _device(w)) for w, b in zip(weights, biases, strict=True)])
+    made = share_inputs([gpu_weight(w, b, _device(w)) for w, b in zip(weights, biases, strict=True)])
     whole = concatenate(made)
     if whole is not None:
         # What Triton's kernels take as one weight is one for everybody; only a library needs it as it was.
@@ -246,27 +246,6 @@ def _merged(weights: Weights, biases: Biases) -> tuple[Weight, Tensor | None]:
         planes=all(w.planes for w in packed),
     )
     return merged, None
-
-
-def share_inputs(weights: Weights) -> list[Weight]:
-    """The weights, equal input orders and equal static scales being one tensor: the kernels round x once for those."""
-    out: list[Weight] = []
-    for weight in weights:
-        if isinstance(weight, PackedWeight):
-            if weight.perm is not None and weight.perm.dtype == torch.int64:
-                # As the kernels take it, so that they make no copies of their own.
-                weight = replace(weight, perm=weight.perm.to(torch.int32))
-            for other in out:
-                if isinstance(other, PackedWeight) and _same(weight.perm, other.perm):
-                    weight = replace(weight, perm=other.perm)
-                if isinstance(other, PackedWeight) and _same(weight.input_scale, other.input_scale):
-                    weight = replace(weight, input_scale=other.input_scale)
-        out.append(weight)
-    return out
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _join_biases(biases: Biases, weights: Weights) -> Tensor | None:

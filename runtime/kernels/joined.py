@@ -1,10 +1,14 @@
 """What layers of all kernels have in common: the tensors that they hold, and layers of one input as one."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+# Of any kernels: what has neither order nor static step (a float tensor) shares nothing.
+Weight = TypeVar("Weight")
 
 
 class Linear(Protocol):
@@ -33,6 +37,20 @@ class HoldsTensors:
     def nbytes(self) -> int:
         """Bytes that one product reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def share_inputs(weights: Sequence[Weight]) -> list[Weight]:
+    """The weights, equal input orders and equal static steps being one tensor: kernels round x once for those."""
+    out: list[Weight] = []
+    for weight in weights:
+        for name in ("perm", "input_scale"):
+            own = getattr(weight, name, None)
+            for other in out:
+                theirs = getattr(other, name, None)
+                if own is not None and theirs is not None and own.dtype == theirs.dtype and torch.equal(own, theirs):
+                    weight = replace(weight, **{name: theirs})  # type: ignore[type-var]
+        out.append(weight)
+    return out
 
 
 @dataclass(frozen=True)

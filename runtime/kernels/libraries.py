@@ -60,28 +60,24 @@ def library_linear(
     return LibraryLinear(implementation, product, held + more, weight.perm, weight.bias)
 
 
-def has_kernel(weight: PackedWeight) -> bool:
-    """Whether `bitsandbytes_linear` takes it: nf4 in blocks that fill rows, or int8 rows with inputs per token; without
-    zero points or order."""
-    if weight.offset is not None or weight.perm is not None or weight.input_scale is not None:
-        return False
-    kind, group = weight.scheme.kind, weight.scheme.group_size
-    if kind == "nf4":
-        # Its blocks go on over the ends of rows, ours begin anew with each.
-        return weight.nibbles is None and group in _BLOCKS and weight.shape[1] % group == 0
-    return kind == "int8" and group == 0
-
-
-def bitsandbytes_linear(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> LibraryLinear:
+def bitsandbytes_linear(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> LibraryLinear | None:
     """A layer of nf4 (4-bit product) or int8 (LLM.int8 without outliers) weights; float32 in and out.
 
     dtype  in which nf4 is computed: one row by the GEMV, more by a product with the weight unpacked to that type.
 
-    Raises ValueError where `has_kernel` says no.
+    None for other weights than nf4 in blocks that fill rows, or int8 rows with inputs per token; and for zero points
+    and order.
     """
-    if not has_kernel(weight):
-        raise ValueError(f"bitsandbytes has no kernel for this {weight.scheme.kind} weight")
-    product, held = _nf4(weight, dtype) if weight.scheme.kind == "nf4" else _int8(weight)
+    kind, group = weight.scheme.kind, weight.scheme.group_size
+    if weight.offset is not None or weight.perm is not None or weight.input_scale is not None:
+        return None
+    # Its blocks go on over the ends of rows, ours begin anew with each.
+    if kind == "nf4" and weight.nibbles is None and group in _BLOCKS and weight.shape[1] % group == 0:
+        product, held = _nf4(weight, dtype)
+    elif kind == "int8" and group == 0:
+        product, held = _int8(weight)
+    else:
+        return None
     return library_linear("bitsandbytes", product, held, weight)
 
 
@@ -120,27 +116,17 @@ def _int8(weight: PackedWeight) -> tuple[Product, tuple[Tensor, ...]]:
     return product, (weight.codes, row_absmax)
 
 
-def takes_int4(weight: PackedWeight) -> bool:
-    """Whether `int4_linear` takes it: groups of 32, 64, 128 or 256 inputs that fill rows of 128s, outputs in eights."""
-    (outputs, inputs), group = weight.shape, weight.scheme.group_size
-    return (
-        weight.scheme.kind == "int4"
-        and weight.nibbles is None
-        and weight.input_scale is None
-        and group in _INT4_GROUPS
-        and inputs % group == 0
-        and inputs % (16 * _INNER_TILES) == 0
-        and outputs % _INT4_OUTPUTS[weight.codes.device.type] == 0
-    )
-
-
-def int4_linear(weight: PackedWeight) -> LibraryLinear:
+def int4_linear(weight: PackedWeight) -> LibraryLinear | None:
     """A layer of int4 weights in groups, inputs and scales in bfloat16, sums in float32.
 
-    Raises ValueError where `takes_int4` says no.
+    None for other weights than int4 in groups of 32, 64, 128 or 256 inputs that fill rows of 128s, outputs in eights.
     """
-    if not takes_int4(weight):
-        raise ValueError(f"torch's int4 product does not take this {weight.scheme.kind} weight {list(weight.shape)}")
+    (outputs, inputs), group = weight.shape, weight.scheme.group_size
+    if weight.scheme.kind != "int4" or weight.nibbles is not None or weight.input_scale is not None:
+        return None
+    whole = group in _INT4_GROUPS and inputs % group == 0 and inputs % (16 * _INNER_TILES) == 0
+    if not whole or outputs % _INT4_OUTPUTS[weight.codes.device.type]:
+        return None
     # torch's weight is (q − 8) · scale + zero with q in 0..15; ours q · scale − offset, q from −8 or from 0.
     signed = int(weight.codes.min()) < 0
     codes = weight.codes + 8 if signed else weight.codes
@@ -148,7 +134,7 @@ def int4_linear(weight: PackedWeight) -> LibraryLinear:
     if weight.offset is not None:
         zero = zero - weight.offset
     both = torch.stack((weight.scale.t(), zero.t()), dim=2).to(torch.bfloat16).contiguous()
-    group, product = weight.scheme.group_size, torch._weight_int4pack_mm
+    product = torch._weight_int4pack_mm
     if codes.is_cuda:
         codes = codes.to(torch.uint8)
         packed = torch._convert_weight_to_int4pack(codes[:, 0::2] << 4 | codes[:, 1::2], _INNER_TILES)
@@ -162,20 +148,15 @@ def int4_linear(weight: PackedWeight) -> LibraryLinear:
     return library_linear("torch-int4", run, (packed, both), weight)
 
 
-def takes_fp8(weight: PackedWeight) -> bool:
-    """Whether `scaled_linear` takes it: fp8 whose outputs and inputs are multiples of 16."""
-    plain = weight.scheme.kind == "fp8" and weight.offset is None and weight.perm is None
-    return plain and all(size % _FP8_ALIGNED == 0 for size in weight.shape)
-
-
-def scaled_linear(weight: PackedWeight) -> LibraryLinear:
+def scaled_linear(weight: PackedWeight) -> LibraryLinear | None:
     """A layer of fp8 weights whose inputs are rounded to fp8 as well, by their largest in each row; out in bfloat16.
 
-    So the result is another than the reference's, which leaves inputs as they are. Raises ValueError where `takes_fp8`
-    says no.
+    So the result is another than the reference's, which leaves inputs as they are. None for other weights than fp8
+    whose outputs and inputs are multiples of 16.
     """
-    if not takes_fp8(weight):
-        raise ValueError(f"torch's fp8 product does not take this {weight.scheme.kind} weight {list(weight.shape)}")
+    plain = weight.scheme.kind == "fp8" and weight.offset is None and weight.perm is None
+    if not plain or any(size % _FP8_ALIGNED for size in weight.shape):
+        return None
     codes, scale = weight.codes.contiguous(), weight.scale.t().contiguous()
 
     def run(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import TILE, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
 from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK
 
@@ -224,24 +224,3 @@ def attention(
     mixed = torch.matmul(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
     out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, d) / total.unsqueeze(-1)
     return out.transpose(1, 2).reshape(tiles, rows, heads, d)
-
-
-__all__ = [
-    "KEY_BLOCK",
-    "TILE",
-    "FloatLinear",
-    "GroupLinear",
-    "Int8Linear",
-    "Linear",
-    "UpperLinear",
-    "attention",
-    "float_linear",
-    "gelu_tanh",
-    "packed_linear",
-    "quantize_rows",
-    "quantize_static",
-    "rms_norm",
-    "rotate",
-    "silu",
-    "upper_codes",
-]

@@ -4,14 +4,16 @@ Single IEEE operations in the reference's order, launched without contraction; a
 in it is specialised to the number of rows.
 """
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from runtime.kernels.triton.exact import gelu_tanh, inverse_root, silu
-from runtime.kernels.triton.rotary import rotate_and_store
 
+Activation = Literal["silu", "gelu_tanh"]
 # Elements of one program where rows are cut.
 _PIECE = 1024
 
@@ -29,14 +31,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, (T, N) float32 of rows of any stride."""
-    return _launch_activation(gate, up, gelu=False)
-
-
-def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu_tanh(gate) · up, (T, N) float32 of rows of any stride."""
-    return _launch_activation(gate, up, gelu=True)
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) · up, (T, N) float32 of rows of any stride."""
+    rows, width = gate.shape
+    out = torch.empty((rows, width), dtype=torch.float32, device=gate.device)
+    if rows:
+        grid = (rows, triton.cdiv(width, _PIECE))
+        strides, gelu = (gate.stride(0), up.stride(0)), activation == "gelu_tanh"
+        _activation_kernel[grid](gate, up, out, *strides, width, GELU=gelu, PIECE=_PIECE, enable_fp_fusion=False)
+    return out
 
 
 def embed(tokens: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -46,16 +49,6 @@ def embed(tokens: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     if len(tokens):
         grid = (len(tokens), triton.cdiv(width, _PIECE))
         _embed_kernel[grid](tokens, table, out, scale, width, table.stride(0), PIECE=_PIECE, enable_fp_fusion=False)
-    return out
-
-
-def _launch_activation(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-    rows, width = gate.shape
-    out = torch.empty((rows, width), dtype=torch.float32, device=gate.device)
-    if rows:
-        grid = (rows, triton.cdiv(width, _PIECE))
-        strides = (gate.stride(0), up.stride(0))
-        _activation_kernel[grid](gate, up, out, *strides, width, GELU=gelu, PIECE=_PIECE, enable_fp_fusion=False)
     return out
 
 
@@ -89,6 +82,3 @@ def _embed_kernel(tokens, table, out, scale, width, stride, PIECE: tl.constexpr)
     token = tl.maximum(tl.load(tokens + row).to(tl.int64), 0)
     x = tl.load(table + token * stride + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, x * scale, mask=inside)
-
-
-__all__ = ["embed", "gelu_mul", "rms_norm", "rotate_and_store", "silu_mul"]

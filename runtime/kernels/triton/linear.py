@@ -15,7 +15,7 @@ from runtime.kernels.joined import Joined
 from runtime.kernels.triton import interpreted, tile_sizes, unpack
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.product_float import float_product
-from runtime.kernels.triton.product_int import add_groups, add_rows, groups_product, rows_product
+from runtime.kernels.triton.product_int import add_parts, groups_product, rows_product
 from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, quantize, rounding
 from runtime.kernels.triton.unpack import LEFT, Codes
 from runtime.kernels.triton.weight_layout import Cut
@@ -142,10 +142,7 @@ class TritonLinear:
             **_launch(tiles, picks, paired),
         )
         if splits > 1:
-            ends = (w.scale, w.offset, w.bias, residual)
-            add_rows[(triton.cdiv(n, _REDUCE), rows)](
-                *(target, *inputs[1:], *ends, y, rows, n, splits), BLOCK=_REDUCE, **OPTIONS
-            )
+            add(target, y, residual, w.bias, w.scale, w.offset, x)
 
     def _groups(
         self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
@@ -168,7 +165,7 @@ class TritonLinear:
             **_launch(tiles, picks, paired),
         )
         if apart:
-            _add(target, None, w.bias, residual, y)
+            add(target, y, residual, w.bias)
 
     def _float(self, x: Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool) -> None:
         w, rows, (n, k) = self.weight, len(y) if picks is None else picks.rows, self.weight.shape
@@ -189,7 +186,7 @@ class TritonLinear:
             **_launch(tiles, picks, paired),
         )
         if apart:
-            _add(target, w.scale, w.bias, residual, y)
+            add(target, y, residual, w.bias, w.scale)
 
 
 @dataclass(frozen=True)
@@ -238,10 +235,23 @@ def triton_linear(weight: GpuWeight, plan: tile_sizes.Plan | None = None, splits
     return TritonLinear(weight, chosen, cuts, rounding(weight))
 
 
-def _add(parts: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    splits, rows, n = parts.shape
-    grid = (triton.cdiv(n, _REDUCE), rows)
-    add_groups[grid](parts, scale, bias, residual, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
+def add(
+    parts: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    x: Rounded | None = None,
+) -> None:
+    """out (rows, N) = the sum of parts (splits, at least so many rows, N), scaled as product_int.add_parts says.
+
+    x  the inputs, where parts are sums of their codes.
+    """
+    (splits, _, n), rows = parts.shape, len(out)
+    step, sums = (None, None) if x is None else (x.step, x.sums if offset is not None else None)
+    ends = (step, sums, scale, offset, bias, residual)
+    add_parts[(triton.cdiv(n, _REDUCE), rows)](parts, *ends, out, rows, n, splits, BLOCK=_REDUCE, **OPTIONS)
 
 
 def _operands(x: Rounded, w: GpuWeight) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:

@@ -12,51 +12,28 @@ from runtime.kernels.triton.unpack import chunk_of
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_groups(parts, scale, bias, residual, out, rows, outputs, splits, BLOCK: tl.constexpr):
-    """out = the float32 partial sums (splits, rows, outputs) in their order (· scale) (+ bias) (+ residual)."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n_in = n < outputs
-    row = tl.program_id(1).to(tl.int64) * outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(splits):
-        total += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0.0)
-    if scale is not None:
-        total *= tl.load(scale + n, mask=n_in, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + n, mask=n_in, other=0.0)
-    if residual is not None:
-        total += tl.load(residual + row + n, mask=n_in, other=0.0)
-    tl.store(out + row + n, total, mask=n_in)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def add_rows(
-    parts,
-    step,
-    sums,
-    scale,
-    offset,
-    bias,
-    residual,
-    out,
-    rows,
-    outputs,
-    splits,
+def add_parts(
+    parts, step, sums, scale, offset, bias, residual, out, rows, outputs, splits,
     BLOCK: tl.constexpr,
-):
-    """out = the int32 partial sums (splits, rows, outputs), added exactly and scaled as `scaled` does."""
+):  # fmt: skip
+    """out = the partial sums (splits, rows, outputs), int32 or float32, added in their order, and what else there is.
+
+    In this order: · scale, − sums · offset, · step (as `scaled` does), + bias, + residual.
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n_in = n < outputs
     t = tl.program_id(1)
     row = t.to(tl.int64) * outputs
-    whole = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), parts.dtype.element_ty)
     for split in range(splits):
-        whole += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0)
-    by_output = tl.load(scale + n, mask=n_in, other=0.0)
-    y = whole.to(tl.float32) * by_output
+        total += tl.load(parts + row + n + split * rows.to(tl.int64) * outputs, mask=n_in, other=0)
+    y = total.to(tl.float32)
+    if scale is not None:
+        y *= tl.load(scale + n, mask=n_in, other=0.0)
     if offset is not None:
         y -= tl.load(sums + t).to(tl.float32) * tl.load(offset + n, mask=n_in, other=0.0)
-    y *= tl.load(step + t)
+    if step is not None:
+        y *= tl.load(step + t)
     if bias is not None:
         y += tl.load(bias + n, mask=n_in, other=0.0)
     if residual is not None:
@@ -146,7 +123,7 @@ def groups_product(
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
     PARTIAL: the program computes one split, and `out` is (splits, rows, outputs) float32. Else it computes all SPLITS
-    and adds them as `add_groups` does: the same bits. A round is what one scale loop sees: a unit whose chunks are
+    and adds them as `add_parts` does: the same bits. A round is what one scale loop sees: a unit whose chunks are
     groups of their own (UNITS 0), or a group of UNITS units.
 
     inputs, weight, picked, CODES  as rows_product has them.

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from runtime.kernels.triton import tile_sizes
+from runtime.kernels.triton.elementwise import Activation
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.quantize_kernels import round_groups, round_rows
 from runtime.kernels.triton.weight_layout import Cut
@@ -80,17 +81,14 @@ def norm_quantize(x: Tensor, weight: Tensor, eps: float, how: Rounding, offset: 
     return _round(x, how, "norm", weight=weight, eps=eps, shift=offset)
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
-    """silu(gate) · up, each (T, K) float32 with rows of stride 1 (halves of one product as they are), rounded.
+def gated_quantize(
+    gate: Tensor, up: Tensor, activation: Activation, how: Rounding, picks: Picks | None = None
+) -> Rounded:
+    """activation(gate) · up, each (T, K) float32 with rows of stride 1 (halves of one product as they are), rounded.
 
     picks  the T rows are pairs, each rounded as its expert wants it.
     """
-    return _round(gate, how, "silu", up, picks=picks)
-
-
-def gelu_mul_quantize(gate: Tensor, up: Tensor, how: Rounding, picks: Picks | None = None) -> Rounded:
-    """gelu(gate) · up in the tanh form, otherwise as `silu_mul_quantize`."""
-    return _round(gate, how, "gelu", up, picks=picks)
+    return _round(gate, how, activation, up, picks=picks)
 
 
 def _round(

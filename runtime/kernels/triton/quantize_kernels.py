@@ -1,7 +1,7 @@
 """Rounding of inputs to int8 with the reference's bits, and the operations that come right before it, in one kernel.
 
 MODE  what is rounded: "plain": x. "norm": RMSNorm of x.
-      "silu": silu(x) · y. "gelu": gelu(x) · y.
+      "silu": silu(x) · y. "gelu_tanh": gelu(x) · y.
 ROWS  rows of one program: 1 on a GPU; many in the interpreter, which pays for every program.
 """
 
@@ -153,7 +153,7 @@ def _value(source, perm, row, at, there, root, MODE: tl.constexpr, COUNT: tl.con
         v = (v * root) * (tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + shift)
     elif MODE == "silu":
         v = silu(v) * tl.load(y + y_at + at, mask=there, other=0.0)
-    elif MODE == "gelu":
+    elif MODE == "gelu_tanh":
         v = gelu_tanh(v) * tl.load(y + y_at + at, mask=there, other=0.0)
     return tl.where(there, v, 0.0)
 

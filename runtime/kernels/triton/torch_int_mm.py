@@ -7,27 +7,22 @@ same at every width, whichever of the two products ran. It reads Triton's layout
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from runtime.kernels.triton.expert_rows import Picks
-from runtime.kernels.triton.linear import TritonLinear
-from runtime.kernels.triton.product_int import add_rows
-from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded
+from runtime.kernels.triton.linear import TritonLinear, add
+from runtime.kernels.triton.quantize_inputs import Rounded
 from runtime.kernels.triton.weight_layout import Cut
-from runtime.kernels.triton.weights import GpuWeight
 
 NAME = "torch-int-mm"
 # CUDA's product takes more than 16 rows, and outputs in eights (Triton stores inputs in 32s at least).
 LEAST_ROWS = 17
 _OUTPUTS = 8
-# Outputs of one program that scales the sums.
-_BLOCK = 256
 
 
 @dataclass(frozen=True, eq=False)
 class IntMmLinear(TritonLinear):
-    """A layer for which `takes` holds, whose products of `spans` of rows (first, last or None) torch computes."""
+    """A layer (`int_mm_linear`) whose products of `spans` of rows (first, last or None) torch computes."""
 
     spans: tuple[tuple[int, int | None], ...] = ((1, None),)
 
@@ -39,7 +34,7 @@ class IntMmLinear(TritonLinear):
     def _rows(
         self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
     ) -> None:
-        rows, (n, _) = len(y), self.weight.shape
+        rows = len(y)
         ours = any(first <= rows and (last is None or rows <= last) for first, last in self.spans)
         # Of a stack each row has a weight of its own.
         if picks is not None or not ours:
@@ -48,21 +43,16 @@ class IntMmLinear(TritonLinear):
         codes = torch.nn.functional.pad(x.codes, (0, 0, 0, max(0, LEAST_ROWS - rows)))
         # Rows that were filled in lie behind the others, which is all that the next kernel looks at.
         sums = torch._int_mm(codes, w.codes.t())
-        ends = (w.scale, w.offset, w.bias, residual)
-        add_rows[(triton.cdiv(n, _BLOCK), rows)](
-            *(sums, x.step, x.sums if w.offset is not None else None, *ends, y, rows, n, 1), BLOCK=_BLOCK, **OPTIONS
-        )
-        return None
+        return add(sums.unsqueeze(0), y, residual, w.bias, w.scale, w.offset, x)
 
 
-def takes(weight: GpuWeight) -> bool:
-    """Whether `int_mm_linear` takes it: int8, one scale a row, outputs in eights, not in planes."""
+def int_mm_linear(layer: TritonLinear, spans: tuple[tuple[int, int | None], ...]) -> TritonLinear:
+    """The layer with `spans` of its products' rows on torch's.
+
+    As it is where torch's do not take its weight: they want int8, one scale a row, outputs in eights, not in planes.
+    """
+    weight = layer.weight
     one_group = weight.cut is not None and weight.cut.columns == 1
-    return weight.kind == "int8" and one_group and weight.shape[0] % _OUTPUTS == 0
-
-
-def int_mm_linear(layer: TritonLinear, spans: tuple[tuple[int, int | None], ...]) -> IntMmLinear:
-    """The layer with `spans` of its products' rows on torch's. Raises ValueError where `takes` says no."""
-    if not takes(layer.weight):
-        raise ValueError(f"torch's integer product does not take this {layer.weight.kind} weight")
-    return IntMmLinear(layer.weight, layer.plan, layer.splits, layer.how, spans)
+    if weight.kind != "int8" or not one_group or weight.shape[0] % _OUTPUTS:
+        return layer
+    return IntMmLinear(weight, layer.plan, layer.splits, layer.how, spans)

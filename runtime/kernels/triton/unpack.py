@@ -16,18 +16,6 @@ import triton.language as tl
 from runtime.formats.nf4 import INT8_LEVELS
 
 
-def _int4(part: int) -> str:
-    return f"{_shifted('a', '$1', 4 - 4 * part)} and.b32 $0, a, 0xF0F0F0F0;"
-
-
-def _uint4(part: int) -> str:
-    return f"{_shifted('a', '$1', -4 * part)} and.b32 $0, a, 0x0F0F0F0F;"
-
-
-def _ternary(part: int) -> str:
-    return f"{_shifted('a', '$1', 6 - 2 * part)} and.b32 $0, a, 0xC0C0C0C0;"
-
-
 def _upper(part: int) -> str:
     return f"{_shifted('a', '$1', 4 - 4 * part)} and.b32 b, a, 0xF0F0F0F0; or.b32 $0, b, 0x08080808;"
 
@@ -64,15 +52,20 @@ def _shifted(to: str, word: str, left: int) -> str:
     return f"shl.b32 {to}, {word}, {left};" if left > 0 else f"shr.u32 {to}, {word}, {-left};"
 
 
-_TEXTS = {"int4": _int4, "uint4": _uint4, "ternary": _ternary, "upper": _upper, "planes": _planes, "nf4": _nf4}
+# Codes that a shift and a mask leave where they are wanted: how far part 0 goes to the left, bits of a code, the mask.
+_MASKED = {"int4": (4, 4, "0xF0F0F0F0"), "uint4": (0, 4, "0x0F0F0F0F"), "ternary": (6, 2, "0xC0C0C0C0")}
+_TEXTS = {"upper": _upper, "planes": _planes, "nf4": _nf4}
 
 
 @cache
 def texts(kind: str, parts: int) -> tuple[str, ...]:
     """The PTX of each part of a kind of codes; none for int8, which is not packed."""
-    if kind not in _TEXTS:
-        return ()
-    return tuple(f"{{ .reg .b32 a, b, c, d, e; {_TEXTS[kind](part)} }}" for part in range(parts))
+    if kind in _MASKED:
+        left, bits, mask = _MASKED[kind]
+        found = [f"{_shifted('a', '$1', left - bits * part)} and.b32 $0, a, {mask};" for part in range(parts)]
+    else:
+        found = [_TEXTS[kind](part) for part in range(parts)] if kind in _TEXTS else []
+    return tuple(f"{{ .reg .b32 a, b, c, d, e; {text} }}" for text in found)
 
 
 # Codes that are cheapest to have in the upper bits of a byte are left there, and the product's sum is too large by so

@@ -11,7 +11,7 @@ from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 from runtime.kernels.joined import HoldsTensors
-from runtime.kernels.triton.weight_layout import CHUNKS, PER_BYTE, Cut, cut
+from runtime.kernels.triton.weight_layout import PER_BYTE, Cut, cut
 
 # Sums of products of int8 codes stay below 2^31 up to this many inputs (127 · 128 each).
 MAX_INPUTS = 1 << 17
@@ -58,24 +58,20 @@ class GpuWeight(HoldsTensors):
         return self.kind == "planes"
 
 
-def gpu_weight(
-    weight: PackedWeight | Tensor, bias: Tensor | None, device: torch.device | str, planes: bool = False
-) -> GpuWeight:
+def gpu_weight(weight: PackedWeight | Tensor, bias: Tensor | None, device: torch.device | str) -> GpuWeight:
     """Lays out a packed or float (N, K) weight on a device; `bias` (N,) is for float ones (packed ones carry theirs).
-
-    planes  lay int8 codes out as two planes of nibbles (so does a PackedWeight that asks for them).
 
     Raises ValueError naming what does not fit: dtypes, shapes, codes out of range, sizes whose sums could overflow.
     """
     where = torch.device(device)
     if isinstance(weight, PackedWeight):
         kind = KINDS.get(weight.scheme.kind)
-        if kind is not None and kind.is_float and not (planes or weight.planes):
+        if kind is not None and kind.is_float and not weight.planes:
             # E4M3 has a kernel; other floats are multiplied as what they stand for.
             if weight.scheme.kind != "fp8":
                 return _float(dequantize(weight), weight.bias, where)
             return _fp8(weight, where)
-        return _packed(weight, where, planes or weight.planes)
+        return _packed(weight, where)
     return _float(weight, bias, where)
 
 
@@ -87,20 +83,6 @@ def upper_weight(weight: GpuWeight) -> GpuWeight:
     if not weight.has_planes:
         raise ValueError("only int8 weights packed as planes have an upper half of their own")
     return replace(weight, kind="upper", lower=None)
-
-
-def share_inputs(weights: Sequence[GpuWeight]) -> list[GpuWeight]:
-    """The weights, equal input orders and equal static steps being one tensor: their inputs are rounded once."""
-    out: list[GpuWeight] = []
-    for weight in weights:
-        for other in out:
-            if weight.perm is not None and other.perm is not None and torch.equal(weight.perm, other.perm):
-                weight = replace(weight, perm=other.perm)
-            mine, theirs = weight.input_scale, other.input_scale
-            if mine is not None and theirs is not None and torch.equal(mine, theirs):
-                weight = replace(weight, input_scale=theirs)
-        out.append(weight)
-    return out
 
 
 def concatenate(weights: Sequence[GpuWeight]) -> GpuWeight | None:
@@ -166,8 +148,8 @@ def _fp8(weight: PackedWeight, device: torch.device) -> GpuWeight:
     return GpuWeight("fp8", (n, k), stored, scale=scale, bias=bias)
 
 
-def _packed(weight: PackedWeight, device: torch.device, planes: bool) -> GpuWeight:
-    kind, (n, k) = weight.scheme.kind, weight.shape
+def _packed(weight: PackedWeight, device: torch.device) -> GpuWeight:
+    kind, planes, (n, k) = weight.scheme.kind, weight.planes, weight.shape
     row = KINDS.get(kind)
     if row is None or (row.product or kind) not in PER_BYTE:
         raise ValueError(f"no Triton kernel for {kind} weights")
@@ -257,6 +239,3 @@ def _vector(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(values.shape) != shape or not values.is_floating_point():
         raise ValueError(f"{name} must be float {list(shape)}, found {values.dtype} {list(values.shape)}")
     return values.float().contiguous()
-
-
-__all__ = ["CHUNKS", "MAX_INPUTS", "GpuWeight", "concatenate", "gpu_weight", "share_inputs", "upper_weight"]

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from runtime.kernels.triton.linear import TritonLinear
 
 Weight = PackedWeight | Tensor
 _FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
+_PACKED: dict[str, Callable[[PackedWeight], LibraryLinear | None]] = {
+    "torch-int4": libraries.int4_linear,
+    "torch-scaled-mm": libraries.scaled_linear,
+    "bitsandbytes": partial(libraries.bitsandbytes_linear, dtype=torch.bfloat16),
+}
 # Rows of products that a probe compares: those of verifying drafts, and some of batches and prompts.
 _WIDTHS = (*range(1, 17), 17, 33, 300)
 
@@ -35,13 +41,8 @@ class MixedLinear:
     @property
     def libraries(self) -> tuple[str, ...]:
         """Whose products it runs."""
-        return tuple(
-            dict.fromkeys(
-                name
-                for layer in (*(layer for _, layer in self.parts), self.rest)
-                for name in getattr(layer, "libraries", ())
-            )
-        )
+        layers = (*(layer for _, layer in self.parts), self.rest)
+        return tuple(dict.fromkeys(name for layer in layers for name in getattr(layer, "libraries", ())))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -69,28 +70,16 @@ def scheme_of(weight: Weight) -> str:
     return _FLOATS.get(weight.dtype, str(weight.dtype)) if isinstance(weight, Tensor) else weight.scheme.kind
 
 
-def takes(name: str, weight: Weight) -> bool:
-    """Whether an implementation takes a weight's sizes and what comes with it (torch-int-mm: `torch_int_mm.takes`)."""
-    if isinstance(weight, Tensor):
-        return name == "torch" and weight.dtype in _FLOATS
-    if weight.planes:
-        return False
-    if name == "torch-int4":
-        return libraries.takes_int4(weight)
-    if name == "torch-scaled-mm":
-        return libraries.takes_fp8(weight)
-    return name == "bitsandbytes" and libraries.has_kernel(weight)
+def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear | None:
+    """The layer of an implementation; None where it does not take the weight's sizes and what comes with it.
 
-
-def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear:
-    """The layer of an implementation that `takes` the weight. Raises ValueError where it does not."""
+    torch-int-mm stands in for Triton's own product (torch_int_mm.py).
+    """
     if isinstance(weight, Tensor):
-        return libraries.dense_linear(weight, bias)
-    if name == "torch-int4":
-        return libraries.int4_linear(weight)
-    if name == "torch-scaled-mm":
-        return libraries.scaled_linear(weight)
-    return libraries.bitsandbytes_linear(weight, torch.bfloat16)
+        return libraries.dense_linear(weight, bias) if name == "torch" and weight.dtype in _FLOATS else None
+    if name not in _PACKED or weight.planes:
+        return None
+    return _PACKED[name](weight)
 
 
 def mixed_linear(
@@ -130,12 +119,12 @@ def _made(
     own: TritonLinear, weight: Weight, bias: Tensor | None, found: Sequence[Choice]
 ) -> TritonLinear | MixedLinear:
     integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == torch_int_mm.NAME)
-    rest = torch_int_mm.int_mm_linear(own, integer) if integer and torch_int_mm.takes(own.weight) else own
-    chosen = [one for one in found if takes(one.implementation, weight)]
-    if not chosen:
+    rest = torch_int_mm.int_mm_linear(own, integer) if integer else own
+    made = [(one, library_layer(one.implementation, weight, bias)) for one in found]
+    parts = tuple((one, layer) for one, layer in made if layer is not None)
+    if not parts:
         return rest
-    parts = tuple((one, library_layer(one.implementation, weight, bias)) for one in chosen)
-    everything = any(one.first_row == 1 and one.last_row is None for one in chosen)
+    everything = any(one.first_row == 1 and one.last_row is None for one, _ in parts)
     return MixedLinear(parts, None if everything else rest)
 
 
@@ -166,11 +155,7 @@ def keeps_bits(
     """
     widths = sorted({*_WIDTHS, *borders, *(edge + 1 for edge in borders)})
     x = torch.randn(widths[-1], inputs, device=device, generator=torch.Generator(device).manual_seed(0))
-    with _on(device):
-        return _keeps(layer, x, widths)
-
-
-def _keeps(layer: Callable[[Tensor], Tensor], x: Tensor, widths: Sequence[int]) -> bool:
-    whole = layer(x)
     spans = [*((0, width) for width in widths[:-1]), (3, 4), (7, 8), (15, 16), (5, 21)]
-    return all(torch.equal(layer(x[first:last]), whole[first:last]) for first, last in spans)
+    with _on(device):
+        whole = layer(x)
+        return all(torch.equal(layer(x[first:last]), whole[first:last]) for first, last in spans)

@@ -11,17 +11,16 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels.triton.elementwise import gelu_mul, silu_mul
+from runtime.kernels.triton.elementwise import Activation, gated
 from runtime.kernels.triton.expert_rows import Picks, add_experts_kernel
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs, triton_linear
 from runtime.kernels.triton.quantize_inputs import (
     OPTIONS,
     Rounded,
     Rounding,
-    gelu_mul_quantize,
+    gated_quantize,
     quantize,
     rounding,
-    silu_mul_quantize,
 )
 from runtime.model.layers import Mixture, Mlp
 
@@ -47,12 +46,12 @@ class StackedLinear:
         """x (T, K), or (pairs, K), float32."""
         return self.layer.product(self._round(x, picks), picks=picks)
 
-    def after(self, gate: Tensor, up: Tensor, silu: bool, picks: Picks) -> Tensor:
+    def after(self, gate: Tensor, up: Tensor, activation: Activation, picks: Picks) -> Tensor:
         """The product with act(gate) · up, each (pairs, K) float32 with rows of stride 1."""
         if self.layer.how is None:
-            return self((silu_mul if silu else gelu_mul)(gate, up), picks)
-        fused = silu_mul_quantize if silu else gelu_mul_quantize
-        return self.layer.product(fused(gate, up, self.layer.how, self._rounding(picks)), picks=picks)
+            return self(gated(gate, up, activation), picks)
+        rounded = gated_quantize(gate, up, activation, self.layer.how, self._rounding(picks))
+        return self.layer.product(rounded, picks=picks)
 
     def upper(self) -> "StackedLinear":
         """The layer on the upper planes of its weights; one without planes as it is."""
@@ -78,7 +77,7 @@ class StackedExperts:
     down: StackedLinear
     how: Rounding | None
 
-    def mixed(self, x: Tensor, shares: Tensor, picks: Picks, silu: bool, residual: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, shares: Tensor, picks: Picks, activation: Activation, residual: Tensor) -> Tensor:
         """residual (T, H) + each row's experts of x (T, H) times their shares (T, count), all float32.
 
         The bits are those of the experts' own layers, added in order of their number. Nothing waits for the device.
@@ -89,7 +88,7 @@ class StackedExperts:
             rounded = quantize(x, self.how)
             outputs = tuple(layer.layer.product(rounded, picks=picks) for layer in self.gate_up)
         gate, up = split_outputs(outputs, self.sizes)
-        return add_experts(self.down.after(gate, up, silu, picks), shares, picks, residual)
+        return add_experts(self.down.after(gate, up, activation, picks), shares, picks, residual)
 
     def upper(self) -> "StackedExperts":
         """The same on the upper planes of int8 weights."""

@@ -14,10 +14,11 @@ from runtime.kernels.joined import Joined
 from runtime.kernels.triton.argmax import route
 from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
-from runtime.kernels.triton.elementwise import embed, gelu_mul, rms_norm, rotate_and_store, silu_mul
+from runtime.kernels.triton.elementwise import embed, gated, rms_norm
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs
-from runtime.kernels.triton.quantize_inputs import Rounded, gelu_mul_quantize, norm_quantize, silu_mul_quantize
+from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
+from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store
 from runtime.model.layers import Block, Linear, Mixture, Mlp, Parts
 from runtime.model.reference import sum_of_experts
@@ -135,11 +136,9 @@ def _added(layer: Linear, inputs: Rounded | Tensor, x: Tensor) -> Tensor:
 
 
 def _down(gate: Tensor, up: Tensor, mlp: Mlp, a: Architecture, x: Tensor) -> Tensor:
-    silu = a.activation == "silu"
     if isinstance(mlp.down, TritonLinear) and mlp.down.how is not None:
-        fused = silu_mul_quantize if silu else gelu_mul_quantize
-        return _added(mlp.down, fused(gate, up, mlp.down.how), x)
-    return _added(mlp.down, (silu_mul if silu else gelu_mul)(gate, up), x)
+        return _added(mlp.down, gated_quantize(gate, up, a.activation, mlp.down.how), x)
+    return _added(mlp.down, gated(gate, up, a.activation), x)
 
 
 def waits(parts: Parts, rows: int) -> bool:
@@ -165,4 +164,4 @@ def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position:
 
         return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
     assert isinstance(weights.stacked, StackedExperts)
-    return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation == "silu", x)
+    return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation, x)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.quantize import smoothquant
-from runtime.formats import int8
+from runtime.formats import dequantize, int8
 from runtime.formats.packed import PackedWeight
 from runtime.kernels import reference
 
@@ -35,7 +35,7 @@ def test_rounding_is_what_the_kernels_do(activation: str) -> None:
     scheme = int8.scheme(activation)  # type: ignore[arg-type]
     layer = reference.packed_linear(PackedWeight(scheme, packed.codes, packed.scale, input_scale=scale))
     seen = smoothquant.round_tokens(rows) if scale is None else smoothquant.round_tensor(rows, scale)
-    torch.testing.assert_close(layer(rows), seen @ int8.dequantize(packed).T, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(layer(rows), seen @ dequantize(packed).T, rtol=1e-4, atol=1e-3)
 
 
 @settings(max_examples=60, deadline=None)

@@ -21,7 +21,7 @@ from compress.stages.sensitivity import (
     measure,
     nearest,
 )
-from runtime.formats import int4, int8
+from runtime.formats import dequantize, int4, int8
 from runtime.formats import tensors as stored
 from runtime.formats.schemes import stored_bytes
 
@@ -131,7 +131,7 @@ def test_sizes_are_the_files(n: int, k: int) -> None:
 
 def test_rounding_to_nearest_is_the_format_s() -> None:
     weight = torch.randn(16, 96)
-    assert torch.equal(nearest(weight, Candidate(4, 32))[0], int4.dequantize(int4.pack(weight, 32)))
+    assert torch.equal(nearest(weight, Candidate(4, 32))[0], dequantize(int4.pack(weight, 32)))
     errors = [float((nearest(weight, Candidate(bits, 32))[0] - weight).norm()) for bits in (2, 3, 4, 8)]
     assert errors == sorted(errors, reverse=True)
     assert len(nearest(weight, Candidate(2, 0))[0][0].unique()) <= 4

@@ -15,7 +15,7 @@ from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import INDEX, SINGLE
 from runtime.errors import UserError
-from runtime.formats import int4, int8, nf4
+from runtime.formats import dequantize, int4, int8, nf4
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.tensors import check_finite, expect_shape
 
@@ -286,7 +286,7 @@ def test_transformers_loads_conv1d_as_nf4_when_it_was_turned(tmp_path: Path) -> 
             prefix = name.removesuffix(".weight")
             packed = nf4.pack(stored.pop(name).T)  # Conv1D keeps (K, N)
             stored |= nf4.to_tensors(packed, prefix, torch.float32)
-            dense[name] = nf4.dequantize(packed).T.contiguous()
+            dense[name] = dequantize(packed).T.contiguous()
             schemes[prefix] = packed.scheme
     (tmp_path / "m").mkdir()
     save_file(stored, tmp_path / "m" / SINGLE, metadata={"format": "pt"})

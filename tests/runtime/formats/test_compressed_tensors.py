@@ -20,7 +20,7 @@ from runtime import formats
 from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
 from runtime.formats import codes as words
-from runtime.formats import int4, int8
+from runtime.formats import dequantize, int4, int8
 from runtime.formats.packed import PackedWeight, Scheme
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -117,7 +117,7 @@ def test_our_rounding_is_the_librarys(bits: int, group: int, symmetric: bool) ->
         packed = int4.pack(weights(n, k, 1), group, bits=bits, symmetric=symmetric, scale_dtype=torch.float32)
         ours = int4.to_tensors(packed, "x", scale_dtype=torch.float32)
         assert all(torch.equal(ours[f"x.{name}"], tensor) for name, tensor in stored.items())
-        assert torch.equal(int4.dequantize(packed), dense)
+        assert torch.equal(dequantize(packed), dense)
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,7 +138,7 @@ def test_any_weight_survives_the_file_and_the_library_reads_it(data: st.DataObje
     local = {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
     local["weight_scale"] = local["weight_scale"].float()
     theirs = compressor("pack-quantized").decompress(local, library_scheme(bits, size, symmetric))["weight"]
-    assert torch.equal(theirs, int4.dequantize(packed))
+    assert torch.equal(theirs, dequantize(packed))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -161,11 +161,11 @@ def test_steps_of_the_rounding_are_halves(bits: int) -> None:
     weight = weights(16, 64, 2)
     weight[:, ::7] = 0
     packed = int4.pack(weight, 32, bits=bits, symmetric=False, scale_dtype=torch.float32)
-    back = int4.dequantize(packed)
+    back = dequantize(packed)
     step = packed.scale.repeat_interleave(32, dim=1)
     assert ((back - weight).abs() <= step * 0.501).all() and (back[:, ::7] == 0).all()
     # Rows on one side of 0 are why: a symmetric grid of the same bits spends half its codes on nothing.
-    plain = int4.dequantize(int4.pack(weight, 32, bits=bits, scale_dtype=torch.float32))
+    plain = dequantize(int4.pack(weight, 32, bits=bits, scale_dtype=torch.float32))
     one_sided = [1, 2, 5, 6]
     assert (back - weight)[one_sided].norm() < 0.7 * (plain - weight)[one_sided].norm()
 
@@ -193,8 +193,8 @@ def test_offsets_that_are_no_zero_points_are_refused() -> None:
     with pytest.raises(ValueError, match="is written for int4"):
         int4.to_tensors(dataclasses.replace(packed, scheme=int4.scheme(32)), "x")
     # An offset of any kind still has a meaning in memory.
-    half = int4.dequantize(dataclasses.replace(packed, offset=packed.offset + packed.scale * 0.5))
-    assert torch.allclose(half, int4.dequantize(packed) - 0.5 * packed.scale.repeat_interleave(32, dim=1))
+    half = dequantize(dataclasses.replace(packed, offset=packed.offset + packed.scale * 0.5))
+    assert torch.allclose(half, dequantize(packed) - 0.5 * packed.scale.repeat_interleave(32, dim=1))
 
 
 # Activation order.
@@ -210,7 +210,7 @@ def reorder(packed: PackedWeight, perm: Tensor) -> PackedWeight:
 def test_activation_order_goes_to_disk_and_back(bits: int, symmetric: bool) -> None:
     weight, perm = weights(9, 96), torch.randperm(96, generator=generator(4))
     packed = reorder(int4.pack(weight[:, perm], 32, bits=bits, symmetric=symmetric), perm)
-    assert (int4.dequantize(packed) - weight).abs().max() < 0.3, "the order is undone"
+    assert (dequantize(packed) - weight).abs().max() < 0.3, "the order is undone"
     tensors = int4.to_tensors(packed, "x")
     index = tensors["x.weight_g_idx"]
     assert index.dtype == torch.int32
@@ -220,9 +220,9 @@ def test_activation_order_goes_to_disk_and_back(bits: int, symmetric: bool) -> N
         zeros = words.unpack_words(tensors["x.weight_zero_point"].t(), 9, bits).t()
         codes = codes - zeros[:, index.long()]
     by_hand = codes * tensors["x.weight_scale"].float()[:, index.long()]
-    assert torch.equal(by_hand, int4.dequantize(packed))
+    assert torch.equal(by_hand, dequantize(packed))
     back = int4.from_tensors(tensors, "x", bits=bits)
-    assert back.perm is not None and torch.equal(int4.dequantize(back), by_hand)
+    assert back.perm is not None and torch.equal(dequantize(back), by_hand)
     assert torch.equal(back.scale, packed.scale)
     # Left packed or not, kernels get codes in the groups' order.
     fast = int4.from_tensors(tensors, "x", unpack=False, bits=bits)
@@ -241,8 +241,8 @@ def test_groups_in_input_order_need_no_permutation() -> None:
     # Group ids as they come, not in order of their first input.
     turned = int4.from_tensors(tensors | {"x.weight_g_idx": (1 - torch.arange(64) // 32).to(torch.int32)}, "x")
     assert turned.perm is not None
-    expected = int4.dequantize(int4.from_tensors(tensors, "x")) / plain.scale.repeat_interleave(32, dim=1)
-    assert torch.allclose(int4.dequantize(turned), expected * plain.scale.flip(1).repeat_interleave(32, dim=1))
+    expected = dequantize(int4.from_tensors(tensors, "x")) / plain.scale.repeat_interleave(32, dim=1)
+    assert torch.allclose(dequantize(turned), expected * plain.scale.flip(1).repeat_interleave(32, dim=1))
 
 
 # Whole models.

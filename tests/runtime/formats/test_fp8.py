@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime import formats, load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
-from runtime.formats import fp8
+from runtime.formats import dequantize, fp8
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels.reference import float_linear, packed_linear
 
@@ -90,10 +90,10 @@ def test_any_weight_is_rounded_to_its_nearest_code_and_survives_the_file(
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 10**power
     packed = fp8.pack(weight, bias=torch.ones(n))
     back = fp8.from_tensors(fp8.to_tensors(packed, "a"), "a")
-    assert torch.equal(fp8.dequantize(back), fp8.dequantize(packed)) and torch.equal(back.scale, packed.scale)
+    assert torch.equal(dequantize(back), dequantize(packed)) and torch.equal(back.scale, packed.scale)
     assert torch.equal(back.bias, torch.ones(n))
     # Half a unit of three bits of mantissa, or of the subnormals' 2⁻⁹; a row's largest also by what the scale lost.
-    error = (fp8.dequantize(packed) - weight).abs()
+    error = (dequantize(packed) - weight).abs()
     assert (error <= (weight.abs() / 16).maximum(packed.scale * 2.0**-10) * 1.01).all()
 
 
@@ -153,7 +153,7 @@ def test_other_configurations_are_refused(changed: dict[str, Any], message: str)
 def test_reference_is_the_float32_layer_of_its_values() -> None:
     packed = fp8.pack(weights(13, 70), bias=torch.randn(13, generator=torch.Generator().manual_seed(1)))
     x = weights(5, 70, seed=2)
-    expected = float_linear(fp8.dequantize(packed), packed.bias)(x)
+    expected = float_linear(dequantize(packed), packed.bias)(x)
     assert torch.equal(packed_linear(packed)(x), expected)
 
 

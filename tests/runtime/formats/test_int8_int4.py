@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime import formats
 from runtime.errors import UserError
 from runtime.formats import codes as words
-from runtime.formats import int4, int8
+from runtime.formats import dequantize, int4, int8
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 
@@ -96,7 +96,7 @@ def test_any_shape_and_magnitude_survives_the_file(n: int, groups: int, group: i
     packed = int4.pack(weight, group)
     back = int4.from_tensors(int4.to_tensors(packed, "x"), "x")
     assert torch.equal(packed.codes, back.codes) and torch.equal(packed.scale, back.scale)
-    assert torch.isfinite(int4.dequantize(back)).all()
+    assert torch.isfinite(dequantize(back)).all()
 
 
 def test_bits_per_weight_count_everything_that_is_stored() -> None:
@@ -118,10 +118,10 @@ def test_a_row_of_zeros_stays_zero_and_its_scale_can_be_divided_by() -> None:
 
 def test_offset_and_permutation_are_undone_in_the_dense_weight() -> None:
     packed = int4.pack(_random(6, 64), 32)
-    plain = int4.dequantize(packed)
+    plain = dequantize(packed)
     perm = torch.randperm(64, generator=torch.Generator().manual_seed(3))
     offset = torch.rand(6, 2)
-    moved = int4.dequantize(dataclasses.replace(packed, perm=perm, offset=offset))
+    moved = dequantize(dataclasses.replace(packed, perm=perm, offset=offset))
     assert torch.allclose(moved[:, perm], plain - offset.repeat_interleave(32, dim=1))
     with pytest.raises(ValueError, match="symmetric int8 rows"):
         int8.to_tensors(dataclasses.replace(int8.pack(_random(6, 64)), perm=perm), "x")
@@ -162,7 +162,7 @@ def test_other_peoples_int8_scales_per_tensor_and_per_group_are_read() -> None:
         packed = int8.from_tensors({"x.weight": codes, "x.weight_scale": scale}, "x")
         assert packed.scheme.group_size == size
         spread = scale.reshape(-1, 1) if scale.ndim == 1 else scale.repeat_interleave(64 // scale.shape[1], dim=1)
-        assert torch.equal(int8.dequantize(packed), codes.float() * spread)
+        assert torch.equal(dequantize(packed), codes.float() * spread)
 
 
 def test_ragged_groups_and_scales_that_would_be_rounded_are_refused() -> None:

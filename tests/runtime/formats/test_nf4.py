@@ -7,7 +7,7 @@ import torch
 
 from runtime import formats
 from runtime.errors import UserError
-from runtime.formats import int8, nf4
+from runtime.formats import dequantize, int8, nf4
 from runtime.formats.nf4 import double_quantize, dynamic_map
 from runtime.formats.packed import PackedWeight
 
@@ -50,7 +50,7 @@ def test_every_byte_is_what_bitsandbytes_writes(name: str, double: bool, dtype: 
         assert ours[f"layer.{key}"].dtype == value.dtype and ours[f"layer.{key}"].shape == value.shape, key
         assert torch.equal(ours[f"layer.{key}"], value), key
     dense = bnb.dequantize_4bit(data, state).float()
-    assert torch.equal(nf4.dequantize(packed).to(dtype).float(), dense)
+    assert torch.equal(dequantize(packed).to(dtype).float(), dense)
 
 
 def test_double_quantisation_holds_over_magnitudes() -> None:
@@ -77,7 +77,7 @@ def test_what_was_packed_is_what_is_read_back(double: bool) -> None:
     again = nf4.to_tensors(back, "a.b")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
     assert type(back.plain()) is PackedWeight
-    assert torch.equal(formats.dequantize(back.plain()), nf4.dequantize(packed))
+    assert torch.equal(formats.dequantize(back.plain()), dequantize(packed))
 
 
 def test_int8_levels_err_as_their_docstring_says() -> None:
@@ -86,7 +86,7 @@ def test_int8_levels_err_as_their_docstring_says() -> None:
     error = (nf4.INT8_LEVELS.float() / 127 - nf4.LEVELS)[packed.codes.long()]
     assert round(float(error.pow(2).mean().sqrt()), 4) == 0.0023
     assert round(float(error.abs().max()), 4) == 0.0037
-    own = (nf4.dequantize(packed) - weight).view(512, -1, 64) / packed.scale.unsqueeze(-1)
+    own = (dequantize(packed) - weight).view(512, -1, 64) / packed.scale.unsqueeze(-1)
     assert round(float(own.pow(2).mean().sqrt()), 2) == 0.04
     assert nf4.INT8_LEVELS.dtype == torch.int8 and len(nf4.INT8_LEVELS.unique()) == 16
 
@@ -109,7 +109,7 @@ def test_blocks_that_straddle_rows_are_refused() -> None:
 
 def test_weights_whose_mean_overflows_are_refused_where_the_library_writes_nan() -> None:
     weight = _weights()["normal"] * 1e38
-    assert torch.isfinite(nf4.dequantize(nf4.pack(weight, double_quant=False))).all()
+    assert torch.isfinite(dequantize(nf4.pack(weight, double_quant=False))).all()
     with pytest.raises(ValueError, match="mean absmax is not finite"):
         nf4.pack(weight)
 

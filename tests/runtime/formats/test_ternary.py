@@ -17,7 +17,7 @@ from runtime import formats, load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.errors import UserError
-from runtime.formats import int8, nf4, ternary
+from runtime.formats import dequantize, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import choose, join, linear
 from runtime.kernels.reference import packed_linear, quantize_rows
@@ -61,7 +61,7 @@ def test_codes_and_weights_are_those_of_b158() -> None:
     # A weight on the border may fall to either side, by the last bit of the mean.
     clear = ((weight / mean).abs() - 0.5).abs() > 1e-5
     assert clear.float().mean() > 0.99
-    assert torch.allclose(ternary.dequantize(packed)[clear], theirs[clear], rtol=1e-6)
+    assert torch.allclose(dequantize(packed)[clear], theirs[clear], rtol=1e-6)
     assert packed.scheme == ternary.scheme() and packed.scale.shape == (64, 1)
     assert packed.codes.dtype == torch.int8 and set(packed.codes.unique().tolist()) == {-1, 0, 1}
     assert torch.allclose(packed.scale, mean.expand(64, 1), rtol=1e-6)
@@ -284,7 +284,7 @@ def _write(source: Path, out: Path, dtype: torch.dtype, multiply: bool = False) 
             bias = tensors.get(f"{prefix}.bias")
             packed = ternary.pack(tensor.to(dtype), bias=None if bias is None else bias.to(dtype))
             written |= _multiplied(packed, prefix, dtype) if multiply else ternary.to_tensors(packed, prefix, dtype)
-            schemes[prefix], dense[name] = packed.scheme, ternary.dequantize(packed)
+            schemes[prefix], dense[name] = packed.scheme, dequantize(packed)
             if packed.bias is not None:
                 dense[f"{prefix}.bias"] = packed.bias * packed.scale[:, 0] if multiply else packed.bias
         elif not _is_packed(f"{prefix.removesuffix('.bias')}.weight"):

@@ -14,6 +14,7 @@ from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.kernels import reference
 from runtime.kernels.dispatch import NAMES, available, choose, join, linear
+from runtime.kernels.exact import TILE
 from runtime.native import binding
 
 N, K = 96, 256
@@ -159,7 +160,7 @@ def test_bitsandbytes_kernels_agree(case: Case, name: str) -> None:
 
 def test_attention_against_float64() -> None:
     tiles, heads, kv_heads, d = 2, 4, 2, 16
-    q = torch.randn(tiles, reference.TILE, heads, d, generator=generator(13))
+    q = torch.randn(tiles, TILE, heads, d, generator=generator(13))
     keys, values = (torch.randn(1, 128, kv_heads, d, generator=generator(s)) for s in (14, 15))
     positions = torch.tensor([[3, 17, 63, 64, 65, 98, 99, 0], [99] * 8])
 
@@ -169,7 +170,7 @@ def test_attention_against_float64() -> None:
     for window in (None, 20):
         got = reference.attention(q, blocks(keys), blocks(values), positions, d**-0.5, window)
         for tile in range(tiles):
-            for row in range(reference.TILE):
+            for row in range(TILE):
                 last = int(positions[tile, row])
                 first = 0 if window is None else max(0, last - window + 1)
                 for head in range(heads):

@@ -59,8 +59,8 @@ def main(capability: int, everything: bool) -> None:
     jit.JITFunction.run = compile_only
     x, token = torch.zeros(2, 2048), torch.zeros(2, dtype=torch.int64)
     elementwise.rms_norm(x, x[0], 1e-5)
-    elementwise.silu_mul(x, x)
-    elementwise.gelu_mul(x, x)
+    elementwise.gated(x, x, "silu")
+    elementwise.gated(x, x, "gelu_tanh")
     elementwise.embed(token, x)
     argmax.largest(x)
     argmax.route(x[:, :60], 6, True)

@@ -140,14 +140,14 @@ def main(capability: int, everything: bool) -> None:
             picks = Picks(torch.zeros((rows, 2), dtype=torch.int64))
             experts = StackedLinear(layer, by_expert=rows == 1 and layer.weight.perm is not None)
             experts(x, picks)
-            experts.after(*[torch.zeros(2 * rows, layer.weight.shape[1])] * 2, True, picks)
+            experts.after(*[torch.zeros(2 * rows, layer.weight.shape[1])] * 2, "silu", picks)
             if layer.how is not None and rows == 1 and number < 2:
                 add_experts(torch.zeros(2, 512), torch.zeros(1, 2), picks, torch.zeros(1, 512))
                 route(torch.zeros(1, 60), 4, True, torch.zeros(1, dtype=torch.int32))
-                quantize_inputs.silu_mul_quantize(x, x, layer.how)
+                quantize_inputs.gated_quantize(x, x, "silu", layer.how)
                 quantize_inputs.norm_quantize(x, x[0], 1e-5, layer.how)
                 if everything:
-                    quantize_inputs.gelu_mul_quantize(x, x, layer.how)
+                    quantize_inputs.gated_quantize(x, x, "gelu_tanh", layer.how)
 
 
 if __name__ == "__main__":

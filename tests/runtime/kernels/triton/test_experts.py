@@ -13,14 +13,15 @@ from runtime.model.layers import Mixture, Mlp
 
 pytest.importorskip("triton")
 
+from runtime.kernels.joined import share_inputs
 from runtime.kernels.libraries import dense_linear
 from runtime.kernels.library_choice import wanted
 from runtime.kernels.triton.argmax import route
-from runtime.kernels.triton.elementwise import silu_mul
+from runtime.kernels.triton.elementwise import gated
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
 from runtime.kernels.triton.torch_int_mm import int_mm_linear
-from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight, share_inputs
+from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight
 from runtime.kernels.triton.with_libraries import MixedLinear
 from runtime.model.triton.experts import StackedExperts, add_experts, stacked
 
@@ -82,7 +83,7 @@ def one_by_one(made: Mixture, x: Tensor, shares: Tensor, chosen: Tensor, residua
             if number >= 0:
                 expert = made.experts[number]
                 gate, up = expert.gate_up.split(x[row : row + 1])
-                out[row] += expert.down(silu_mul(gate, up))[0] * shares[row, place]
+                out[row] += expert.down(gated(gate, up, "silu"))[0] * shares[row, place]
     return residual + out
 
 
@@ -106,7 +107,7 @@ def test_has_the_bits_of_each_experts_own_layers(name: str, packed: Packed, devi
     assert torch.equal(one_by_one(views, x[:2], shares[:2], chosen[:2], residual[:2]), want[:2])
     for width in widths:
         some = slice(0, width)
-        got = both.stacked.mixed(x[some], shares[some], Picks(chosen[some]), True, residual[some])
+        got = both.stacked.mixed(x[some], shares[some], Picks(chosen[some]), "silu", residual[some])
         assert torch.equal(got, want[some]), f"{name} at width {width}"
 
 
@@ -117,7 +118,7 @@ def test_gate_and_up_that_are_two_layers(name: str, packed: Packed, device: torc
     assert isinstance(both.stacked, StackedExperts)
     x, residual = inputs(4).to(device), inputs(4, seed=2).to(device)
     shares, chosen = picks(4, 3, device)
-    got = both.stacked.mixed(x, shares, Picks(chosen), True, residual)
+    got = both.stacked.mixed(x, shares, Picks(chosen), "silu", residual)
     assert torch.equal(got, one_by_one(made, x, shares, chosen, residual))
 
 
@@ -139,7 +140,7 @@ def test_experts_of_which_torch_multiplies_prompts(packed: Packed, device: torch
     assert both.stacked is not None and both.experts[1].down.libraries == ("torch-int-mm",)  # type: ignore[attr-defined]
     x, residual = inputs(20).to(device), inputs(20, seed=2).to(device)
     shares, chosen = picks(4, 2, device)
-    got = both.stacked.mixed(x[:4], shares, Picks(chosen), True, residual[:4])
+    got = both.stacked.mixed(x[:4], shares, Picks(chosen), "silu", residual[:4])
     assert torch.equal(got, one_by_one(made, x[:4], shares, chosen, residual[:4]))
     inside = torch.randn(20, INSIDE, generator=torch.Generator().manual_seed(3)).to(device)
     assert torch.equal(both.experts[1].down(inside), made.experts[1].down(inside))
@@ -152,7 +153,7 @@ def test_one_expert_of_a_row(packed: Packed, device: torch.device) -> None:
     assert isinstance(both.stacked, StackedExperts)
     x, residual = inputs(3).to(device), inputs(3, seed=2).to(device)
     shares, chosen = picks(3, 1, device)
-    got = both.stacked.mixed(x, shares, Picks(chosen), True, residual)
+    got = both.stacked.mixed(x, shares, Picks(chosen), "silu", residual)
     assert torch.equal(got, one_by_one(made, x, shares, chosen, residual))
 
 
@@ -199,7 +200,7 @@ def test_upper_planes(packed: Packed, device: torch.device) -> None:
     )
     x, residual = inputs(3).to(device), inputs(3, seed=2).to(device)
     shares, chosen = picks(3, 2, device)
-    got = upper.mixed(x, shares, Picks(chosen), True, residual)
+    got = upper.mixed(x, shares, Picks(chosen), "silu", residual)
     assert torch.equal(got, one_by_one(made, x, shares, chosen, residual))
 
 
@@ -216,10 +217,10 @@ def test_a_nan_stays_in_its_row(packed: Packed, device: torch.device) -> None:
     x, residual = inputs(3).to(device), inputs(3, seed=2).to(device)
     scores = torch.randn(3, EXPERTS, generator=torch.Generator().manual_seed(3)).to(device)
     shares, chosen = route(scores, 2, True)
-    want = both.stacked.mixed(x, shares, Picks(chosen), True, residual)
+    want = both.stacked.mixed(x, shares, Picks(chosen), "silu", residual)
     x[1], scores[1] = torch.nan, torch.nan
     shares, chosen = route(scores, 2, True)
-    got = both.stacked.mixed(x, shares, Picks(chosen), True, residual)
+    got = both.stacked.mixed(x, shares, Picks(chosen), "silu", residual)
     assert bool(got[1].isnan().all()) and torch.equal(got[[0, 2]], want[[0, 2]])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from runtime.formats import fp8
+from runtime.formats import dequantize, fp8
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, join
 from runtime.kernels.reference import packed_linear
@@ -39,7 +39,7 @@ def test_is_a_float32_product_of_the_same_bits_at_every_width(
 ) -> None:
     weight, x = packed(n, k), random(max(WIDTHS), k, seed=3)
     mine = layer(weight, device, splits)
-    dense = fp8.dequantize(weight).double()
+    dense = dequantize(weight).double()
     assert weight.bias is not None
     exact = x.double() @ dense.t() + weight.bias.double()
     size = x.double().abs() @ dense.abs().t() + weight.bias.double().abs()

@@ -10,7 +10,7 @@ from runtime.kernels.reference import packed_linear
 
 pytest.importorskip("triton")
 
-from runtime.formats import fp8
+from runtime.formats import dequantize, fp8
 from runtime.kernels.triton import interpreted
 from runtime.kernels.triton.linear import triton_linear
 from runtime.kernels.triton.weights import gpu_weight
@@ -78,7 +78,7 @@ def test_fp8_products_of_real_length(k: int) -> None:
     x = torch.randn(max(WIDTHS), k, generator=generator)
     mine = triton_linear(gpu_weight(weight, None, "cuda"))
     whole = mine(x.cuda())
-    exact = x.double() @ fp8.dequantize(weight).double().t()
+    exact = x.double() @ dequantize(weight).double().t()
     assert ((whole.double().cpu() - exact).norm() / exact.norm()) < 2e-6
     for width in WIDTHS:
         assert torch.equal(mine(x[:width].cuda()), whole[:width]), f"width {width}"

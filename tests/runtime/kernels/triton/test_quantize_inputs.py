@@ -15,11 +15,10 @@ pytest.importorskip("triton")
 from runtime.kernels.triton.quantize_inputs import (
     Rounded,
     Rounding,
-    gelu_mul_quantize,
+    gated_quantize,
     norm_quantize,
     quantize,
     rounding,
-    silu_mul_quantize,
 )
 from runtime.kernels.triton.weights import gpu_weight
 
@@ -97,8 +96,8 @@ def test_gated_forms_have_the_bits_of_the_reference(name: str, packed: Packed, d
     both[0, :4] = torch.tensor([-100.0, 100.0, -88.0, 0.0])
     gate, up = both.split(k, dim=1)
     on_device = both.to(device).split(k, dim=1)
-    check(silu_mul_quantize(*on_device, how), weight, reference.silu(gate) * up)
-    check(gelu_mul_quantize(*on_device, how), weight, reference.gelu_tanh(gate) * up)
+    check(gated_quantize(*on_device, "silu", how), weight, reference.silu(gate) * up)
+    check(gated_quantize(*on_device, "gelu_tanh", how), weight, reference.gelu_tanh(gate) * up)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

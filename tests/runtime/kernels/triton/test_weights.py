@@ -55,7 +55,7 @@ def test_refuses_what_could_overflow(packed: Packed, device: torch.device) -> No
     with pytest.raises(ValueError, match="could overflow"):
         gpu_weight(packed("int8", 1, MAX_INPUTS + 1), None, device)
     with pytest.raises(ValueError, match="planes"):
-        gpu_weight(packed("int4", 1, 64, 32), None, device, planes=True)
+        gpu_weight(packed("int4", 1, 64, 32, planes=True), None, device)
 
 
 def _kernel() -> dispatch.Kernel:

@@ -112,7 +112,7 @@ def test_the_fp8_product_rounds_inputs_by_row(device: torch.device) -> None:
     x = random(6, 64) * torch.tensor([1.0, 1e-6, 1e6, 1.0, 0.0, 3.0]).unsqueeze(1)
     codes, step = fp8_rows(x)
     assert weight.bias is not None
-    ideal = (codes.double() * step) @ fp8.dequantize(weight).double().t() + weight.bias
+    ideal = (codes.double() * step) @ dequantize(weight).double().t() + weight.bias
     found = mine(x.to(device)).cpu()
     assert torch.allclose(found.double(), ideal, rtol=0.01, atol=0.01 * float(weight.bias.abs().max()))
     x[3, 1] = torch.nan
