@@ -4,7 +4,8 @@ Both say how near they come to the memory's speed.
 """
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from functools import partial
+from statistics import median, median_high
 
 import torch
 
@@ -63,26 +64,14 @@ def time_kinds(
             request, step = rows // width, rows % width
             places = Places(table, request, context + step, torch.full_like(rows, context))
             q = torch.randn(batch * width, a.heads, a.head_dim, device=place.device)
-            splits = splits_for(context + width)
-
-            def run(
-                q: torch.Tensor = q,
-                store: Store = store,
-                kind: CacheKind = kind,
-                places: Places = places,
-                splits: int = splits,
-                width: int = width,
-            ) -> None:
-                attend(q, store, 0, kind, heads, places, splits, sharing=width)
-
+            run = partial(attend, q, store, 0, kind, heads, places, splits_for(context + width), sharing=width)
             try:
                 run()
                 tasks[kind, width] = place.task(place.repeated(run))
             except Exception as error:  # the compiler's own classes, memory, …: the other kinds go on
                 bench.leave_out(error, cache=kind, width=width)
     samples = bench.samples(tasks)
-    readings = sorted(bench.bandwidth.readings)
-    speed = readings[len(readings) // 2]
+    speed = median_high(bench.bandwidth.readings)
     for (name, width), taken in samples.items():
         read = computed_bytes(name, a.kv_heads, a.head_dim, batch * (context + width))
         about = {"shape": shape, "layers": a.layers, "batch": batch, "context": context}
@@ -152,7 +141,8 @@ def _time(
 ) -> tuple[list[Row], list[Sample]]:
     """The scheme's rows; and bf16's samples of width 1 in these rounds (its own, where it is the scheme)."""
     place = bench.place
-    place.forget_peak()
+    if place.is_gpu:
+        torch.cuda.reset_peak_memory_stats(place.device)
     model = _model(bench, shape, scheme)
     made, longest = steps(place, model, widths, context)
     tasks: dict[tuple[str, int], Callable[[], float]] = {("decode", width): step for width, step in made.items()}
@@ -164,7 +154,8 @@ def _time(
     cache = model.decoder.new_cache().bytes_per_token() * context
     read = read_bytes(model.decoder) + cache
     first = samples.get(("decode", 1))
-    about = {"kernels": described(model.decoder), "exact": model.decoder.exact, "peak_bytes": place.peak_bytes()}
+    peak = torch.cuda.max_memory_allocated(place.device) if place.is_gpu else None
+    about = {"kernels": described(model.decoder), "exact": model.decoder.exact, "peak_bytes": peak}
     about |= {"bytes_read": read, "kv_bytes_read": cache}
     rows = [
         row(what, scheme, width, taken, read, first if what == "decode" else None, **about)

@@ -17,7 +17,6 @@ from runtime.errors import UserError
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import NAMES, Kernel, choose, linear
-from runtime.kernels.joined import Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice, wanted
 
 # A pass reads at least so many bytes, beyond every GPU's caches, so that each weight comes from memory.
@@ -78,11 +77,14 @@ def _tasks(
     place: Place, layer: Layer, kernel: Kernel, name: str | None, widths: Sequence[int]
 ) -> Iterator[tuple[int, Callable[[], float], dict[str, Any]]]:
     """Each width with its task and what a row says besides times. Raises an error of any class where it cannot run."""
+    from runtime.kernels.triton.with_libraries import keeps_bits
+
     weight = random_weight(layer.scheme, layer.outputs, layer.inputs, torch.Generator(place.device).manual_seed(0))
     first: Any = linear(weight, None, kernel)
     if name is not None and name not in getattr(first, "libraries", ()):
         raise UserError(f"{name} does not take this layer: its sizes, or what comes with the weight")
-    same = _same_bits(first, layer.inputs, place)
+    # None where an interpreter would take too long, and says nothing about a GPU.
+    same = keeps_bits(first, layer.inputs, place.device) if place.is_gpu else None
     made = [first, *(linear(weight, None, kernel) for _ in range(copies_of(place, first.nbytes) - 1))]
     exact = (dequantize(weight) if isinstance(weight, PackedWeight) else weight).double()
     for width in widths:
@@ -99,15 +101,6 @@ def _tasks(
             run, how = work, "eager"
         about = {"implementation": name, "bytes_read": first.nbytes, "copies": len(made)}
         yield width, place.task(run, calls=len(made)), about | {"how": how, "relative_error": error, "same_bits": same}
-
-
-def _same_bits(product: Linear, inputs: int, place: Place) -> bool | None:
-    """None where an interpreter would take too long, and says nothing about a GPU."""
-    if not place.is_gpu:
-        return None
-    from runtime.kernels.triton.with_libraries import keeps_bits
-
-    return keeps_bits(product, inputs, place.device)
 
 
 def copies_of(place: Place, size: int) -> int:

@@ -213,15 +213,6 @@ class Place:
                 call()
         return graph.replay
 
-    def peak_bytes(self) -> int | None:
-        """The most memory that torch has held since `forget_peak`; None on a CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else None
-
-    def forget_peak(self) -> None:
-        """Counts the peak anew."""
-        if self.is_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
-
     def release(self) -> None:
         """Gives memory that nothing holds back to the device."""
         if self.is_gpu:
@@ -255,13 +246,6 @@ def find(device: str) -> Place:
     return Place(where, torch.cuda.get_device_name(where) if where.type == "cuda" else machine()["cpu"])
 
 
-def copy_speed(place: Place) -> Bandwidth:
-    """Bytes read and written of a copy on the device, over its seconds."""
-    source = torch.ones(_COPIED[place.device.type], dtype=torch.uint8, device=place.device)
-    target = torch.empty_like(source)
-    return Bandwidth(lambda: 2 * source.nbytes / place.seconds(lambda: target.copy_(source)))
-
-
 @dataclass
 class Bench:
     """One benchmark on a device: its rounds, the speed of its memory, and what it finds.
@@ -280,8 +264,10 @@ class Bench:
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
-        """Of copies on the device."""
-        return copy_speed(self.place)
+        """Bytes read and written of a copy on the device, over its seconds."""
+        source = torch.ones(_COPIED[self.place.device.type], dtype=torch.uint8, device=self.place.device)
+        target = torch.empty_like(source)
+        return Bandwidth(lambda: 2 * source.nbytes / self.place.seconds(lambda: target.copy_(source)))
 
     def samples(self, tasks: Mapping[Key, Callable[[], float]]) -> dict[Key, list[Sample]]:
         """`interleaved` over this benchmark's rounds."""

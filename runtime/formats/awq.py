@@ -40,13 +40,13 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
-    """A layer under a configuration that has passed `check`; None where it is stored plain."""
-    return from_tensors(config, tensors, prefix) if f"{prefix}.qweight" in tensors else None
+    """A layer under a configuration that has passed `check`; None where it is stored plain.
 
-
-def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeight:
-    """Reads a layer; `config` has passed `check`. Raises UserError naming the tensor that is missing or damaged."""
+    Raises UserError naming the tensor that is missing or damaged.
+    """
     name = f"{prefix}.qweight"
+    if name not in tensors:
+        return None
     words = fetch(tensors, name, torch.int32, matrix=True)
     k, n = words.shape[0], words.shape[1] * _PER_WORD
     wanted = config.get("group_size", 128)

@@ -124,16 +124,14 @@ def scheme(bits: int, group_size: int, symmetric: bool) -> Scheme:
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
-    """A layer under a configuration that has passed `check`; None where it is stored plain."""
-    return from_tensors(config, tensors, prefix) if f"{prefix}.qweight" in tensors else None
+    """A layer under a configuration that has passed `check`; None where it is stored plain.
 
-
-def from_tensors(config: Mapping[str, Any], tensors: Tensors, prefix: str) -> PackedWeight:
-    """Reads a layer. `config` has passed `check`; which of its `dynamic` overrides a layer is of, its shapes tell.
-
-    So no regular expression out of a file is ever run. A short last group cuts all groups into equal parts, which
-    changes no weight. Raises UserError naming the tensor for a missing, misshapen, non-finite or contradictory one.
+    Which of the `dynamic` overrides a layer is of, its shapes tell: no regular expression out of a file is ever run. A
+    short last group cuts all groups into equal parts, which changes no weight. Raises UserError naming the tensor for
+    a missing, misshapen, non-finite or contradictory one.
     """
+    if f"{prefix}.qweight" not in tensors:
+        return None
     words, zeros, scale = _shaped(tensors, prefix)
     n, groups = words.shape[1], scale.shape[0]
     bits, size, inputs = _fit(config, tensors, prefix, words.shape[0], groups)
@@ -206,18 +204,16 @@ def to_tensors(
     *,
     layout: Layout = "gptq",
     group_size: int | None = None,
-    bits: int | None = None,
 ) -> dict[str, Tensor]:
     """The layer's tensors for a file; `dtype` is the bias's. Scales are float16 where that holds them exactly.
 
     group_size  of the file, where it divides the weight's own: each scale is then repeated. -1: one per row.
-    bits        of the file, where they are more than the weight's own: the same values on a larger range.
 
     Raises ValueError where the layout cannot hold the weight exactly: another kind, offsets that no whole zero points
     give, zero points of 0 in layout "gptq", shapes that do not fill words, scales that neither 16-bit type holds.
     """
     n, k = packed.shape
-    width, zeros = bits or packed.scheme.bits, whole_zeros(packed)
+    width, zeros = packed.scheme.bits, whole_zeros(packed)
     if packed.scheme.kind not in ("int4", "int8", "ternary") or packed.input_scale is not None or zeros is None:
         raise ValueError(f"{prefix}: GPTQ's layout holds integers with whole zero points, found {packed.scheme}")
     if n * width % 32 or k * width % 32:

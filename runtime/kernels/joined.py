@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,23 @@ class HoldsTensors:
     def nbytes(self) -> int:
         """Bytes that one product reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class OfWeight:
+    """A layer whose tensors are those of its `weight`."""
+
+    weight: Any
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        found: tuple[Tensor, ...] = self.weight.tensors
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return int(self.weight.nbytes)
 
 
 def share_inputs(weights: Sequence[Weight]) -> list[Weight]:

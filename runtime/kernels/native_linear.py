@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.formats import dequantize, schemes
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
+from runtime.kernels.joined import OfWeight
 from runtime.native.binding import (
     BLOCK,
     KINDS,
@@ -246,23 +247,13 @@ class Runner:
 
 
 @dataclass(frozen=True, eq=False)
-class NativeLinear:
+class NativeLinear(OfWeight):
     """y (T, N) = x (T, K) Wᵀ (+ b), float32, in the kernels of one instruction path."""
 
     weight: NativeWeight
     path: str
     pool: Pool
     _runner: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
-        return self.weight.tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one product reads."""
-        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises ValueError unless x is (T, K) float32 on the CPU."""

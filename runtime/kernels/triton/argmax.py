@@ -40,19 +40,10 @@ def route(scores: Tensor, count: int, renormalize: bool, position: Tensor | None
     chosen = torch.empty((rows, count), dtype=torch.int64, device=scores.device)
     if rows:
         _route_kernel[(rows,)](
-            scores,
-            shares,
-            chosen,
-            position,
-            scores.stride(0),
-            experts,
-            PADDED=triton.next_power_of_2(experts),
-            COUNT=count,
-            COUNT_PADDED=triton.next_power_of_2(count),
-            RENORMALIZE=renormalize,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            scores, shares, chosen, position, scores.stride(0), experts,
+            PADDED=triton.next_power_of_2(experts), COUNT=count, COUNT_PADDED=triton.next_power_of_2(count),
+            RENORMALIZE=renormalize, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return shares, chosen
 
 
@@ -83,17 +74,9 @@ def _best_kernel(values, places, out, pieces, PIECES: tl.constexpr):
 
 @triton.jit
 def _route_kernel(
-    scores,
-    shares,
-    chosen,
-    position,
-    stride,
-    experts,
-    PADDED: tl.constexpr,
-    COUNT: tl.constexpr,
-    COUNT_PADDED: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
+    scores, shares, chosen, position, stride, experts,
+    PADDED: tl.constexpr, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     x = tl.load(scores + row * stride + e, mask=e < experts, other=float("-inf"))

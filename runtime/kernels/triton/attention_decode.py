@@ -147,39 +147,15 @@ def attend(
         tail = None
     assert heads.factor is None or kind not in FLOATS
     split_kernel[(triton.cdiv(rows, shape.tile_rows), heads.kv * shape.chunks, splits)](
-        q,
-        out,
-        mixed,
-        sums,
-        layer_parts(store, layer, kind),
-        heads.factor,
+        q, out, mixed, sums, layer_parts(store, layer, kind), heads.factor,
         (places.table, places.request, places.position, places.start, places.start if tail is None else tail),
-        rows,
-        places.table.shape[1],
-        1 if tail is None else tail.shape[1],
-        splits,
-        heads.scaling / math.log(2.0),
-        SHAPE=shape,
-        TREE=tail is not None,
-        ALONE=splits == 1,
-        num_warps=4,
-        num_stages=stages(kind, dim),
-        enable_fp_fusion=False,
-    )
+        rows, places.table.shape[1], 1 if tail is None else tail.shape[1], splits, heads.scaling / math.log(2.0),
+        SHAPE=shape, TREE=tail is not None, ALONE=splits == 1,
+        num_warps=4, num_stages=stages(kind, dim), enable_fp_fusion=False,
+    )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows, count)](
-            mixed,
-            sums,
-            out,
-            places.position,
-            splits,
-            HEADS=count,
-            DIM=dim,
-            PADDED=padded(dim),
-            SPLIT=SPLIT,
-            WINDOW=heads.window or 0,
-            AT_ONCE=_AT_ONCE,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            mixed, sums, out, places.position, splits, HEADS=count, DIM=dim, PADDED=padded(dim), SPLIT=SPLIT,
+            WINDOW=heads.window or 0, AT_ONCE=_AT_ONCE, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out

@@ -40,21 +40,13 @@ def attend_many(
         return out
     shape = shape_for(count, dim, kind, heads, tile_for(dim), sharing=tile_for(dim))
     assert heads.factor is None or kind not in FLOATS
+    # Chains look at neither `start` nor `tail`.
+    where = (places.table, places.request, places.position, places.position, places.position)
     _many_kernel[(triton.cdiv(rows, shape.tile_rows), heads.kv * shape.chunks)](
-        q,
-        out,
-        layer_parts(store, layer, kind),
-        heads.factor,
-        # Chains look at neither `start` nor `tail`.
-        (places.table, places.request, places.position, places.position, places.position),
-        rows,
-        places.table.shape[1],
-        heads.scaling / math.log(2.0),
-        SHAPE=shape,
-        num_warps=4,
-        num_stages=stages(kind, dim),
-        enable_fp_fusion=False,
-    )
+        q, out, layer_parts(store, layer, kind), heads.factor, where,
+        rows, places.table.shape[1], heads.scaling / math.log(2.0),
+        SHAPE=shape, num_warps=4, num_stages=stages(kind, dim), enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 

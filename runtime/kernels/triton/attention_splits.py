@@ -151,18 +151,10 @@ def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.
 
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    mixed_in,
-    sums_in,
-    out,
-    position,
-    splits,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    mixed_in, sums_in, out, position, splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(position + row)
     first = 0

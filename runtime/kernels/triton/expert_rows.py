@@ -63,16 +63,9 @@ def rows_of(rows, picked, COUNT: tl.constexpr, PAIRED: tl.constexpr, BLOCK_T: tl
 
 @triton.jit(do_not_specialize=["rows"])
 def add_experts_kernel(
-    found,
-    shares,
-    picked,
-    residual,
-    out,
-    rows,
-    width,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    found, shares, picked, residual, out, rows, width,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out (rows, width) = residual + the experts' outputs found (rows · COUNT, width), each times its share.
 
     A row's experts are added in order of their number, to zero; then the residual is. Each product and sum is rounded.

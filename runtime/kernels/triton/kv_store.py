@@ -58,24 +58,12 @@ def move(store: Store, kind: CacheKind, source: Tensor, target: Tensor) -> None:
         return
     keys = store.keys.view(torch.int32) if kind == "int4" else store.keys
     row = store.values.shape[-1]
+    padded = triton.next_power_of_2
     _move_kernel[(layers, heads)](
-        keys,
-        store.values,
-        store.key_scale,
-        store.value_scale,
-        source,
-        target,
-        blocks,
-        count,
-        KV_HEADS=heads,
-        DIM=dim,
-        ROW=row,
-        KEYS_PADDED=triton.next_power_of_2(dim),
-        ROW_PADDED=triton.next_power_of_2(row),
-        KIND=kind,
-        SCALED=kind not in FLOATS,
-        COUNT=triton.next_power_of_2(count),
-    )
+        keys, store.values, store.key_scale, store.value_scale, source, target, blocks, count,
+        KV_HEADS=heads, DIM=dim, ROW=row, KEYS_PADDED=padded(dim), ROW_PADDED=padded(row), KIND=kind,
+        SCALED=kind not in FLOATS, COUNT=padded(count),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -146,23 +134,10 @@ def write_value(source, memory, scales, slot, head, CACHE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "count"])
 def _move_kernel(
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    source,
-    target,
-    blocks,
-    count,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROW: tl.constexpr,
-    KEYS_PADDED: tl.constexpr,
-    ROW_PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    keys, values, key_scale, value_scale, source, target, blocks, count,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, KEYS_PADDED: tl.constexpr, ROW_PADDED: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, COUNT)
     a = tl.load(source + n, mask=n < count, other=0).to(tl.int64)

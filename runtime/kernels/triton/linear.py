@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels.joined import Joined
+from runtime.kernels.joined import Joined, OfWeight
 from runtime.kernels.triton import interpreted, tile_sizes, unpack
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.product_float import float_product
@@ -30,7 +30,7 @@ _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 
 
 @dataclass(frozen=True, eq=False)
-class TritonLinear:
+class TritonLinear(OfWeight):
     """y (T, N) = x (T, K) Wᵀ (+ b), float32.
 
     plan    tile sizes; splits: parts into which float sums over K are cut (tile_sizes has both).
@@ -41,16 +41,6 @@ class TritonLinear:
     plan: tile_sizes.Plan
     splits: int
     how: Rounding | None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
-        return self.weight.tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one product reads."""
-        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises ValueError unless x is (T, K) float32."""

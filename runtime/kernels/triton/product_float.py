@@ -19,29 +19,10 @@ from runtime.kernels.triton.product_int import finished
 
 @triton.jit(do_not_specialize=["rows"])
 def float_product(
-    x,
-    weight,
-    scale,
-    bias,
-    residual,
-    out,
-    picked,
-    rows,
-    outputs,
-    inputs,
-    x_stride,
-    inputs_per_split,
-    KIND: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, weight, scale, bias, residual, out, picked, rows, outputs, inputs, x_stride, inputs_per_split,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, INTERPRETED: tl.constexpr,
+    COUNT: tl.constexpr, PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """y (rows, outputs) = x Wᵀ; PARTIAL: the program computes one split, and `out` is (splits, rows, outputs).
 
     KIND         "bfloat16", "float16", "float32" or "fp8" (`weight` is its bytes).

@@ -43,23 +43,10 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["rows"])
 def rows_product(
-    inputs,
-    weight,
-    residual,
-    out,
-    picked,
-    rows,
-    outputs,
-    stored,
-    units,
-    units_per_split,
-    CODES: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    inputs, weight, residual, out, picked, rows, outputs, stored, units, units_per_split,
+    CODES: tl.constexpr, PARTIAL: tl.constexpr, COUNT: tl.constexpr, PAIRED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):
+):  # fmt: skip
     """One scale a row: y = (codes · x) · scale · step. PARTIAL: `out` is (splits, rows, outputs) int32 sums instead.
 
     Integers may be cut anywhere: their sum has no order.
@@ -98,28 +85,10 @@ def rows_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def groups_product(
-    inputs,
-    weight,
-    residual,
-    out,
-    picked,
-    rows,
-    outputs,
-    stored,
-    row_bytes,
-    columns,
-    rounds,
-    rounds_per_split,
-    CODES: tl.constexpr,
-    UNITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    inputs, weight, residual, out, picked, rows, outputs, stored, row_bytes, columns, rounds, rounds_per_split,
+    CODES: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, COUNT: tl.constexpr,
+    PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """A scale a group: each group's integer sum is scaled and added, first to last within a split, then the splits.
 
     PARTIAL: the program computes one split, and `out` is (splits, rows, outputs) float32. Else it computes all SPLITS

@@ -5,6 +5,7 @@ squares in an order of its own, the same at every width).
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import triton
@@ -35,13 +36,8 @@ class Rounding:
 
     def serves(self, other: "Rounding") -> bool:
         """Whether inputs rounded so are what `other` asks for."""
-        mine, theirs = self.cut, other.cut
-        same = (mine.inputs, mine.group, mine.padded, mine.columns) == (
-            theirs.inputs,
-            theirs.group,
-            theirs.padded,
-            theirs.columns,
-        )
+        sizes = attrgetter("inputs", "group", "padded", "columns")
+        same = sizes(self.cut) == sizes(other.cut)
         return same and self.perm is other.perm and self.static is other.static and (self.sums or not other.sums)
 
 

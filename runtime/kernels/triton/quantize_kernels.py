@@ -18,20 +18,9 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit(do_not_specialize=["rows"])
 def round_rows(
-    source,
-    how,
-    codes,
-    step,
-    sums,
-    picked,
-    rows,
-    inputs,
-    stored,
-    MODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    source, how, codes, step, sums, picked, rows, inputs, stored,
+    MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """One step a row: x (rows, inputs) to codes (rows, stored), those beyond the inputs zero.
 
     source  (x, y, weight, the strides of x and y, eps, shift): what MODE works on.
@@ -71,25 +60,10 @@ def round_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def round_groups(
-    source,
-    how,
-    codes,
-    step,
-    sums,
-    picked,
-    rows,
-    inputs,
-    stored,
-    group,
-    padded,
-    columns,
-    MODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    INSIDE: tl.constexpr,
+    source, how, codes, step, sums, picked, rows, inputs, stored, group, padded, columns,
+    MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, INSIDE: tl.constexpr,
     COUNT: tl.constexpr,
-):
+):  # fmt: skip
     """One step a row and group: a program rounds GROUPS groups of ROWS rows; BLOCK is of the norm's sum.
 
     source, how, picked  as round_rows has them.

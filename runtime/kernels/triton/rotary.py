@@ -46,26 +46,10 @@ def rotate_and_store(
     out = torch.empty((rows, heads, dim), dtype=torch.float32, device=q.device)
     if rows:
         _rotate_kernel[(rows, heads + 2 * kv_heads)](
-            q,
-            k,
-            v,
-            out,
-            cos,
-            sin,
-            position,
-            slots,
-            writable_parts(store, layer, kind),
-            factor,
-            q_norm,
-            k_norm,
-            eps,
-            *(q.stride(0), k.stride(0), v.stride(0)),
-            HEADS=heads,
-            HALF=cos.shape[1],
-            CACHE=written(kind, kv_heads, dim),
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            q, k, v, out, cos, sin, position, slots, writable_parts(store, layer, kind), factor, q_norm, k_norm, eps,
+            q.stride(0), k.stride(0), v.stride(0),
+            HEADS=heads, HALF=cos.shape[1], CACHE=written(kind, kv_heads, dim), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
@@ -92,26 +76,9 @@ def _rotated(source, weight, eps, cos, sin, DIM: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _rotate_kernel(
-    q,
-    k,
-    v,
-    out,
-    cos,
-    sin,
-    position,
-    slots,
-    memory,
-    factor,
-    q_norm,
-    k_norm,
-    eps,
-    q_stride,
-    k_stride,
-    v_stride,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    CACHE: tl.constexpr,
-):
+    q, k, v, out, cos, sin, position, slots, memory, factor, q_norm, k_norm, eps, q_stride, k_stride, v_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     key_memory, value_memory, key_scale, value_scale = memory
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.maximum(tl.load(position + row).to(tl.int64), 0) * HALF

@@ -14,8 +14,10 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels import libraries
 from runtime.kernels.libraries import LibraryLinear
 from runtime.kernels.library_choice import Choice
-from runtime.kernels.triton import torch_int_mm
-from runtime.kernels.triton.linear import TritonLinear
+from runtime.kernels.triton.expert_rows import Picks
+from runtime.kernels.triton.linear import TritonLinear, add
+from runtime.kernels.triton.quantize_inputs import Rounded
+from runtime.kernels.triton.weight_layout import Cut
 
 Weight = PackedWeight | Tensor
 _FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
@@ -24,8 +26,53 @@ _PACKED: dict[str, Callable[[PackedWeight], LibraryLinear | None]] = {
     "torch-scaled-mm": libraries.scaled_linear,
     "bitsandbytes": partial(libraries.bitsandbytes_linear, dtype=torch.bfloat16),
 }
+_INT_MM = "torch-int-mm"
+# CUDA's integer product takes more than 16 rows, and outputs in eights (Triton stores inputs in 32s at least).
+_LEAST_ROWS, _OUTPUTS = 17, 8
 # Rows of products that a probe compares: those of verifying drafts, and some of batches and prompts.
 _WIDTHS = (*range(1, 17), 17, 33, 300)
+
+
+@dataclass(frozen=True, eq=False)
+class IntMmLinear(TritonLinear):
+    """A layer (`int_mm_linear`) whose products of `spans` of rows (first, last or None) torch computes, of int8 rows.
+
+    The sums are exact integers and the scaling is that of Triton's own kernel, so the bits are the reference's, and the
+    same at every width, whichever of the two products ran. It reads Triton's layout: nothing is held twice.
+    """
+
+    spans: tuple[tuple[int, int | None], ...] = ((1, None),)
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Whose products it runs."""
+        return (_INT_MM,)
+
+    def _rows(
+        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    ) -> None:
+        rows = len(y)
+        ours = any(first <= rows and (last is None or rows <= last) for first, last in self.spans)
+        # Of a stack each row has a weight of its own.
+        if picks is not None or not ours:
+            return super()._rows(x, y, residual, cut, picks, paired)
+        w = self.weight
+        codes = torch.nn.functional.pad(x.codes, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
+        # Rows that were filled in lie behind the others, which is all that the next kernel looks at.
+        sums = torch._int_mm(codes, w.codes.t())
+        return add(sums.unsqueeze(0), y, residual, w.bias, w.scale, w.offset, x)
+
+
+def int_mm_linear(layer: TritonLinear, spans: tuple[tuple[int, int | None], ...]) -> TritonLinear:
+    """The layer with `spans` of its products' rows on torch's.
+
+    As it is where torch's do not take its weight: they want int8, one scale a row, outputs in eights, not in planes.
+    """
+    weight = layer.weight
+    one_group = weight.cut is not None and weight.cut.columns == 1
+    if weight.kind != "int8" or not one_group or weight.shape[0] % _OUTPUTS:
+        return layer
+    return IntMmLinear(weight, layer.plan, layer.splits, layer.how, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +120,7 @@ def scheme_of(weight: Weight) -> str:
 def library_layer(name: str, weight: Weight, bias: Tensor | None) -> LibraryLinear | None:
     """The layer of an implementation; None where it does not take the weight's sizes and what comes with it.
 
-    torch-int-mm stands in for Triton's own product (torch_int_mm.py).
+    torch-int-mm stands in for Triton's own product (IntMmLinear).
     """
     if isinstance(weight, Tensor):
         return libraries.dense_linear(weight, bias) if name == "torch" and weight.dtype in _FLOATS else None
@@ -118,8 +165,8 @@ def mixed_linear(
 def _made(
     own: TritonLinear, weight: Weight, bias: Tensor | None, found: Sequence[Choice]
 ) -> TritonLinear | MixedLinear:
-    integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == torch_int_mm.NAME)
-    rest = torch_int_mm.int_mm_linear(own, integer) if integer else own
+    integer = tuple((one.first_row, one.last_row) for one in found if one.implementation == _INT_MM)
+    rest = int_mm_linear(own, integer) if integer else own
     made = [(one, library_layer(one.implementation, weight, bias)) for one in found]
     parts = tuple((one, layer) for one, layer in made if layer is not None)
     if not parts:

@@ -24,15 +24,15 @@ def test_norms_have_the_references_bits(device: torch.device, width: int, offset
     assert torch.equal(rms_norm(x, weight, 1e-6, offset), want)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("silu", reference.silu), ("gelu_tanh", reference.gelu_tanh)])
+@pytest.mark.parametrize(("activation", "theirs"), [("silu", reference.silu), ("gelu_tanh", reference.gelu_tanh)])
 def test_activations_have_the_references_bits(
-    device: torch.device, ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], Tensor]
+    device: torch.device, activation: Activation, theirs: Callable[[Tensor], Tensor]
 ) -> None:
     gate, up = (normal(2, 2500, scale=20.0).to(device)[:, part] for part in (slice(0, 1250), slice(1250, 2500)))
     gate = gate.clone()
     gate[0, :4] = torch.tensor([0.0, 100.0, -100.0, torch.nan])
     want = theirs(gate) * up
-    got = ours(gate, up)
+    got = gated(gate, up, activation)
     assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
 
 

@@ -20,9 +20,8 @@ from runtime.kernels.triton.argmax import route
 from runtime.kernels.triton.elementwise import gated
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
-from runtime.kernels.triton.torch_int_mm import int_mm_linear
 from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight
-from runtime.kernels.triton.with_libraries import MixedLinear
+from runtime.kernels.triton.with_libraries import MixedLinear, int_mm_linear
 from runtime.model.triton.experts import StackedExperts, add_experts, stacked
 
 Packed = Callable[..., PackedWeight]

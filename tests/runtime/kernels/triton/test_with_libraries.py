@@ -19,9 +19,8 @@ from runtime.kernels.libraries import fp8_rows
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Choice, wanted
 from runtime.kernels.reference import packed_linear
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_linear
-from runtime.kernels.triton.torch_int_mm import IntMmLinear
 from runtime.kernels.triton.weights import gpu_weight
-from runtime.kernels.triton.with_libraries import MixedLinear, keeps_bits, mixed_linear
+from runtime.kernels.triton.with_libraries import IntMmLinear, MixedLinear, keeps_bits, mixed_linear
 
 Packed = Callable[..., PackedWeight]
 WIDTHS = (1, 5, 16, 17, 40)
