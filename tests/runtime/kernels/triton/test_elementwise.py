@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from runtime.kernels import reference
-from runtime.kernels.triton.elementwise import embed, gated, rms_norm
+from runtime.kernels.triton.elementwise import Activation, embed, gated, rms_norm
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
