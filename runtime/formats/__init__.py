@@ -43,24 +43,11 @@ def to_tensors(packed: "PackedWeight", prefix: str, dtype: "torch.dtype") -> "di
     return stored
 
 
-def bits_per_weight(packed: "PackedWeight", dtype: "torch.dtype | None" = None) -> float:
-    """Bits that the layer's tensors take over its weights: all that is stored but the bias.
-
-    dtype  the model's; None: bfloat16.
-    """
-    import torch
-
-    from runtime.formats.tensors import tensor_bytes
-
-    return 8 * tensor_bytes(to_tensors(packed, "layer", dtype or torch.bfloat16)) / packed.codes.numel()
-
-
 def hf_config(
     layers: Mapping[str, Scheme],
     ignore: Sequence[str] = (),
     *,
     reordered: Collection[str] = (),
-    double_quant: bool = True,
     compute: str = "bfloat16",
 ) -> dict[str, Any]:
     """`quantization_config` for config.json.
@@ -68,7 +55,7 @@ def hf_config(
     layers        module name → scheme, of every packed linear module, by the names that transformers gives them.
     ignore        linear modules that were left as they are (the head among them).
     reordered     modules whose inputs are stored in activation order (PackedWeight.perm): int4, int3 and int2 only.
-    double_quant  and `compute`, the dtype of products: nf4 only.
+    compute       the dtype of products: nf4 only.
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
@@ -84,7 +71,7 @@ def hf_config(
     if not layers or libraries == {"compressed-tensors"}:
         return compressed_tensors.hf_config(layers, ignore, reordered)
     if libraries == {"bitsandbytes"}:
-        return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
+        return nf4.hf_config(ignore, compute=compute)
     # A library with one kind of codes: its format file says how it is named.
     config: dict[str, Any] = kinds.pop().format.hf_config(ignore)
     return config
@@ -150,4 +137,4 @@ def _method(quantization: Mapping[str, Any]) -> Any:
     return quantization.get("quant_method") or ("bitsandbytes" if old else None)
 
 
-__all__ = ["bits_per_weight", "check_supported", "dequantize", "hf_config", "holds_fp8", "read", "to_tensors"]
+__all__ = ["check_supported", "dequantize", "hf_config", "holds_fp8", "read", "to_tensors"]

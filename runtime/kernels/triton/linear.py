@@ -65,13 +65,13 @@ class TritonLinear(OfWeight):
         outputs that are not contiguous.
         """
         n, k = self.weight.shape
-        rows = rounded.shape[0] if isinstance(rounded, Tensor) else rounded.codes.shape[0]
+        given = rounded if isinstance(rounded, Tensor) else rounded.codes
+        rows, device = len(given), given.device
         paired = picks is not None and rows == picks.pairs
         if picks is not None:
             if rows not in (picks.rows, picks.pairs):
                 raise ValueError(f"inputs need {picks.rows} or {picks.pairs} rows, found {rows}")
             rows = picks.pairs
-        device = rounded.device if isinstance(rounded, Tensor) else rounded.codes.device
         for name, tensor in (("out", out), ("residual", residual)):
             if tensor is not None and not (tensor.shape == (rows, n) and tensor.is_contiguous()):
                 raise ValueError(f"{name} must be ({rows}, {n}) and contiguous, found {list(tensor.shape)}")

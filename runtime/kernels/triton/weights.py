@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -90,17 +91,10 @@ def concatenate(weights: Sequence[GpuWeight]) -> GpuWeight | None:
     first = weights[0]
     if len(weights) == 1:
         return first
+    same, shared = attrgetter("kind", "cut", "codes.dtype"), attrgetter("perm", "input_scale")
     for other in weights[1:]:
-        alike = (
-            other.kind == first.kind
-            and other.shape[1] == first.shape[1]
-            and other.cut == first.cut
-            and other.codes.dtype == first.codes.dtype
-            and other.perm is first.perm
-            and other.input_scale is first.input_scale
-            and (other.offset is None) == (first.offset is None)
-        )
-        if not alike:
+        one_input = other.shape[1] == first.shape[1] and all(map(is_, shared(other), shared(first)))
+        if same(other) != same(first) or not one_input or (other.offset is None) != (first.offset is None):
             return None
     bias = None
     if any(w.bias is not None for w in weights):

@@ -171,14 +171,16 @@ def test_steps_of_the_rounding_are_halves(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
-def test_bits_per_weight_count_zero_points_and_input_order(bits: int) -> None:
+def test_bits_per_weight_count_zero_points_and_input_order(
+    bits: int, bits_per_weight: Callable[[PackedWeight], float]
+) -> None:
     weight, shape = weights(64, 512), 2 * 64 / (64 * 512)
     packed = int4.pack(weight, 128, bits=bits, symmetric=False)
     zeros = bits / 128
-    assert formats.bits_per_weight(packed) == bits + 16 / 128 + zeros + shape
-    assert formats.bits_per_weight(int4.pack(weight, 128, bits=bits)) == bits + 16 / 128 + shape
+    assert bits_per_weight(packed) == bits + 16 / 128 + zeros + shape
+    assert bits_per_weight(int4.pack(weight, 128, bits=bits)) == bits + 16 / 128 + shape
     ordered = reorder(packed, torch.randperm(512, generator=generator()))
-    assert formats.bits_per_weight(ordered) == bits + 16 / 128 + zeros + shape + 32 * 512 / weight.numel()
+    assert bits_per_weight(ordered) == bits + 16 / 128 + zeros + shape + 32 * 512 / weight.numel()
 
 
 def test_offsets_that_are_no_zero_points_are_refused() -> None:

@@ -97,8 +97,8 @@ def test_any_weight_is_rounded_to_its_nearest_code_and_survives_the_file(
     assert (error <= (weight.abs() / 16).maximum(packed.scale * 2.0**-10) * 1.01).all()
 
 
-def test_size_is_eight_bits_and_the_scales() -> None:
-    assert formats.bits_per_weight(fp8.pack(weights(4, 64))) == 8 + 16 / 64
+def test_size_is_eight_bits_and_the_scales(bits_per_weight: Callable[[PackedWeight], float]) -> None:
+    assert bits_per_weight(fp8.pack(weights(4, 64))) == 8 + 16 / 64
 
 
 def damaged(**changes: Tensor | None) -> dict[str, Tensor]:

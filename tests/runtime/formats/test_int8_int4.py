@@ -1,6 +1,7 @@
 """int8 and int4: the rules and bytes of compressed-tensors, checked against the library itself."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from runtime import formats
 from runtime.errors import UserError
 from runtime.formats import codes as words
 from runtime.formats import dequantize, int4, int8
+from runtime.formats.packed import PackedWeight
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 
@@ -99,12 +101,12 @@ def test_any_shape_and_magnitude_survives_the_file(n: int, groups: int, group: i
     assert torch.isfinite(dequantize(back)).all()
 
 
-def test_bits_per_weight_count_everything_that_is_stored() -> None:
+def test_bits_per_weight_count_everything_that_is_stored(bits_per_weight: Callable[[PackedWeight], float]) -> None:
     weight = _random(256, 512)
-    assert formats.bits_per_weight(int8.pack(weight)) == 8 + 16 / 512
-    assert formats.bits_per_weight(int4.pack(weight, 128)) == 4 + 16 / 128 + 128 / weight.numel()
+    assert bits_per_weight(int8.pack(weight)) == 8 + 16 / 512
+    assert bits_per_weight(int4.pack(weight, 128)) == 4 + 16 / 128 + 128 / weight.numel()
     biased = int4.pack(weight, 128, bias=_random(1, 256)[0])
-    assert formats.bits_per_weight(biased) == formats.bits_per_weight(int4.pack(weight, 128))
+    assert bits_per_weight(biased) == bits_per_weight(int4.pack(weight, 128))
 
 
 def test_a_row_of_zeros_stays_zero_and_its_scale_can_be_divided_by() -> None:

@@ -1,6 +1,7 @@
 """nf4: codes, nested absmax and files are those of bitsandbytes."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -91,14 +92,14 @@ def test_int8_levels_err_as_their_docstring_says() -> None:
     assert nf4.INT8_LEVELS.dtype == torch.int8 and len(nf4.INT8_LEVELS.unique()) == 16
 
 
-def test_bits_per_weight() -> None:
+def test_bits_per_weight(bits_per_weight: Callable[[PackedWeight], float]) -> None:
     weight = torch.randn(1024, 4096)
     tables = 64 + 1024
     state = len(nf4.to_tensors(nf4.pack(weight), "x")["x.weight.quant_state.bitsandbytes__nf4"])
     expected = 4 + 8 / 64 + 32 / (64 * 256) + 8 * (tables + state) / weight.numel()
-    assert formats.bits_per_weight(nf4.pack(weight)) == pytest.approx(expected, abs=1e-9)
-    assert formats.bits_per_weight(nf4.pack(weight)) < 4.2
-    assert formats.bits_per_weight(nf4.pack(weight, double_quant=False)) == pytest.approx(4.5, abs=0.01)
+    assert bits_per_weight(nf4.pack(weight)) == pytest.approx(expected, abs=1e-9)
+    assert bits_per_weight(nf4.pack(weight)) < 4.2
+    assert bits_per_weight(nf4.pack(weight, double_quant=False)) == pytest.approx(4.5, abs=0.01)
 
 
 def test_blocks_that_straddle_rows_are_refused() -> None:

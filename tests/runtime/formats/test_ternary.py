@@ -132,9 +132,9 @@ def test_both_directions_of_the_scale_are_read() -> None:
     assert torch.equal(multiplied.bias, packed.bias * packed.scale[:, 0])
 
 
-def test_bits_per_weight_count_codes_and_scale() -> None:
+def test_bits_per_weight_count_codes_and_scale(bits_per_weight: Callable[[PackedWeight], float]) -> None:
     packed = ternary.pack(_random(64, 128), bias=_random(1, 64)[0])
-    assert formats.bits_per_weight(packed) == 2 + 16 / (64 * 128)
+    assert bits_per_weight(packed) == 2 + 16 / (64 * 128)
 
 
 def test_weights_that_the_layout_cannot_hold_are_refused() -> None:
