@@ -71,16 +71,8 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
         heads = Path(draft) if draft is not None and "medusa" in kinds and draft_model is None else None
         if draft is not None and heads is None and (draft_model is None or draft_model.decoder is model.decoder):
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
-        plain = Job(
-            model.decoder,
-            NoDrafter(),
-            _items(model, options),
-            options.new_tokens,
-            options.batch,
-            sampling,
-            rule,
-            length,
-        )
+        items = _items(model, options)
+        plain = Job(model.decoder, NoDrafter(), items, options.new_tokens, options.batch, sampling, rule, length)
         if list(kinds) == ["model"] and draft_model is not None and not (model.path / "tokenizer.json").exists():
             # Random weights have no tokenizers whose vocabularies could differ.
             drafter: Drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)

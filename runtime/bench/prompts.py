@@ -10,9 +10,7 @@ from typing import Any
 from runtime.errors import UserError
 
 # Spec-Bench (2401.07851) counts the eight categories of MT-bench as one task.
-_MT_BENCH = frozenset(
-    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
-)
+_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise UserError(f"--prompts: {path} cannot be read ({error}); give a text or .jsonl file in UTF-8") from error
-    json_lines = ".jsonl" in path.suffixes
-    found = list(_from_json(path, text) if json_lines else _from_lines(path, text))
+    plain = (Prompt(line, path.stem) for line in text.splitlines() if line.strip())
+    found = list(_from_json(path, text) if ".jsonl" in path.suffixes else plain)
     if not found:
         raise UserError(f"--prompts: {path} holds no prompt; write one with `python -m calib.corpora prompts`")
     return found
-
-
-def _from_lines(path: Path, text: str) -> Iterator[Prompt]:
-    return (Prompt(line, path.stem) for line in text.splitlines() if line.strip())
 
 
 def _from_json(path: Path, text: str) -> Iterator[Prompt]:

@@ -132,7 +132,9 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
     """
     if f"{prefix}.qweight" not in tensors:
         return None
-    words, zeros, scale = _shaped(tensors, prefix)
+    words, zeros = (fetch(tensors, f"{prefix}.{part}", torch.int32, matrix=True) for part in ("qweight", "qzeros"))
+    scale = fetch(tensors, f"{prefix}.scales", *SCALES, matrix=True)
+    expect_shape(f"{prefix}.scales", scale, (scale.shape[0], words.shape[1]))
     n, groups = words.shape[1], scale.shape[0]
     bits, size, inputs = _fit(config, tensors, prefix, words.shape[0], groups)
     name = f"{prefix}.qzeros"
@@ -163,14 +165,6 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
         perm=order,
         bias=read_bias(tensors, prefix, n),
     )
-
-
-def _shaped(tensors: Tensors, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
-    """qweight, qzeros and scales, each with two dimensions and of its type."""
-    words, zeros = (fetch(tensors, f"{prefix}.{part}", torch.int32, matrix=True) for part in ("qweight", "qzeros"))
-    scale = fetch(tensors, f"{prefix}.scales", *SCALES, matrix=True)
-    expect_shape(f"{prefix}.scales", scale, (scale.shape[0], words.shape[1]))
-    return words, zeros, scale
 
 
 def _fit(config: Mapping[str, Any], tensors: Tensors, prefix: str, rows: int, groups: int) -> tuple[int, int, int]:

@@ -79,14 +79,4 @@ def to_tensors(packed: PackedWeight, prefix: str, dtype: torch.dtype = torch.bfl
 
 def hf_config(skip: Sequence[str] = ()) -> dict[str, Any]:
     """`quantization_config` of config.json; `skip` are the linear modules that stay as they are."""
-    return {
-        "quant_method": "bitsandbytes",
-        "_load_in_4bit": False,
-        "_load_in_8bit": True,
-        "load_in_4bit": False,
-        "load_in_8bit": True,
-        "llm_int8_skip_modules": list(skip),
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_threshold": 6.0,
-    }
+    return nf4.library_config(8, {}, skip)

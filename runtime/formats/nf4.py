@@ -283,16 +283,23 @@ def hf_config(skip: Sequence[str] = (), *, double_quant: bool = True, compute: s
     """
     if compute not in _COMPUTE:
         raise ValueError(f"compute must be one of {', '.join(_COMPUTE)}, found {compute!r}")
-    return {
-        "quant_method": "bitsandbytes",
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
+    more = {
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": double_quant,
         "bnb_4bit_compute_dtype": compute,
         "bnb_4bit_quant_storage": "uint8",
+    }
+    return library_config(4, more, skip)
+
+
+def library_config(bits: int, more: dict[str, Any], skip: Sequence[str]) -> dict[str, Any]:
+    """What bitsandbytes' `quantization_config` says in 4 or 8 bits; `more` between its keys."""
+    kinds = {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8}
+    return {
+        "quant_method": "bitsandbytes",
+        **{f"_{key}": value for key, value in kinds.items()},
+        **kinds,
+        **more,
         "llm_int8_skip_modules": list(skip),
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,

@@ -130,9 +130,7 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
         if tensor is not None and tensor.device.type != "cpu":
             raise ValueError(f"{name} must be on the CPU, found it on {tensor.device}")
     # Everything fits. Only from here on pointers are taken.
-    sums = (
-        torch.empty((struct_blocks(struct), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
-    )
+    sums = torch.empty((-(-n // BLOCK), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
     packed = _lay_out_codes(weight, struct, sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
     tensors = [packed, scale]
@@ -151,11 +149,6 @@ def _struct(kind: str, n: int, k: int, group: int, groups: int) -> WeightsStruct
     return WeightsStruct(
         kind=KINDS[kind], outputs=n, inputs=k, group=-(-group // step) * step, group_inputs=group, groups=groups
     )
-
-
-def struct_blocks(struct: WeightsStruct) -> int:
-    """Blocks of 32 outputs."""
-    return -(-int(struct.outputs) // BLOCK)
 
 
 def _readable(weight: PackedWeight) -> PackedWeight:
