@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Measure = Callable[["Plan", str, Bandwidth], list[Row]]
 
 # An int8 model loaded with planes: beside the target its draft is timed, which reads the upper ones alone.
-_NESTED = "nested"
+_NESTED, _STORED = "nested", {"nested": "int8"}
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,13 @@ def _plan(command: str, options: LayerOptions) -> Plan:
     for name in schemes:
         if name == _NESTED and command != "decode":
             raise UserError("--scheme nested is for `decode`, which times its draft too; name int8 here")
-        model_config(options.shape, _stored(name), options.head)
+        model_config(options.shape, _STORED.get(name, name), options.head)
     widths = numbers("--widths", options.widths, WIDEST)
     at_least_one({"--threads": options.threads, "--rounds": options.rounds})
     writable("--json", options.json_file)
     threads = default_threads() if options.threads is None else options.threads
     torch.set_num_threads(threads)
     return Plan(command, options, schemes, widths, choose(options.kernels, "cpu", threads), threads)
-
-
-def _stored(scheme: str) -> str:
-    """The scheme of the model on disk."""
-    return "int8" if scheme == _NESTED else scheme
 
 
 def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
@@ -166,7 +161,7 @@ def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
 
     def measure(plan: Plan, scheme: str, memory: "Bandwidth") -> "list[Row]":
         options, nested = plan.options, scheme == _NESTED
-        with _model(options, _stored(scheme), work) as path:
+        with _model(options, _STORED.get(scheme, scheme), work) as path:
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
             assert isinstance(decoder, BaseDecoder)
             draft = decoder.upper() if nested else None

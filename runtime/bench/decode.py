@@ -15,7 +15,6 @@ from runtime.bench.measure import Bench, Place, Row, Sample, read_bytes, row
 from runtime.bench.random_models import SHAPES
 from runtime.contract import CacheKind, GreedyChains, Rows
 from runtime.engine.deferred import require_finite
-from runtime.errors import UserError
 from runtime.kv_store import KEY_BLOCK, Store, allocate
 from runtime.model.layers import described
 from runtime.model.load import Model
@@ -43,13 +42,10 @@ def time_kinds(
     bytes_computed is what keys and values take by their bits, bytes_held what the store takes; the times of a whole
     forward are a row's times the layers. computed_ms is bytes_computed over the copies' median speed.
     """
-    from runtime.kernels.triton import usable
     from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for
 
     place = bench.place
-    can, why = usable(str(place.device))
-    if not can:
-        raise UserError(f"gpu attention measures Triton's kernels, which cannot run here: {why}")
+    place.require_triton("attention")
     a = SHAPES[shape].architecture
     heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
     blocks = -(-(context + max(widths)) // KEY_BLOCK)

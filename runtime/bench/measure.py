@@ -17,6 +17,7 @@ import torch
 from runtime import native
 from runtime.devices import explained, resolve
 from runtime.errors import UserError
+from runtime.kernels.triton import usable
 from runtime.model.layers import linears
 
 ENGINE = "specpress"
@@ -212,6 +213,12 @@ class Place:
             with torch.cuda.graph(graph):
                 call()
         return graph.replay
+
+    def require_triton(self, command: str) -> None:
+        """Raises UserError where Triton's kernels, which `command` measures, cannot run."""
+        can, why = usable(str(self.device))
+        if not can:
+            raise UserError(f"gpu {command} measures Triton's kernels, which cannot run here: {why}")
 
     def release(self) -> None:
         """Gives memory that nothing holds back to the device."""

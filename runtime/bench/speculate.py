@@ -137,7 +137,7 @@ def measure(
 
 def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str, Any]:
     """What one run shows; times in milliseconds. A figure that cannot be told is None."""
-    counts = spoken.counts
+    counts, base = spoken.counts, plain.counts
     speeds = [a / b for a, b in zip(spoken.tokens_per_second, plain.tokens_per_second, strict=True)]
     pairs = list(zip(plain.passes[0].tokens, spoken.passes[0].tokens, strict=True))
     predicted = _predicted(job, plain, spoken, costs)
@@ -152,12 +152,15 @@ def row(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> dict[str,
         "prompts": len(job.items),
         "new_tokens": sum(map(len, spoken.passes[0].tokens)),
         "rounds": len(spoken.passes),
-        "plain": plain.counts.report() | {"tokens_per_second": median(plain.tokens_per_second)},
+        "plain": base.report() | {"tokens_per_second": median(plain.tokens_per_second)},
         "speculative": counts.report() | {"tokens_per_second": median(spoken.tokens_per_second)},
         "speedup": median(speeds),
         "decode_speedup": _median(spoken, plain, _decode_ratio),
         "predicted_speedup": predicted,
-        "predicted_with_prompts": None if predicted is None else _with_prompts(plain, spoken, predicted),
+        # The prompts take the time that they took, and only what follows becomes faster.
+        "predicted_with_prompts": None
+        if predicted is None
+        else base.seconds / (counts.prompt_seconds + (base.seconds - base.prompt_seconds) / predicted),
         "draft_cost_ratio": _median(spoken, plain, _draft_cost),
         # The same of a draft step alone.
         "draft_step_ratio": _median(
@@ -213,12 +216,6 @@ def _predicted(job: Job, plain: Way, spoken: Way, costs: StepCosts | None) -> fl
     gamma = counts.drafted / counts.rounds
     v = sum(n * width_cost(costs.widths, 1 + length) for length, n in enumerate(counts.draft_lengths)) / counts.rounds
     return predicted_speedup(tau, gamma, c, v)
-
-
-def _with_prompts(plain: Way, spoken: Way, predicted: float) -> float:
-    """The prediction for `speedup`: the prompts take the time that they took, and only what follows becomes faster."""
-    ours, base = spoken.counts, plain.counts
-    return base.seconds / (ours.prompt_seconds + (base.seconds - base.prompt_seconds) / predicted)
 
 
 def _groups(job: Job, plain: Way, spoken: Way) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from runtime.bench.kernels import copies_of, each
 from runtime.bench.layers import layers
 from runtime.bench.measure import Bench, Place
 from runtime.bench.random_models import random_weight
-from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from runtime.kernels.triton.tile_sizes import Tiles
@@ -38,15 +37,12 @@ def time_tiles(bench: Bench, shape: str, schemes: Sequence[str], widths: Sequenc
     Widths up to `tile_sizes.NARROW` try the narrow tiles, wider ones the wide tiles. What a GPU refuses (too much
     shared memory) is left out with that reason.
     """
-    from runtime.kernels.triton import usable
     from runtime.kernels.triton.linear import triton_linear
     from runtime.kernels.triton.tile_sizes import NARROW, plan
     from runtime.kernels.triton.weights import gpu_weight
 
     place = bench.place
-    can, why = usable(str(place.device))
-    if not can:
-        raise UserError(f"gpu tune tries Triton's kernels, which cannot run here: {why}")
+    place.require_triton("tune")
     for scheme in schemes:
         for layer in layers(shape, scheme, "keep")[:-1]:
             bench.say(f"{scheme}, {layer.name}")

@@ -134,7 +134,8 @@ def counting(table: Sequence[Choice], capability: Capability | None, exact: bool
 def _entry(entry: Any, where: str) -> Choice:
     keys = {field.name for field in fields(Choice)}
     if not isinstance(entry, dict) or set(entry) != keys:
-        raise UserError(f"{where} must have the keys {', '.join(sorted(keys))}, found {_keys(entry)}")
+        found = ", ".join(sorted(map(str, entry))) if isinstance(entry, dict) else type(entry).__name__
+        raise UserError(f"{where} must have the keys {', '.join(sorted(keys))}, found {found}")
     name, scheme = entry["implementation"], entry["scheme"]
     if name not in IMPLEMENTATIONS:
         raise UserError(f"{where}: implementation {name!r} is unknown; use one of {', '.join(IMPLEMENTATIONS)}")
@@ -156,10 +157,6 @@ def _entry(entry: Any, where: str) -> Choice:
             f"{where}: over_triton and measured_on must say what was measured where, found {gain!r}, {device!r}"
         )
     return Choice(**(entry | {"capability": capability}))
-
-
-def _keys(entry: Any) -> str:
-    return ", ".join(sorted(map(str, entry))) if isinstance(entry, dict) else type(entry).__name__
 
 
 def _capability(value: Any, where: str) -> Capability:

@@ -33,20 +33,18 @@ class Keys:
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A positive integer. Raises UserError where it is missing and has no default, or is something else."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._refused(key, "integer", value)
-        return value
+        return int(self._positive(key, "integer", int, default))
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number. Raises UserError as `whole`."""
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self._refused(key, "number", value)
-        return float(value)
+        return float(self._positive(key, "number", int | float, default))
 
-    def _refused(self, key: str, kind: str, value: Any) -> UserError:
-        return UserError(f"{self.shown}: {self.architecture}.{key} must be a positive {kind}, found {brief(value)}")
+    def _positive(self, key: str, noun: str, kinds: Any, default: float | None) -> Any:
+        value = self.get(key, default)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < float("inf"):
+            shown = f"{self.shown}: {self.architecture}.{key}"
+            raise UserError(f"{shown} must be a positive {noun}, found {brief(value)}")
+        return value
 
 
 def brief(value: Any) -> str:

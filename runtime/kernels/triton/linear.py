@@ -80,16 +80,11 @@ class TritonLinear(OfWeight):
             if self.how is not None or rounded.ndim != 2 or rounded.shape[1] != k or rounded.dtype != torch.float32:
                 wanted = "rounded inputs" if self.how is not None else f"(T, {k}) float32"
                 raise ValueError(f"this layer takes {wanted}, found {rounded.dtype} {list(rounded.shape)}")
-            if rows:
-                x = rounded if rounded.stride(1) == 1 or k == 1 else rounded.contiguous()
-                self._float(x, y, residual, picks, paired)
-            return y
-        if self.how is None or not rounded.how.serves(self.how):
+            rounded = rounded if rounded.stride(1) == 1 or k == 1 else rounded.contiguous()
+        elif self.how is None or not rounded.how.serves(self.how):
             raise ValueError("these inputs were rounded for a weight that is cut or ordered otherwise")
         if rows:
-            assert self.weight.cut is not None
-            product = self._rows if self.weight.cut.columns == 1 else self._groups
-            product(rounded, y, residual, self.weight.cut, picks, paired)
+            self._multiply(rounded, y, residual, picks, paired)
         return y
 
     @property
@@ -115,68 +110,50 @@ class TritonLinear(OfWeight):
         """Splits that run as programs of their own: enough to fill the machine, which a row's experts do without."""
         return max(1, min(most, triton.cdiv(self.plan.programs, grid[0] * grid[1]))) if picks is None else 1
 
-    def _rows(
-        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    def _multiply(
+        self, x: Rounded | Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool
     ) -> None:
-        w, rows, n = self.weight, len(y) if picks is None else picks.rows, self.weight.shape[0]
+        """y = the product, and the residual. Splits that programs compute apart are added by another kernel."""
+        w, cut, (n, k) = self.weight, self.weight.cut, self.weight.shape
+        rows = len(y) if picks is None else picks.rows
         tiles, grid = self._tiles(rows, picks)
-        each = triton.cdiv(cut.units, self._parallel(grid, cut.units // _LEAST_UNITS, picks))
-        splits = triton.cdiv(cut.units, each)
-        target = y if splits == 1 else torch.empty((splits, rows, n), dtype=torch.int32, device=y.device)
-        inputs, weight = _operands(x, w)
-        rows_product[(*grid, splits)](
-            *(inputs, weight, residual, target, None if picks is None else picks.experts),
-            *(rows, n, cut.stored, cut.units, each),
-            CODES=_codes(w, cut),
-            PARTIAL=splits > 1,
-            **_launch(tiles, picks, paired),
-        )
-        if splits > 1:
-            add(target, y, residual, w.bias, w.scale, w.offset, x)
-
-    def _groups(
-        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
-    ) -> None:
-        w, rows, n = self.weight, len(y) if picks is None else picks.rows, self.weight.shape[0]
-        tiles, grid = self._tiles(rows, picks)
-        rounds = cut.columns // cut.per_byte if cut.units == 0 else cut.groups
-        each = triton.cdiv(rounds, self.splits)
-        splits = triton.cdiv(rounds, each)
-        apart = splits > 1 and self._parallel(grid, splits, picks) > 1
-        target = torch.empty((splits, rows, n), device=y.device) if apart else y
-        groups_product[(*grid, splits if apart else 1)](
-            *(*_operands(x, w), residual, target, None if picks is None else picks.experts),
-            *(rows, n, cut.stored, cut.row_bytes, cut.columns, rounds, each),
-            CODES=_codes(w, cut),
-            UNITS=cut.units,
-            SPLITS=1 if apart else splits,
-            PARTIAL=apart,
-            STAGES=tiles.stages,
-            **_launch(tiles, picks, paired),
-        )
+        # Sums of integers may be cut anywhere, those of floats by the kind of weight and K alone.
+        integers = cut is not None and cut.columns == 1
+        if cut is None:
+            count, each = k, triton.cdiv(triton.cdiv(k, self.splits), tiles.block_k) * tiles.block_k
+        elif integers:
+            count = cut.units
+            each = triton.cdiv(count, self._parallel(grid, count // _LEAST_UNITS, picks))
+        else:
+            count = cut.columns // cut.per_byte if cut.units == 0 else cut.groups
+            each = triton.cdiv(count, self.splits)
+        splits = triton.cdiv(count, each)
+        apart = splits > 1 and (integers or self._parallel(grid, splits, picks) > 1)
+        sums = torch.int32 if integers else torch.float32
+        target = torch.empty((splits, rows, n), dtype=sums, device=y.device) if apart else y
+        programs, inside = (*grid, splits if apart else 1), 1 if apart else splits
+        ends = (residual, target, None if picks is None else picks.experts, rows, n)
+        constants = _launch(tiles, picks, paired) | {"PARTIAL": apart}
+        if isinstance(x, Tensor) or cut is None:
+            assert isinstance(x, Tensor)
+            whole, kind = k % tiles.block_k == 0, _FLOATS[w.codes.dtype]
+            float_product[programs](
+                *(x, w.codes, w.scale, w.bias, *ends, k, x.stride(0), each),
+                **(constants | {"KIND": kind, "WHOLE": whole, "SPLITS": inside, "BLOCK_K": tiles.block_k}),
+                INTERPRETED=interpreted(),
+            )
+        elif integers:
+            rows_product[programs](
+                *(*_operands(x, w), *ends, cut.stored, cut.units, each), CODES=_codes(w, cut), **constants
+            )
+        else:
+            constants |= {"UNITS": cut.units, "SPLITS": inside, "STAGES": tiles.stages}
+            sizes = (cut.stored, cut.row_bytes, cut.columns, count, each)
+            groups_product[programs](*_operands(x, w), *ends, *sizes, CODES=_codes(w, cut), **constants)
         if apart:
-            add(target, y, residual, w.bias)
-
-    def _float(self, x: Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool) -> None:
-        w, rows, (n, k) = self.weight, len(y) if picks is None else picks.rows, self.weight.shape
-        tiles, grid = self._tiles(rows, picks)
-        each = triton.cdiv(triton.cdiv(k, self.splits), tiles.block_k) * tiles.block_k
-        splits = triton.cdiv(k, each)
-        apart = splits > 1 and self._parallel(grid, splits, picks) > 1
-        target = torch.empty((splits, rows, n), device=y.device) if apart else y
-        float_product[(*grid, splits if apart else 1)](
-            *(x, w.codes, w.scale, w.bias, residual, target, None if picks is None else picks.experts),
-            *(rows, n, k, x.stride(0), each),
-            KIND=_FLOATS[w.codes.dtype],
-            WHOLE=k % tiles.block_k == 0,
-            SPLITS=1 if apart else splits,
-            PARTIAL=apart,
-            INTERPRETED=interpreted(),
-            BLOCK_K=tiles.block_k,
-            **_launch(tiles, picks, paired),
-        )
-        if apart:
-            add(target, y, residual, w.bias, w.scale)
+            # Groups are scaled before they are added.
+            scale = w.scale if integers or cut is None else None
+            add(target, y, residual, w.bias, scale, *((w.offset, x) if isinstance(x, Rounded) and integers else ()))
 
 
 @dataclass(frozen=True)

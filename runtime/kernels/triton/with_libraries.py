@@ -17,7 +17,6 @@ from runtime.kernels.library_choice import Choice
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonLinear, add
 from runtime.kernels.triton.quantize_inputs import Rounded
-from runtime.kernels.triton.weight_layout import Cut
 
 Weight = PackedWeight | Tensor
 _FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
@@ -48,14 +47,14 @@ class IntMmLinear(TritonLinear):
         """Whose products it runs."""
         return (_INT_MM,)
 
-    def _rows(
-        self, x: Rounded, y: Tensor, residual: Tensor | None, cut: Cut, picks: Picks | None, paired: bool
+    def _multiply(
+        self, x: Rounded | Tensor, y: Tensor, residual: Tensor | None, picks: Picks | None, paired: bool
     ) -> None:
         rows = len(y)
         ours = any(first <= rows and (last is None or rows <= last) for first, last in self.spans)
         # Of a stack each row has a weight of its own.
-        if picks is not None or not ours:
-            return super()._rows(x, y, residual, cut, picks, paired)
+        if picks is not None or not ours or isinstance(x, Tensor):
+            return super()._multiply(x, y, residual, picks, paired)
         w = self.weight
         codes = torch.nn.functional.pad(x.codes, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
         # Rows that were filled in lie behind the others, which is all that the next kernel looks at.
