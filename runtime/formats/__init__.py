@@ -48,6 +48,7 @@ def hf_config(
     ignore: Sequence[str] = (),
     *,
     reordered: Collection[str] = (),
+    double_quant: bool = True,
     compute: str = "bfloat16",
 ) -> dict[str, Any]:
     """`quantization_config` for config.json.
@@ -55,7 +56,7 @@ def hf_config(
     layers        module name → scheme, of every packed linear module, by the names that transformers gives them.
     ignore        linear modules that were left as they are (the head among them).
     reordered     modules whose inputs are stored in activation order (PackedWeight.perm): int4, int3 and int2 only.
-    compute       the dtype of products: nf4 only.
+    double_quant  and `compute`, the dtype of products: nf4 only.
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
@@ -71,7 +72,7 @@ def hf_config(
     if not layers or libraries == {"compressed-tensors"}:
         return compressed_tensors.hf_config(layers, ignore, reordered)
     if libraries == {"bitsandbytes"}:
-        return nf4.hf_config(ignore, compute=compute)
+        return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
     # A library with one kind of codes: its format file says how it is named.
     config: dict[str, Any] = kinds.pop().format.hf_config(ignore)
     return config
