@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -61,14 +61,6 @@ class Lines:
         self._begun = self._shown = 0.0
         self._ended = True
 
-    def __enter__(self) -> "Lines":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         title = title_of(stage)
@@ -102,7 +94,7 @@ class Bars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.progress import TimeRemainingColumn as Remaining
 
-        self._bars = Progress(
+        self.bars = Progress(
             TextColumn("{task.description:<20}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -113,29 +105,25 @@ class Bars:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> "Bars":
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
-
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(title_of(stage), total=total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
+            self._tasks[stage] = self.bars.add_task(title_of(stage), total=total)
+        self.bars.update(self._tasks[stage], completed=done, total=total)
 
     def note(self, line: str) -> None:
         """A line that stays, above the bars."""
-        self._bars.console.print(line, markup=False, highlight=False)
+        self.bars.console.print(line, markup=False, highlight=False)
 
 
-def show(stream: TextIO | None = None) -> Lines | Bars:
+@contextmanager
+def show(stream: TextIO | None = None) -> Iterator[Lines | Bars]:
     """Bars where standard error is a terminal, else lines on `stream` (default: standard error)."""
-    target = stream or sys.stderr
-    return Bars() if stream is None and target.isatty() else Lines(target)
+    if stream is not None or not sys.stderr.isatty():
+        yield Lines(stream or sys.stderr)
+        return
+    bars = Bars()
+    with bars.bars:
+        yield bars
 
 
 def _left(elapsed: float, done: int, total: int) -> str:

@@ -13,7 +13,7 @@ class UserError(Exception):
 
 @contextmanager
 def fault_of(where: str, what: str) -> Iterator[None]:
-    """Turns what a library raises over somebody's file into a UserError "WHERE: WHAT: its first line".
+    """Turns what a library raises over somebody's file into a UserError "WHERE: WHAT (what it was)".
 
     Such libraries index, compare and unpack what a file says without looking at it, so that any class can come of it.
     Raises UserError; MemoryError and UserError pass as they are.
@@ -23,8 +23,8 @@ def fault_of(where: str, what: str) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise UserError(f"{where}: {what} ({type(error).__name__}: {first[:200].rstrip('.')})") from error
+        why = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(f"{where}: {what} ({type(error).__name__}: {why})") from error
 
 
 class OutOfPages(UserError):  # noqa: N818 (a state to act on, by preempting a request, as much as a mistake)

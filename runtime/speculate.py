@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -107,7 +108,7 @@ class Stream(Iterator[Piece]):
 
 
 class Speculator:
-    """Decodes with a target and a drafter.
+    """Decodes with a target and a drafter. Threads may share it: their texts take turns, round by round.
 
     target        what `runtime.load` returns.
     draft         another such model, any Drafter, or None for plain decoding. A model with another vocabulary drafts
@@ -159,6 +160,8 @@ class Speculator:
         self._cache = cache.make(target.decoder)
         self._max_batch = max_batch
         self._ids = itertools.count()
+        # Cache, drafter and controller serve all texts: threads take turns, a round each.
+        self._turn = threading.RLock()
 
     def stream(
         self,
@@ -180,7 +183,8 @@ class Speculator:
         request = self._request(prompt, max_new_tokens, _sampling(sampling, options), stop)
         metrics, engine = Metrics(), self._engine()
         engine.clock.pause()
-        engine.add(request, metrics)
+        with self._turn:
+            engine.add(request, metrics)
         return Stream(self._pieces(engine, request), request, metrics)
 
     def generate(
@@ -210,12 +214,15 @@ class Speculator:
         metrics = [Metrics() for _ in requests]
         engine = self._engine()
         try:
-            for request, measured in zip(requests, metrics, strict=True):
-                engine.add(request, measured)
+            with self._turn:
+                for request, measured in zip(requests, metrics, strict=True):
+                    engine.add(request, measured)
             while engine.busy:
-                engine.step()
+                with self._turn:
+                    engine.step()
         finally:
-            engine.close()
+            with self._turn:
+                engine.close()
         results = []
         for request, measured in zip(requests, metrics, strict=True):
             prompt, new = request.tokens[: request.prompt_length], request.new_tokens
@@ -257,7 +264,9 @@ class Speculator:
         engine.clock.resume()
         try:
             while engine.busy:
-                if not engine.step():
+                with self._turn:
+                    stepped = engine.step()
+                if not stepped:
                     continue
                 tokens = request.tokens[shown:]
                 shown = len(request.tokens)
@@ -266,7 +275,8 @@ class Speculator:
                 yield piece
                 engine.clock.resume()
         finally:
-            engine.close()
+            with self._turn:
+                engine.close()
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:

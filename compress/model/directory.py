@@ -16,23 +16,10 @@ from runtime.formats.schemes import SCHEMES
 
 # What a directory may have beside its weights. Code (*.py), pickles (*.bin, *.pt) and model cards are never copied.
 _COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "NOTICE",
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
 )
 _COMPUTE = ("float32", "float16", "bfloat16")
 

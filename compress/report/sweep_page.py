@@ -8,17 +8,8 @@ from compress.report.sweep_table import Row, SweepTable
 from compress.report.wording import NOT_MEASURED, megabytes, number, percent, times
 
 HEADERS = (
-    "recipe",
-    "weights",
-    "smaller",
-    "bits per weight",
-    "cache per token",
-    "perplexity",
-    "change",
-    "KL, nats",
-    "same top token",
-    "tokens/s plain / speculative",
-    "speed over the original's",
+    *("recipe", "weights", "smaller", "bits per weight", "cache per token", "perplexity", "change", "KL, nats"),
+    *("same top token", "tokens/s plain / speculative", "speed over the original's"),
 )
 _NOTES = (
     "Perplexity is that of held-out text, through the runtime, on each artifact read back; through the quantised cache "

@@ -5,17 +5,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from runtime.checkpoints.directory import Checkpoint
-from runtime.errors import UserError
+from runtime.errors import UserError, fault_of
 
 # A Llama file with these keys leaves nothing to a default that only transformers knows …
-_KEYS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"), (int,)),
-    **dict.fromkeys(("intermediate_size", "vocab_size", "max_position_embeddings", "head_dim"), (int,)),
-    "rms_norm_eps": (int, float),
-    "hidden_act": (str,),
-    "tie_word_embeddings": (bool,),
-    "rope_parameters": (dict,),
-}
+_KEYS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings", "head_dim", "rms_norm_eps", "hidden_act", "tie_word_embeddings"),
+)
 # … given that these are absent or false: they change what the others mean.
 _PLAIN = ("use_sliding_window", "sliding_window", "rope_scaling", "layer_types", "auto_map")
 
@@ -31,14 +27,12 @@ def configuration(checkpoint: Checkpoint) -> Any:
 
 
 def _complete(values: dict[str, Any]) -> bool:
+    """Whether nothing is left open; of what is there open_checkpoint has checked the types (model_config.py)."""
     if values.get("model_type") != "llama" or any(values.get(key) for key in _PLAIN):
         return False
-    # By type, not isinstance: a bool is an int to Python, and a mistake here.
-    if not all(type(values.get(key)) in kinds for key, kinds in _KEYS.items()):
-        return False
-    rope = values["rope_parameters"]
-    plain = rope.get("rope_type") == "default" and isinstance(rope.get("rope_theta"), int | float)
-    return plain and set(rope) == {"rope_type", "rope_theta"}
+    rope = values.get("rope_parameters") or {}
+    plain = rope.get("rope_type") == "default" and rope.get("rope_theta") and set(rope) == {"rope_type", "rope_theta"}
+    return bool(plain) and all(values.get(key) is not None for key in _KEYS)
 
 
 def transformers_configuration(checkpoint: Checkpoint) -> Any:
@@ -52,16 +46,11 @@ def transformers_configuration(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers"
             " knows; use one of its decoder-only architectures"
         )
-    try:
+    with fault_of(f"{checkpoint.path.name}/config.json", f"cannot be read as a {kind} configuration"):
         if checkpoint.path.is_file():
             plain = ("model_type", "quantization_config")
             return AutoConfig.for_model(kind, **{k: v for k, v in checkpoint.config.items() if k not in plain})
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as error:  # transformers' classes raise what they like for values that they refuse
-        why = " ".join(str(error).split())
-        raise UserError(
-            f"{checkpoint.path.name}/config.json cannot be read as a {kind} configuration: {why}"
-        ) from error
 
 
 # The Llama family: one block structure, small differences. Everything else goes through hf_adapter.py.

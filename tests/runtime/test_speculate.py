@@ -1,7 +1,9 @@
 """The loop: speculative output equals plain output, with any drafter, draft length and batch."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,27 @@ def test_caches_are_freed_whatever_happens(fake: Fake, error: BaseException) -> 
     with pytest.raises(type(error)):
         list(Speculator(target, Interrupting(error), 4).stream(PROMPTS[0], 40))
     assert target.decoder.caches[-1].slots == {}
+
+
+def test_threads_that_share_a_speculator_get_their_own_texts(tiny: Callable[..., Path]) -> None:
+    model = load(tiny("llama"), threads=1)
+    speculator = Speculator(model, LookupDrafter(), draft_length=3)
+    prompts = [[number + 2, 7, number + 2, 7, number + 2] for number in range(8)]
+    alone = plain(model, prompts, max_new_tokens=24)
+    assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+
+    def texts(prompt: list[int]) -> list[list[int]]:
+        streamed = [token for piece in speculator.stream(prompt, 24) for token in piece.tokens]
+        return [streamed, *(speculator.generate([prompt], 24)[0].tokens for _ in range(2))]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = list(pool.map(texts, prompts))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[tokens] * 3 for tokens in alone]
 
 
 def test_closing_a_stream_frees_its_cache(fake: Fake) -> None:
