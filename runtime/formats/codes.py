@@ -10,7 +10,7 @@ compressed-tensors makes of these, `pack-quantized`, with codes of 2 to 8 bits i
 Codes of 3, 5, 6 or 7 bits run across the borders of words, as the library packs them since 2026.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -74,12 +74,18 @@ def write_words(prefix: str, packed: PackedWeight, scale: Tensor) -> dict[str, T
     }
 
 
-def stored_bits(tensors: Tensors, prefix: str, allowed: Iterable[int]) -> int:
-    """The one of the `allowed` bits that fits `weight_packed` and `weight_shape`. Raises UserError for none or two."""
+def stored_bits(tensors: Tensors, prefix: str, allowed: Iterable[int], named: Collection[int] = ()) -> int:
+    """The one of the `allowed` bits that fits `weight_packed` and `weight_shape`; of several the one that is `named`.
+
+    Raises UserError for none or two.
+    """
     n, k = _shape(tensors, prefix)
     name = f"{prefix}.weight_packed"
     words = take(tensors, name)
     fitting = [bits for bits in allowed if tuple(words.shape) == (n, _words(k, bits))]
+    if len(fitting) > 1:
+        # A row of few inputs takes the same words in 2, 3 and 4 bits.
+        fitting = [bits for bits in fitting if bits in named]
     if len(fitting) == 1:
         return fitting[0]
     raise UserError(

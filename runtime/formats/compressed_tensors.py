@@ -21,6 +21,7 @@ for _row in SCHEMES.values():
     if _row.codes.library == "compressed-tensors":
         for _layout in filter(None, (_row.codes.layout, _row.codes.expert_layout)):
             _KINDS[_layout][_row.bits] = _row.codes
+_PLAIN_EXPRESSION = re.compile(r"\^?(?:[A-Za-z0-9_]|\\\.|\.\*|\.(?![+?{])|\\d\+|\((?:\?:)?[A-Za-z0-9_|]+\))*\$?")
 # Words for activation order: the first two say that `weight_g_idx` has it, the others that it left no trace.
 _GROUP_ORDER: tuple[Any, ...] = ("group", "dynamic", True)
 _ORDERS: tuple[Any, ...] = (*_GROUP_ORDER, "weight", "static", False, None)
@@ -137,6 +138,9 @@ def check(config: Mapping[str, Any]) -> None:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise UserError(f"{where}.weights must be a mapping, found {weights!r}")
+        targets = group.get("targets", [])
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise UserError(f"{where}.targets must be a list of names, found {targets!r}")
         form = group.get("format") or config.get("format")
         if not isinstance(form, str) or form not in _KINDS:
             raise UserError(f"{where}: format {form!r} is not read yet; {', '.join(_KINDS)} are")
@@ -196,13 +200,14 @@ def _activation(group: Mapping[str, Any], where: str) -> Activation:
 def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool = True) -> PackedWeight | None:
     """The layer `prefix`, or None where it is stored plain; 4-bit codes stay two a byte unless `unpack`.
 
-    The tensors themselves say which group a layer is of, so no expression out of a file is ever run. `config` has
-    passed `check`. Raises UserError for damaged tensors, or where no group or several different ones fit.
+    The tensors themselves say which group a layer is of; only where they fit several are the groups' targets asked.
+    `config` has passed `check`. Raises UserError for damaged tensors, or where no group or several different ones fit.
     """
     if f"{prefix}.weight_packed" in tensors:
         form = "pack-quantized"
         groups = _groups(config, form)
-        bits = stored_bits(tensors, prefix, sorted({int(group["weights"]["num_bits"]) for group in groups}))
+        named = {group["weights"]["num_bits"] for group in _targeting(groups, prefix)}
+        bits = stored_bits(tensors, prefix, sorted({group["weights"]["num_bits"] for group in groups}), named)
         groups = _fitting(groups, tensors, prefix, bits)
         if bits != 8:
             sizes = {group["weights"].get("group_size") for group in groups}
@@ -237,6 +242,23 @@ def read(config: Mapping[str, Any], tensors: Tensors, prefix: str, unpack: bool 
 def _groups(config: Mapping[str, Any], form: str) -> list[dict[str, Any]]:
     found = config["config_groups"].values()
     return [group for group in found if (group.get("format") or config.get("format")) == form]
+
+
+def _targeting(groups: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    """The groups that name the layer, by its name or an expression; else those for all linear layers.
+
+    Of expressions only those are run that cannot take long: literals, digits, and a few `.*`.
+    """
+
+    def names(target: Any) -> bool:
+        if not isinstance(target, str) or not target.startswith("re:"):
+            return bool(target == prefix)
+        expression = target[3:]
+        plain = _PLAIN_EXPRESSION.fullmatch(expression) is not None and expression.count(".*") <= 3
+        return plain and re.match(expression, prefix) is not None
+
+    found = [group for group in groups if any(map(names, group.get("targets") or []))]
+    return found or [group for group in groups if "Linear" in (group.get("targets") or [])]
 
 
 def _fitting(groups: list[dict[str, Any]], tensors: Tensors, prefix: str, bits: int) -> list[dict[str, Any]]:

@@ -474,6 +474,34 @@ def grouped(**changes: Any) -> dict[str, Any]:
     return CONFIG | {"format": "pack-quantized", "config_groups": {"g": {"weights": plain | changes}}}
 
 
+@pytest.mark.parametrize("inputs", [8, 16, 18, 24])
+def test_layers_of_few_inputs_are_told_apart_by_the_groups_targets(inputs: int) -> None:
+    """A row of 16 inputs or fewer is as many words in 3 bits as in 4: the words alone do not say which."""
+    layers = {f"model.layers.{block}.{name}": bits for block in (0, 1) for name, bits in (("a", 2), ("b", 3), ("c", 4))}
+    packed = {name: int4.pack(weights(8, inputs, bits), inputs, bits=bits) for name, bits in layers.items()}
+    tensors = {
+        name: tensor for layer, weight in packed.items() for name, tensor in int4.to_tensors(weight, layer).items()
+    }
+    config = formats.hf_config({name: weight.scheme for name, weight in packed.items()})
+    formats.check_supported(config)
+    for name, weight in packed.items():
+        back = formats.read(config, tensors, name)
+        assert isinstance(back, PackedWeight)
+        assert back.scheme.bits == weight.scheme.bits
+        assert torch.equal(formats.dequantize(back), formats.dequantize(weight))
+    # By name, too; and not by an expression that could run for hours.
+    for group in config["config_groups"].values():
+        group["targets"] = [name for name, bits in layers.items() if bits == group["weights"]["num_bits"]]
+    assert isinstance(formats.read(config, tensors, "model.layers.1.b"), PackedWeight)
+    for group in config["config_groups"].values():
+        group["targets"] = ["re:(model|(layers.*)*)*b"]
+    if inputs < 24:
+        with pytest.raises(UserError, match="does not say in how many bits"):
+            formats.read(config, tensors, "model.layers.1.b")
+    with pytest.raises(UserError, match="targets must be a list of names"):
+        formats.check_supported(grouped() | {"config_groups": {"g": grouped()["config_groups"]["g"] | {"targets": 3}}})
+
+
 def test_tensors_and_configuration_must_agree() -> None:
     symmetric, zeros = (int4.to_tensors(int4.pack(weights(8, 64), 32, symmetric=s), "x") for s in (True, False))
     perm = torch.randperm(64, generator=generator())
