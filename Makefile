@@ -13,8 +13,9 @@ demo: .venv/installed
 	$(BIN)/specpress generate --target runs/nf4/model --prompt "class Counter:" --max-new-tokens 64 \
 		--temperature 0.7 --seed 1
 
+# A process for each core, up to four: most tests keep one core busy, and each process takes a gigabyte.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

@@ -94,7 +94,7 @@ class RunContext:
 
     def __post_init__(self) -> None:
         from compress.recipe.exports import check_exports
-        from compress.recipe.training import MOST_MINUTES
+        from compress.recipe.training import LEAST_MINUTES, MOST_MINUTES
         from runtime.devices import resolve
         from runtime.errors import UserError as RuntimeFloorError
 
@@ -112,8 +112,8 @@ class RunContext:
         if self.minutes is not None:
             if self.tokens is not None:
                 raise UserError("--minutes and --tokens: expected one budget, found both: leave one out")
-            if not 0 < self.minutes <= MOST_MINUTES:
-                raise UserError(f"--minutes: expected a number above 0, found {self.minutes}: correct it")
+            if not LEAST_MINUTES <= self.minutes <= MOST_MINUTES:
+                raise UserError(f"--minutes: expected {LEAST_MINUTES} or more, found {self.minutes}: correct it")
         try:
             resolve(self.device)
         except RuntimeFloorError as error:

@@ -8,7 +8,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from compress.errors import UserError
 from compress.recipe.block_stages import Strict
 
-MOST_MINUTES = 1_000_000.0
+# No machine makes a step in less: said before the text is read, which takes minutes.
+LEAST_MINUTES, MOST_MINUTES = 0.001, 1_000_000.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Settings:
 
 Share = Annotated[float, Field(ge=0, le=1, strict=False)]
 Count = Annotated[StrictInt, Field(ge=1, le=1_000_000)]
-Minutes = Annotated[float, Field(gt=0, le=MOST_MINUTES, strict=False)]
+Minutes = Annotated[float, Field(ge=LEAST_MINUTES, le=MOST_MINUTES, strict=False)]
 Tokens = Annotated[StrictInt, Field(ge=1, le=10**15)]
 
 

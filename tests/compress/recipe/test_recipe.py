@@ -164,7 +164,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "training.minuts: unknown key, expected one of minutes, tokens",
         ),
         ("stages:\n  - heal: {training: {minutes: 3, tokens: 5}}\n", "training.minutes: expected a budget of either"),
-        ("stages:\n  - heal: {training: {minutes: -3}}\n", "training.minutes: expected greater than 0, found -3"),
+        (
+            "stages:\n  - heal: {training: {minutes: -3}}\n",
+            "training.minutes: expected greater than or equal to 0.001, found -3",
+        ),
         ("stages:\n  - heal: {training: {schedule: wds}}\n", "found 'wds': did you mean wsd"),
         ("stages:\n  - heal: {loss: {forward_kl: 0}}\n", "heal.loss: expected a weight above 0 for one of forward_kl"),
         ("stages:\n  - quantize: {scheme: nf4, method: gptq}\n", "quantize.method: expected rtn with scheme nf4"),

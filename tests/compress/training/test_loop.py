@@ -135,7 +135,7 @@ def test_minutes_count_the_steps_that_take_longer(tmp_path: Path, monkeypatch: p
             return super().loss(batch, progress)
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    for minutes in (50.0, 500.0):
+    for minutes in (50.0, 160.0):
         now[0], taken[0] = 0.0, 0
         steps = driver.run(Uneven(), tmp_path / str(minutes), Budget(minutes=minutes)).steps
         assert taken[0] - steps == (65 if minutes > 100 else 22)
