@@ -63,8 +63,7 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = RunContext.seed,
     memory_budget: Annotated[
-        str | None,
-        typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free"),
+        str | None, typer.Option(help="Memory for the work on the weights, such as 4GB.", show_default="what is free")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Time for each stage that trains.", show_default="the recipe's")

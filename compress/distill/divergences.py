@@ -106,12 +106,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        rule: _Rule | None,
-        temperature: float,
-        weights: Tensor,
+        ctx: Any, student: Tensor, teacher: Tensor, rule: _Rule | None, temperature: float, weights: Tensor
     ) -> Tensor:
         factor = temperature**2
         total = torch.zeros((), dtype=torch.float64, device=student.device)

@@ -74,13 +74,7 @@ class Sizes:
     width: int
 
     @classmethod
-    def of(
-        cls,
-        target: Source,
-        plan: Plan,
-        structure: ModelStructure,
-        draft: Source | None,
-    ) -> "Sizes":
+    def of(cls, target: Source, plan: Plan, structure: ModelStructure, draft: Source | None) -> "Sizes":
         """Of the checkpoints' tensors, and what the plan makes of the target's."""
         shapes, itemsize = target.shapes(), target.item_sizes()
         within: dict[int | None, dict[str, tuple[int, ...]]] = {None: {}}

@@ -11,13 +11,7 @@ from compress.distill.cached_logits import teacher_and_batches
 from compress.distill.objective import DistilledTask, Objective
 from compress.model.plan import make_plan
 from compress.model.structure import read_structure
-from compress.qat.convert import (
-    RoundedModel,
-    convert,
-    freeze_experts,
-    rounded_layers,
-    set_share,
-)
+from compress.qat.convert import RoundedModel, convert, freeze_experts, rounded_layers, set_share
 from compress.recipe.training_stages import Qat, Ternary
 from compress.training import float_model
 from compress.training.contract import Group, Loss, StageContext

@@ -132,10 +132,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     sample = make_sample(original, compressed, prompts[0], new_tokens)
     described_machine = machine.describe(compressed.decoder.device, described(compressed.decoder))
     threads, device = torch.get_num_threads(), str(compressed.decoder.device)
-    cache_bytes = (
-        original.decoder.new_cache().bytes_per_token(),
-        compressed.decoder.new_cache(kind).bytes_per_token(),
-    )
+    cache_bytes = (original.decoder.new_cache().bytes_per_token(), compressed.decoder.new_cache(kind).bytes_per_token())
     # The child process holds a copy of the original: ours go first.
     del models, original, compressed, draft
     paths = (facts.model, facts.original, *([facts.draft] if facts.draft else []), facts.folder, Path.home())

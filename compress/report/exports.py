@@ -181,10 +181,7 @@ def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Export
 def _speed(model: "Model", task: Task, drafting: _Drafting) -> ExportSpeed:
     """Greedy decoding alone and with the draft, interleaved, on the same sessions."""
     prompts = task.prompts[:PROMPTS]
-    ways = {
-        "plain": Speculator(model),
-        "speculative": Speculator(model, drafting.drafter, task.run.draft_length),
-    }
+    ways = {"plain": Speculator(model), "speculative": Speculator(model, drafting.drafter, task.run.draft_length)}
     timed = time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
     rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
     compared, mismatches = compare(timed["plain"].tokens[0], timed["speculative"].tokens[0])

@@ -41,10 +41,7 @@ class AwqScale:
             shares = _shares(paths, statistics)
             fed = [
                 awq.Fed(
-                    block.linears[path].weight.detach(),
-                    statistics[path].hessian,
-                    grid_of(known[path]),
-                    shares[path],
+                    block.linears[path].weight.detach(), statistics[path].hessian, grid_of(known[path]), shares[path]
                 )
                 for path in paths
             ]

@@ -229,12 +229,7 @@ def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def choose_schemes(
-    folder: Path,
-    plan: Plan,
-    model: ModelStructure,
-    stage: Quantize,
-    windows: Tensor,
-    progress: Progress,
+    folder: Path, plan: Plan, model: ModelStructure, stage: Quantize, windows: Tensor, progress: Progress
 ) -> Plan:
     """The plan with the scheme for each layer that costs the model's output the least within `stage.bits_per_weight`.
 

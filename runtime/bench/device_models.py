@@ -12,12 +12,7 @@ from runtime.model.load import Model
 
 
 def random_model(
-    shape: str,
-    scheme: str,
-    device: torch.device,
-    kernels: str = "auto",
-    head: str = "int8",
-    seed: int = 0,
+    shape: str, scheme: str, device: torch.device, kernels: str = "auto", head: str = "int8", seed: int = 0
 ) -> Model:
     """A model of a published shape with random weights, in memory only. It has no tokenizer.
 

@@ -61,13 +61,7 @@ def interleaved(
 
 
 def row(
-    what: str,
-    scheme: str,
-    width: int,
-    samples: Sequence[Sample],
-    read: int,
-    base: Sequence[Sample] | None,
-    **more: Any,
+    what: str, scheme: str, width: int, samples: Sequence[Sample], read: int, base: Sequence[Sample] | None, **more: Any
 ) -> Row:
     """One thing that was timed at one width, from the samples of all rounds.
 

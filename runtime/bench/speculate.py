@@ -111,10 +111,7 @@ def ways(job: Job) -> tuple[Way, Way]:
 
 
 def measure(
-    job: Job,
-    rounds: int,
-    say: Callable[[str], None],
-    between: Callable[[Sequence[int]], None] | None = None,
+    job: Job, rounds: int, say: Callable[[str], None], between: Callable[[Sequence[int]], None] | None = None
 ) -> tuple[Way, Way]:
     """`rounds` passes without and with speculation, in turns, after one that does not count.
 

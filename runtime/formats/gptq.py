@@ -25,15 +25,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats.codes import group_index, pack_words, read_order, unpack_words, whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.tensors import (
-    SCALES,
-    Tensors,
-    check_codes,
-    expect_shape,
-    fetch,
-    read_bias,
-    with_bias,
-)
+from runtime.formats.tensors import SCALES, Tensors, check_codes, expect_shape, fetch, read_bias, with_bias
 
 BITS = (2, 3, 4, 8)
 Layout = Literal["gptq", "gptq_v2"]

@@ -13,14 +13,7 @@ from torch import Tensor
 from runtime.formats.codes import read_words, write_words
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import GRIDS, SCHEMES
-from runtime.formats.tensors import (
-    Tensors,
-    as_stored,
-    group_width,
-    round_scale,
-    stored_scale_dtype,
-    with_bias,
-)
+from runtime.formats.tensors import Tensors, as_stored, group_width, round_scale, stored_scale_dtype, with_bias
 
 BITS = tuple(SCHEMES[name].bits for name in GRIDS)
 

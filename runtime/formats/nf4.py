@@ -26,16 +26,7 @@ from runtime.errors import UserError
 from runtime.formats.codes import unpack_nibbles
 from runtime.formats.packed import PackedWeight, Scheme
 from runtime.formats.schemes import SCHEMES
-from runtime.formats.tensors import (
-    Tensors,
-    check_codes,
-    check_finite,
-    expect_dtype,
-    fetch,
-    read_bias,
-    take,
-    with_bias,
-)
+from runtime.formats.tensors import Tensors, check_codes, check_finite, expect_dtype, fetch, read_bias, take, with_bias
 
 NESTED_BLOCK = 256
 # The library's CPU kernel looks the nearest entry up in a table of this many equal bins over −1..1.

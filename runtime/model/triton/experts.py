@@ -14,14 +14,7 @@ from torch import Tensor
 from runtime.kernels.triton.elementwise import Activation, gated
 from runtime.kernels.triton.expert_rows import Picks, add_experts_kernel
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs, triton_linear
-from runtime.kernels.triton.quantize_inputs import (
-    OPTIONS,
-    Rounded,
-    Rounding,
-    gated_quantize,
-    quantize,
-    rounding,
-)
+from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, gated_quantize, quantize, rounding
 from runtime.model.layers import Mixture, Mlp
 
 # Numbers of a row that one program adds.
