@@ -19,6 +19,7 @@ from compress.artifact import files
 from compress.errors import UserError
 from compress.progress import Progress, silent
 from compress.recipe.exports import check_exports
+from runtime.formats.schemes import KINDS
 
 FORMATS: dict[str, str] = {
     "gptq": "compress.export.gptq:write",
@@ -32,6 +33,8 @@ FORMATS: dict[str, str] = {
 }
 """Name → "module:function" of its exporter, imported when it is used."""
 
+# Kinds of codes that exporters can repack or round again; any other is held by the library whose format it is, alone.
+_REPACKED = frozenset({"int8", "int4", "nf4", "ternary"})
 ABOUT = "export.json"
 """In every export: its `Exported`, and the mark by which a folder is known for one."""
 
@@ -102,8 +105,9 @@ def told(*sentences: object) -> tuple[str, ...]:
 
 def refusal(name: str, kinds: Collection[str]) -> str | None:
     """Why a form cannot hold layers of these kinds; None where it can."""
-    if "fp8" in kinds and name != "compressed-tensors":
-        return "expected weights other than fp8, which compressed-tensors alone holds"
+    for kind in sorted(set(kinds) - _REPACKED):
+        if (library := KINDS[kind].library) != name:
+            return f"expected weights other than {kind}, which {library} alone holds"
     why: str | None = importlib.import_module(FORMATS[name].split(":")[0]).refusal(frozenset(kinds))
     return why
 
@@ -131,11 +135,6 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
         raise UserError(
             f"{out.name} was not written by an export, so --force does not replace it: choose another --out"
         )
-    from runtime.checkpoints.open import open_checkpoint
-    from runtime.formats import holds_fp8
-
-    if holds_fp8(open_checkpoint(model).quantization):
-        check_kinds([name], {"fp8"})
     module, function = FORMATS[name].split(":")
     exporter: Callable[[Path, Path, Progress], Exported] = getattr(importlib.import_module(module), function)
     partial = out.with_name(out.name + ".partial")

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.artifact import files, safetensors
-from compress.errors import UserError
-from compress.export import Exported, Loss, Progress, told
+from compress.export import Exported, Loss, Progress, check_kinds, told
 from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, survey
 from compress.model import directory
 from compress.quantize.rtn import relative_error
@@ -62,8 +61,7 @@ class Layout:
         found = survey(model)
         if found.method == self.name:
             return _copy(found, out, progress)
-        if (why := self.refusal({layer.scheme.kind for layer in found.packed})) is not None:
-            raise UserError(f"export {self.name}: {why}")
+        check_kinds([self.name], {layer.scheme.kind for layer in found.packed})
         return _write(self.name, found, self.form(found), out, progress)
 
 

@@ -126,16 +126,10 @@ def read(
     return plain
 
 
-def holds_fp8(quantization: Mapping[str, Any] | None) -> bool:
-    """Whether a `quantization_config` that has passed `check_supported` has fp8 weights."""
-    groups = (quantization or {}).get("config_groups") or {}
-    return any(group["weights"].get("type") == "float" for group in groups.values())
-
-
 def _method(quantization: Mapping[str, Any]) -> Any:
     # Older bitsandbytes checkpoints name no method.
     old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
     return quantization.get("quant_method") or ("bitsandbytes" if old else None)
 
 
-__all__ = ["check_supported", "dequantize", "hf_config", "holds_fp8", "read", "to_tensors"]
+__all__ = ["check_supported", "dequantize", "hf_config", "read", "to_tensors"]

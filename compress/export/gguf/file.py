@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.artifact.files import sync
 from compress.errors import UserError
-from compress.export import Exported, Loss, Progress, told
+from compress.export import Exported, Loss, Progress, check_kinds, told
 from compress.export.gguf import metadata
 from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
@@ -85,6 +85,8 @@ def _part(checkpoint: Checkpoint, names: tuple[str, ...], architecture: str, flo
     place = to_gguf(names[0], architecture)
     assert place is not None, f"{names[0]} has no name in GGUF"
     weight = read(checkpoint, names[0])
+    if isinstance(weight, PackedWeight):
+        check_kinds(["gguf"], {weight.scheme.kind})
     shape = tuple(weight.shape) if place.expert is None else (len(names), *weight.shape)
     kind = floats if floats is not None and isinstance(weight, Tensor) else choose(weight)
     in_floats = len(weight.shape) == 1 or place.tensor.endswith("ffn_gate_inp.weight")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.artifact.files import write_json
 from compress.errors import USER_ERRORS, UserError
-from compress.export import Exported, Loss, Progress, told
+from compress.export import Exported, Loss, Progress, check_kinds, told
 from compress.export.onnx import graph as onnx_graph
 from compress.export.onnx.graph import Sizes
 from compress.export.onnx.weights import Weights, plain
@@ -186,6 +186,7 @@ class Filled:
             found = None if experts is not None else self.weights.weight(name)
             linear = layers.find(graph, name)
             if isinstance(found, PackedWeight):
+                check_kinds(["onnx"], {found.scheme.kind})
                 if linear is None:
                     raise UserError(
                         f"{name}: expected a packed weight to be one linear layer's, found that the graph uses it in"

@@ -26,8 +26,9 @@ from runtime import formats, load
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
-from runtime.formats import int4, int8, nf4, ternary
+from runtime.formats import fp8, int4, int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 
 Tiny = Callable[..., Path]
 Pack = Callable[[str, Tensor], PackedWeight]
@@ -54,6 +55,7 @@ PACKS: dict[str, Pack] = {
     "two widths": lambda name, w: int8.pack(w) if "down" in name else int4.pack(w, 32),
     "nf4": lambda name, w: nf4.pack(w),
     "ternary": lambda name, w: ternary.pack(w),
+    "fp8": lambda name, w: fp8.pack(w),
 }
 
 
@@ -191,6 +193,24 @@ def test_refusals_are_known_before_the_work(
         export.check_kinds([name], {kind})
     with pytest.raises(UserError, match="expected packed weights, found plain ones"):
         export.check_kinds([name], set())
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_kinds_that_exporters_do_not_know_stay_in_their_own_library(
+    packed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    toy = {**KINDS, "int6": replace(KINDS["int4"], module="toy", library="toy")}
+    monkeypatch.setattr(export, "KINDS", toy)
+    with pytest.raises(UserError, match=f"export {name}: expected weights other than int6, which toy alone holds"):
+        export.check_kinds([name], {"int6", "int8"})
+    if name == "compressed-tensors":
+        assert made(name, packed("fp8"), tmp_path)[0].losses == ()
+        return
+    if name == "gguf":  # which looks at the tokenizer first
+        return
+    with pytest.raises(UserError, match="expected weights other than fp8, which compressed-tensors alone holds"):
+        export.run(name, packed("fp8"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_plain_models_are_refused(tiny: Tiny, tmp_path: Path) -> None:
