@@ -99,6 +99,8 @@ def prose_prompts(text: str) -> list[str]:
 
 def write_prompts(texts: Sequence[str], out: Path) -> None:
     """Writes one {"prompt": …} per line beside `out`, syncs, and renames. Raises UserError where it cannot."""
+    if out.exists() and not out.is_file():
+        raise UserError(f"{out} is a folder or a device, which no file can replace: name a file")
     beside = out.with_name(out.name + ".partial")
     try:
         with beside.open("w", encoding="utf-8") as file:

@@ -19,6 +19,7 @@ from runtime.cli import without_traceback
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from compress.recipe import Recipe
     from compress.report.schema import Report
 
 # Fields of RunContext that a command to repeat the run does not have.
@@ -101,21 +102,27 @@ def _main(
     if recipe is None:
         raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
     chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
-    from compress.export import names_in
+    context = context_of(chosen, export, memory_budget, no_speed, **options)
     from compress.pipeline import run
-    from compress.pipeline.forecast import parse_size
     from compress.progress import show
     from compress.training.parallel import follows
 
-    options["export"] = tuple(names_in(export))
-    options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
-    context = RunContext.of(chosen, speed=not no_speed, **options)
     _quiet_libraries()
     with show() as progress:
         command = command_line(recipe, context)
         artifact = run(replace(context, command=command, progress=progress, note=progress.note))
     if not follows():
         _summary(artifact.path)
+
+
+def context_of(recipe: "Recipe", export: str, memory_budget: str | None, no_speed: bool, **options: Any) -> RunContext:
+    """The context of options as the command line has them. Raises UserError for the first that cannot be."""
+    from compress.export import names_in
+    from compress.pipeline.forecast import parse_size
+
+    options["export"] = tuple(names_in(export))
+    options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
+    return RunContext.of(recipe, speed=not no_speed, **options)
 
 
 def _quiet_libraries() -> None:

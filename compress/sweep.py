@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,22 +85,28 @@ def main(
     code 1: some recipe failed.
     """
     with without_traceback(USER_ERRORS, stopped="the same command goes on"):
-        words = list(context.args)
-        check_words(words)
-        found = sweep(load_recipes(recipes), out, words, force, say=lambda line: typer.echo(line, err=True))
+        words, chosen = list(context.args), load_recipes(recipes)
+        check_words(words, chosen.values())
+        found = sweep(chosen, out, words, force, say=lambda line: typer.echo(line, err=True))
     _print(found)
     typer.echo(f"Table: {out / 'sweep.html'} (also .md, .json), plot: {out / 'pareto.svg'} (also .png)")
     if any(row.failed for row in found.rows):
         raise typer.Exit(1)
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Raises UserError for an option that compress.run does not have, or that a sweep gives itself."""
+def check_words(words: Sequence[str], recipes: "Iterable[Recipe]" = ()) -> None:
+    """Refuses, before the first run, what compress.run would refuse with every recipe.
+
+    Raises UserError for an option that compress.run does not have, that a sweep gives itself, or that is out of its
+    range, and typer's own error for words that are no options.
+    """
     from typer.main import get_command
 
     from compress.run import app as run_app
+    from compress.run import context_of
 
-    known = {name for parameter in get_command(run_app).params for name in parameter.opts}
+    command = get_command(run_app)
+    known = {name for parameter in command.params for name in parameter.opts}
     for word in words:
         name = word.partition("=")[0]
         if name in _OWN:
@@ -110,6 +116,19 @@ def check_words(words: Sequence[str]) -> None:
                 f"{name}: expected an option of compress.sweep or compress.run, found neither: see python -m "
                 "compress.run --help"
             )
+    options = command.make_context("compress.run", list(words)).params
+    for name in ("recipe", "list_", "resume", "force"):
+        del options[name]
+    refused: list[Exception] = []
+    for recipe in recipes:
+        try:
+            context_of(recipe, **options)
+        except USER_ERRORS as error:
+            refused.append(error)
+        else:
+            return
+    if refused:
+        raise refused[0]
 
 
 def load_recipes(names: str) -> "dict[str, Recipe]":
@@ -150,6 +169,8 @@ def sweep(
     """
     from compress.report.sweep_table import sweep_table
 
+    if out.resolve() == Path(out.anchor or "/"):
+        raise UserError(f"--out: {out} is the root of all files: give a folder below it")
     command = _shown(["python", "-m", "compress.sweep", "--recipes", ",".join(recipes), "--out", str(out), *words])
     names = [recipe.name for recipe in recipes.values()]
     redo = set(names) if force else _to_redo(out, words)

@@ -81,8 +81,10 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
         _flush_or_discard()
         reason = error.strerror or error
         _end(f"{error.filename or 'a file'} cannot be used ({reason}): check it and its permissions", error)
-    except (RuntimeError, MemoryError, ValueError, TypeError) as error:
-        sentence = _memory(error) or _fault(error) or explained(error)
+    except BaseException as error:
+        sentence: object = _memory(error) or _fault(error) or _refused(error)
+        if sentence is None and isinstance(error, RuntimeError):
+            sentence = explained(error)
         if sentence is None:
             raise
         _end(str(sentence), error)
@@ -102,8 +104,19 @@ _FAULTS: tuple[tuple[type[Exception], str, str], ...] = (
 )
 
 
-def _fault(error: Exception) -> str | None:
+def _fault(error: BaseException) -> str | None:
     return next((told for kind, part, told in _FAULTS if isinstance(error, kind) and part in str(error)), None)
+
+
+def _refused(error: BaseException) -> str | None:
+    """The sentence for what `tokenizers` says of a text that its file's parts cannot handle, or breaks off over it.
+
+    The library raises plain Exception, and PyO3's PanicException, which is no Exception; nothing of ours does.
+    """
+    if type(error) is not Exception and type(error).__name__ != "PanicException":
+        return None
+    why = " ".join(str(error).split())[:300].rstrip(".")
+    return f"the model's tokenizer.json does not fit together ({why}): put a sound one beside the weights"
 
 
 def _flush_or_discard() -> None:
@@ -116,7 +129,7 @@ def _flush_or_discard() -> None:
         os.close(nowhere)
 
 
-def _memory(error: Exception) -> str | None:
+def _memory(error: BaseException) -> str | None:
     """The sentence for main memory that ran out; None for other errors."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         return "this machine is out of memory: take a smaller model or fewer tokens at once, or end what else runs here"

@@ -235,12 +235,15 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem="a key must be one word, and is a list or a mapping", problem_mark=key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"key {key.value!r} stands there twice", problem_mark=key.start_mark
                 )
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -255,10 +258,10 @@ def _read(path: Path, note: Note) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{_show(path)}, line {line}: not valid YAML ({error.problem}): correct the line") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{_show(path)}: expected YAML in UTF-8, found something else ({error}): rewrite it") from error
     except OSError as error:
         raise UserError(f"{_show(path)} cannot be read ({error.strerror}): check the file's permissions") from error
+    except Exception as error:  # numbers, dates and bytes are converted as they stand, whatever comes of it
+        raise UserError(f"{_show(path)}: expected YAML in UTF-8, found something else ({error}): rewrite it") from error
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
         raise UserError(f"{_show(path)}: expected a mapping with the key stages, found {found}: see a built-in recipe")

@@ -1,10 +1,10 @@
 """The stages of a recipe that work block by block: what each may say."""
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from runtime.formats.patterns import trouble
 from runtime.formats.schemes import GRIDS, SCHEMES
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
 }
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
+# More than this of the blocks leaves no model (prune/depth.py).
+BlockShare = Annotated[float, Field(gt=0, lt=0.8, strict=False)]
 
 
 class Strict(BaseModel):
@@ -32,12 +34,10 @@ class Strict(BaseModel):
 
 
 def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The patterns. Raises ValueError for one that is no regular expression."""
+    """The patterns. Raises ValueError for one that is no regular expression, or one that could search for ever."""
     for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"expected regular expressions, {pattern!r} is none ({error})") from error
+        if (why := trouble(pattern)) is not None:
+            raise ValueError(f"expected regular expressions, {pattern[:60]!r} cannot be used ({why})")
     return patterns
 
 
@@ -162,13 +162,13 @@ class Prune(Strict):
     method    magnitude, wanda, sparsegpt: single weights become zeros; width: heads and MLP channels go; depth: blocks.
     sparsity  of single weights: the share that becomes zero.
     pattern   of single weights, instead: so many of every group stay ("2:4": two of four).
-    share     width and depth: how much of the blocks' weights goes.
+    share     width and depth: how much of the blocks' weights goes, below 0.8.
     """
 
     method: Literal["magnitude", "wanda", "sparsegpt", "width", "depth"]
     sparsity: Share | None = None
     pattern: Literal["2:4", "4:8"] | None = None
-    share: Share | None = None
+    share: BlockShare | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> "Prune":
@@ -177,7 +177,7 @@ class Prune(Strict):
             if unwanted:
                 raise ValueError(f"{unwanted}: expected share with method {self.method}, found {unwanted}")
             if self.share is None:
-                raise ValueError(f"share: expected a share between 0 and 1 with method {self.method}, found none")
+                raise ValueError(f"share: expected a share between 0 and 0.8 with method {self.method}, found none")
             return self
         if self.share is not None:
             raise ValueError(f"share: expected sparsity or pattern with method {self.method}, found share")

@@ -100,7 +100,7 @@ def speculate(options: SpeculateOptions) -> None:
 def load(options: LoadOptions) -> None:
     """Sends requests in a Poisson process; with a bound finds the highest rate that stays under it."""
     from runtime.bench.jobs import facts_of, opened_job, say
-    from runtime.bench.load import Bound, highest_rate, serve
+    from runtime.bench.load import LONGEST, Bound, highest_rate, serve
     from runtime.bench.output import show_load, write
     from runtime.bench.speculate import Way, run_once, ways
 
@@ -109,6 +109,11 @@ def load(options: LoadOptions) -> None:
     for option, value in (("--rate", options.rate), ("--max-latency", limits[0]), ("--max-ttft", limits[1])):
         if value is not None and not 0 < value < 1e6:
             raise UserError(f"{option} must be above 0, found {value:g}")
+    if (seconds := options.requests / options.rate) > LONGEST:
+        raise UserError(
+            f"--rate: at {options.rate:g} a second {options.requests} requests take {seconds:.3g} seconds, and a run"
+            f" may take {LONGEST}; ask for a higher rate or fewer requests"
+        )
     bound = Bound(*(None if limit is None else limit * 1e3 for limit in limits))
     with opened_job(options) as (job, model):
         results: dict[str, dict[str, Any]] = {}
@@ -127,7 +132,7 @@ def load(options: LoadOptions) -> None:
                 held, tried = highest_rate(run, options.rate, bound)
             name = way.drafter.name if results else "plain"
             results[name] = {"highest_rate": held, "runs": [asdict(one) for one in tried]}
-        show_load(facts_of(job, model), results)
+        show_load(facts_of(job, model), results, limits != (None, None))
         if options.json_file is not None:
             write(options.json_file, facts_of(job, model) | {"bound_ms": asdict(bound), "result": results})
 

@@ -11,6 +11,8 @@ from runtime.bench.speculate import Job, Way, percentiles, run_once
 # Steps of the search between a rate that held and one that did not.
 _BISECTIONS = 4
 _MOST_DOUBLINGS = 10
+# Seconds in which the requests of one run have to come.
+LONGEST = 3600
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def serve(job: Job, way: Way, rate: float, count: int, seed: int) -> Served:
 def highest_rate(run: Callable[[float], Served], rate: float, bound: Bound) -> tuple[float | None, Sequence[Served]]:
     """The highest rate that held of those tried (None: none did), and every run.
 
-    Doubles while the bound holds, or halves until it does, and then bisects.
+    Doubles while the bound holds, or halves until it does, and then bisects. Requests that never meet are as fast at
+    any lower rate, and where the bound breaks with them nothing lower is tried.
     """
     tried: list[Served] = []
     held: float | None = None
@@ -84,6 +87,8 @@ def highest_rate(run: Callable[[float], Served], rate: float, bound: Bound) -> t
 
     attempt(rate)
     while (held is None or broke is None) and len(tried) <= _MOST_DOUBLINGS:
+        if held is None and (tried[-1].mean_batch == 1 or 2 * tried[-1].requests / tried[-1].rate > LONGEST):
+            break
         attempt(2 * held if held is not None else tried[-1].rate / 2)
     if held is not None and broke is not None:
         for _ in range(_BISECTIONS):

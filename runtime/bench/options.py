@@ -163,8 +163,8 @@ def at_least_one(values: dict[str, int | None]) -> None:
 
 def writable(option: str, file: Path | None) -> None:
     """Raises UserError for a file that cannot be written there."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise UserError(f"{option}: {file} cannot be a file: it is a folder, or lies in none; name another")
+    if file is not None and ((file.exists() and not file.is_file()) or not file.absolute().parent.is_dir()):
+        raise UserError(f"{option}: {file} cannot be a file: it is a folder or a device, or lies in none; name another")
 
 
 def numbers(option: str, text: str, most: int) -> tuple[int, ...]:

@@ -96,15 +96,16 @@ def show_speculation(facts: Figures, found: Figures) -> None:
         f" {_shown(found['draft_step_ratio'], '.3f')} of a target step,"
         f" {_shown(found['draft_cost_ratio'], '.3f')} with the drafter's reading of the prompts",
         f"{_shown(found['mismatches'], 'd')} of {found['prompts']} texts differ from plain decoding's",
-        f"first token {_shown(ttft['p50'], '.1f')} ms (p50), {_shown(ttft['p90'], '.1f')} (p90); between tokens"
-        f" {_shown(itl['p50'], '.2f')} (p50), {_shown(itl['p99'], '.2f')} (p99)",
+        f"first token {_shown(ttft['p50'], '.1f')} ms (p50), {_shown(ttft['p90'], '.1f')} (p90) after all prompts came"
+        f" at once, the wait for a place included; between tokens {_shown(itl['p50'], '.2f')} (p50),"
+        f" {_shown(itl['p99'], '.2f')} (p99)",
         f"keys and values: {found['kv_bytes_per_token']:,} bytes a token",
     )
     out.print("\n".join(lines), soft_wrap=True)
 
 
-def show_load(facts: Figures, results: Mapping[str, Figures]) -> None:
-    """What `load` found: a row for each rate that was tried, plain and speculative."""
+def show_load(facts: Figures, results: Mapping[str, Figures], bounded: bool) -> None:
+    """What `load` found: a row for each rate that was tried, plain and speculative, and the highest under a bound."""
     out = console(110)
     out.print(_title(facts), soft_wrap=True)
     keys = "way rate requests_per_second tokens_per_second latency_ms.p50 latency_ms.p90 ttft_ms.p50 ttft_ms.p90"
@@ -112,7 +113,9 @@ def show_load(facts: Figures, results: Mapping[str, Figures]) -> None:
     out.print(listed(f"{keys} itl_ms.p50 itl_ms.p99 mean_batch", rows))
     for name, found in results.items():
         if found["highest_rate"] is not None:
-            out.print(f"{name}: highest rate under the bound {found['highest_rate']:.2f} requests/s")
+            out.print(f"{name}: highest rate under the bound {found['highest_rate']:.3g} requests/s")
+        elif bounded:
+            out.print(f"{name}: no rate that was tried stays under the bound")
 
 
 def show(title: str, keys: str, rows: Sequence[Figures], place: Place) -> None:

@@ -9,6 +9,7 @@ from runtime.errors import UserError
 from runtime.formats import fp8, int8
 from runtime.formats.codes import stored_bits
 from runtime.formats.packed import Activation, PackedWeight, Scheme
+from runtime.formats.patterns import trouble
 from runtime.formats.schemes import KINDS, SCHEMES, CodeKind
 from runtime.formats.tensors import Tensors
 
@@ -21,7 +22,6 @@ for _row in SCHEMES.values():
     if _row.codes.library == "compressed-tensors":
         for _layout in filter(None, (_row.codes.layout, _row.codes.expert_layout)):
             _KINDS[_layout][_row.bits] = _row.codes
-_PLAIN_EXPRESSION = re.compile(r"\^?(?:[A-Za-z0-9_]|\\\.|\.\*|\.(?![+?{])|\\d\+|\((?:\?:)?[A-Za-z0-9_|]+\))*\$?")
 # Words for activation order: the first two say that `weight_g_idx` has it, the others that it left no trace.
 _GROUP_ORDER: tuple[Any, ...] = ("group", "dynamic", True)
 _ORDERS: tuple[Any, ...] = (*_GROUP_ORDER, "weight", "static", False, None)
@@ -247,15 +247,14 @@ def _groups(config: Mapping[str, Any], form: str) -> list[dict[str, Any]]:
 def _targeting(groups: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
     """The groups that name the layer, by its name or an expression; else those for all linear layers.
 
-    Of expressions only those are run that cannot take long: literals, digits, and a few `.*`.
+    Of expressions only those are run that cannot take long (patterns.py).
     """
 
     def names(target: Any) -> bool:
         if not isinstance(target, str) or not target.startswith("re:"):
             return bool(target == prefix)
         expression = target[3:]
-        plain = _PLAIN_EXPRESSION.fullmatch(expression) is not None and expression.count(".*") <= 3
-        return plain and re.match(expression, prefix) is not None
+        return trouble(expression) is None and re.match(expression, prefix) is not None
 
     found = [group for group in groups if any(map(names, group.get("targets") or []))]
     return found or [group for group in groups if "Linear" in (group.get("targets") or [])]

@@ -94,3 +94,9 @@ def test_the_command(tmp_path) -> None:
     done = run("prompts", tmp_path / "no" / "such" / "folder.jsonl")
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")
+    for place in (link, tmp_path):
+        done = run("prompts", place, "--count", 1)
+        assert done.returncode == 2
+        assert "which no file can replace" in done.stderr

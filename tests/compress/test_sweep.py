@@ -213,6 +213,8 @@ def test_a_traceback_is_in_the_log(tmp_path: Path) -> None:
         (["--recipes", "nf4", "--out", "x", "--sample", "3"], "--sample: expected an option of"),
         (["--recipes", "nf4", "--out", "x", "--resume"], "--resume: a sweep gives this option"),
         (["--recipes", "nf4", "--out", "x", "--list"], "--list: a sweep gives"),
+        (["--recipes", "nf4,int4-rtn", "--out", "x", "--seed", "-1"], "--seed: expected a whole number from 0"),
+        (["--recipes", "nf4", "--out", "/"], "--out: / is the root of all files"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -222,6 +224,19 @@ def test_mistakes_are_one_sentence(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.output
     assert len(result.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_words_that_are_no_options_are_refused_before_the_first_run(tmp_path: Path) -> None:
+    for words in (["positional"], ["--samples"], ["--samples", "many"]):
+        result = CliRunner().invoke(app, ["--recipes", "nf4", "--out", str(tmp_path / "x"), *words])
+        assert result.exit_code == 2 and "Usage: " in result.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_options_that_some_recipe_takes_pass() -> None:
+    chosen = load_recipes("nf4,int4-qat")
+    check_words(["--minutes", "5"], chosen.values())
+    with pytest.raises(UserError, match="no stage that trains"):
+        check_words(["--minutes", "5"], [chosen["nf4"]])
 
 
 def test_two_recipes_of_one_name(tmp_path: Path) -> None:

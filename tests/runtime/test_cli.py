@@ -112,6 +112,19 @@ def run(count: int, **options: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", COMMAND, str(count)], stderr=subprocess.PIPE, timeout=60, **options)
 
 
+def test_tokenizers_that_refuse_a_text_or_break_off(capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    wordless = Tokenizer(models.WordLevel({"a": 0}, unk_token="none"))
+    endless = Tokenizer(models.BPE({"a": 0}, []))
+    endless.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")  # type: ignore[assignment]
+    for tokenizer, text in ((wordless, "b"), (endless, "a" * 40 + "b")):
+        with pytest.raises(typer.Exit) as ended_, without_traceback():
+            tokenizer.encode(text)
+        assert ended_.value.exit_code == 2
+        assert "error: the model's tokenizer.json does not fit together" in capsys.readouterr().err
+
+
 def test_output_that_cannot_be_written() -> None:
     assert run(5, stdout=subprocess.PIPE).stdout.count(b"caf\xc3\xa9") == 5
     latin = run(5, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})

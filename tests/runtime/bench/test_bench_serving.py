@@ -78,6 +78,8 @@ def test_load(tmp_path: Path) -> None:
         (("load", "--rate", 0, "--shape", "pair"), "--rate must be above 0"),
         (("load", "--rate", 1, "--shape", "pair", "--max-ttft", -1), "--max-ttft must be above 0"),
         (("load", "--rate", 1, "--shape", "pair", "--requests", 0), "--requests must be at least 1"),
+        (("load", "--rate", 1e-9, "--shape", "pair", "--requests", 1), "a run may take 3600"),
+        (("speculate", "--shape", "pair", "--json", "/dev/null"), "cannot be a file"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: tuple[object, ...], message: str) -> None:

@@ -126,12 +126,15 @@ def test_waiting_counts(fake: Fake) -> None:
 def test_the_highest_rate_is_found(limit: float, start: float) -> None:
     def run(rate: float) -> Served:
         late = {"p50": 1.0, "p90": 10.0 if rate <= limit else 1000.0, "p99": 1.0}
-        return Served(rate, 10, rate, 1.0, late, {"p90": 1.0}, {}, 1.0)
+        return Served(rate, 10, rate, 1.0, late, {"p90": 1.0}, {}, 1.0 if rate <= limit else 3.0)
 
     held, tried = highest_rate(run, start, Bound(100.0, 5.0))
     assert held is not None and limit * 0.9 < held <= limit and len(tried) <= 16
     none, _ = highest_rate(run, start, Bound(5.0, None))
     assert none is None
+    # Where the bound breaks although requests never meet, no lower rate would hold, and none is waited for.
+    _, tried = highest_rate(run, start, Bound(0.5, None))
+    assert [one.rate <= limit for one in tried] == [False] * (len(tried) - 1) + [True]
     assert Bound(None, None).holds(run(1e9)) and not Bound(None, 0.5).holds(run(0.1))
 
 
