@@ -13,9 +13,10 @@ demo: .venv/installed
 	$(BIN)/specpress generate --target runs/nf4/model --prompt "class Counter:" --max-new-tokens 64 \
 		--temperature 0.7 --seed 1
 
-# A process for each core, up to four: most tests keep one core busy, and each process takes a gigabyte.
+# A process for each core, up to four: each takes a gigabyte. One thread each for torch: where processes share cores, its
+# threads wait for one another several times longer than they compute. Tests of threads ask for theirs.
 test: .venv/installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
