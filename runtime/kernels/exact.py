@@ -84,16 +84,31 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     rows, (inputs, outputs) = x.shape[0], weight.shape
     if rows == 0:
         return x.new_empty((0, outputs))
-    # How many threads share a product decides how it is cut up.
-    tile = TILE if tiles_are_fair(inputs, outputs, weight.device, torch.get_num_threads()) else 1
+    tile = TILE if _fair(TILE, weight) else 1
     padded = torch.nn.functional.pad(x, (0, inputs - x.shape[1], 0, -rows % tile)).contiguous()
     out = [torch.mm(part, weight) for part in padded.split(tile)]
     return (out[0] if len(out) == 1 else torch.cat(out))[:rows]
 
 
+def batched_product(x: Tensor, weights: Tensor) -> Tensor:
+    """x (…, M, K) times weights (…, K, N), float32, leading dimensions broadcast: (…, M, N).
+
+    M is the caller's tile: the same whatever shares the call. Rows go one by one where `product` would not tile them.
+    """
+    if _fair(x.shape[-2], weights):
+        return torch.matmul(x, weights)
+    return torch.cat([torch.matmul(row, weights) for row in x.split(1, dim=-2)], dim=-2)
+
+
+def _fair(rows: int, weight: Tensor) -> bool:
+    # How many threads share a product decides how it is cut up.
+    return tiles_are_fair(*weight.shape[-2:], weight.device, torch.get_num_threads(), rows)
+
+
 @cache
-def tiles_are_fair(inputs: int, outputs: int, device: torch.device, threads: int) -> bool:
-    """Whether a row gives the same bits at each place of a tile and beside any neighbours, for this shape, here.
+def tiles_are_fair(inputs: int, outputs: int, device: torch.device, threads: int, count: int = TILE) -> bool:
+    """Whether a row gives the same bits at each of a tile's `count` places and beside any neighbours, for this shape,
+    here.
 
     Tried once per shape, on rows whose numbers are of very different sizes: nearly every partial sum of them rounds, so
     that another order of the additions shows in nearly every product.
@@ -105,13 +120,13 @@ def tiles_are_fair(inputs: int, outputs: int, device: torch.device, threads: int
         return (torch.randn(shape, generator=generator) * 2.0**sizes).to(device)
 
     for _ in range(_TRIES):
-        weight, rows = draw(inputs, outputs), draw(TILE, inputs)
+        weight, rows = draw(inputs, outputs), draw(count, inputs)
         first = torch.mm(rows, weight)
-        for shift in range(1, TILE):
+        for shift in range(1, count):
             turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight)
             if not torch.equal(turned, first.roll(shift, dims=0)):
                 return False
-        for place in range(TILE):
+        for place in range(count):
             alone = torch.zeros_like(rows)
             alone[place] = rows[place]
             if not torch.equal(torch.mm(alone, weight)[place], first[place]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import batched_product, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
 from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK
 
@@ -210,7 +210,7 @@ def attention(
     blocks, kv_heads = keys.shape[1], keys.shape[2]
     per_kv = heads // kv_heads
     grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).transpose(1, 2).reshape(tiles, 1, kv_heads, -1, d)
-    scores = torch.matmul(grouped, keys.transpose(-1, -2))
+    scores = batched_product(grouped, keys.transpose(-1, -2))
     scores = scores.view(tiles, blocks, kv_heads, rows, per_kv, KEY_BLOCK)
     at = torch.arange(blocks * KEY_BLOCK, device=q.device).view(1, blocks, 1, 1, 1, KEY_BLOCK)
     last = positions.view(tiles, 1, 1, rows, 1, 1)
@@ -221,6 +221,6 @@ def attention(
     highest = scores.amax(dim=(1, 5), keepdim=True)
     weights = exp(scores - highest)
     total = ordered_sum(tree_sum(weights).transpose(0, 1))
-    mixed = torch.matmul(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
+    mixed = batched_product(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
     out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, d) / total.unsqueeze(-1)
     return out.transpose(1, 2).reshape(tiles, rows, heads, d)
