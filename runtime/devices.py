@@ -99,3 +99,12 @@ def explaining() -> Iterator[None]:
         if meant is None:
             raise
         raise meant from error
+
+
+def use_threads(count: int) -> None:
+    """Has torch compute on so many threads, in the whole process. Raises UserError for none, or more than 1,024."""
+    import torch
+
+    if not 1 <= count <= 1024:
+        raise UserError(f"threads must be at least 1 and at most 1024, found {count}")
+    torch.set_num_threads(count)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.cli import without_traceback
-from runtime.errors import UserError
+from runtime.errors import UserError, fault_of
 from runtime.generate import DrafterName
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ class Conversation:
             text = "".join("\n" * (m["role"] == "user") + m["content"] for m in self.messages)[1:]
             return list(self.tokenizer(text)["input_ids"])
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        text = self.tokenizer.apply_chat_template([*first, *self.messages], add_generation_prompt=True, tokenize=False)
+        with fault_of("the tokenizer's chat template", "it cannot write this conversation"):
+            messages = [*first, *self.messages]
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

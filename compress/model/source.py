@@ -11,7 +11,7 @@ from compress.artifact.files import sha256
 from compress.errors import UserError
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.sampling.detokenize import require_same_vocabulary
+from runtime.sampling.detokenize import read_tokenizer, require_same_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,15 +53,7 @@ class Source:
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """Raises UserError where the directory has none."""
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        except Exception as error:  # somebody else's file in a library that raises plain Exception too
-            raise UserError(
-                f"{self.path.name}: expected a tokenizer beside the weights, found none that can be read: add its "
-                "tokenizer.json"
-            ) from error
+        return read_tokenizer(self.path)
 
     @cached_property
     def max_positions(self) -> int:

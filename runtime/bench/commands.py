@@ -139,9 +139,8 @@ def load(options: LoadOptions) -> None:
 
 def _plan(command: str, options: LayerOptions) -> Plan:
     """Raises UserError for anything that is not offered."""
-    import torch
-
     from runtime.bench.random_models import SCHEMES, model_config
+    from runtime.devices import use_threads
     from runtime.kernels.dispatch import choose
     from runtime.native import default_threads
 
@@ -151,10 +150,10 @@ def _plan(command: str, options: LayerOptions) -> Plan:
             raise UserError("--scheme nested is for `decode`, which times its draft too; name int8 here")
         model_config(options.shape, _STORED.get(name, name), options.head)
     widths = numbers("--widths", options.widths, WIDEST)
-    at_least_one({"--threads": options.threads, "--rounds": options.rounds})
+    at_least_one({"--rounds": options.rounds})
     writable("--json", options.json_file)
     threads = default_threads() if options.threads is None else options.threads
-    torch.set_num_threads(threads)
+    use_threads(threads)
     return Plan(command, options, schemes, widths, choose(options.kernels, "cpu", threads), threads)
 
 

@@ -148,12 +148,14 @@ def check(config: Mapping[str, Any]) -> None:
             _check_floats(group, where)
             continue
         found = (weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True))
-        if found[0] != "int" or found[1] not in _KINDS[form] or not isinstance(found[2], bool):
+        if found[0] != "int" or found[1] not in list(_KINDS[form]) or not isinstance(found[2], bool):
             widths = " or ".join(map(str, sorted(_KINDS[form])))
             raise UserError(
                 f"{where}.weights: {form} is read with integers of {widths} bits, found type {found[0]!r},"
                 f" num_bits {found[1]!r}, symmetric {found[2]!r}"
             )
+        if not isinstance(size := weights.get("group_size"), int | None):
+            raise UserError(f"{where}.weights.group_size must be a whole number or null, found {size!r}")
         if (order := weights.get("actorder")) not in _ORDERS:
             raise UserError(f"{where}.weights.actorder must be 'group', 'weight', 'static' or null, found {order!r}")
         _activation(group, where)

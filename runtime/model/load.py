@@ -6,20 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from runtime.checkpoints import model_config
 from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import inside, read_json
 from runtime.contract import Decoder
-from runtime.devices import explaining, resolve
-from runtime.errors import UserError, fault_of
+from runtime.devices import explaining, resolve, use_threads
+from runtime.errors import UserError
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph
 from runtime.model.rotary import STATIC_TYPES, rope_type
 from runtime.model.triton.cache import free_bytes, needed, require_room
+from runtime.sampling.detokenize import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,13 +38,10 @@ class Model:
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The directory's or file's tokenizer. Raises UserError where it has none."""
         if self.path.is_file():
-            from runtime.checkpoints.gguf.tokenizer import read_tokenizer
+            from runtime.checkpoints.gguf.tokenizer import read_tokenizer as read_from_gguf
 
-            return read_tokenizer(self.path)
-        from transformers import AutoTokenizer
-
-        with fault_of(self.path.name, "no tokenizer could be read; put a sound tokenizer.json beside the weights"):
-            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            return read_from_gguf(self.path)
+        return read_tokenizer(self.path)
 
     @property
     def draft_path(self) -> Path | None:
@@ -94,9 +90,7 @@ def load(
     """
     where = resolve(device)
     if threads is not None:
-        if threads < 1:
-            raise UserError(f"threads must be at least 1, found {threads}")
-        torch.set_num_threads(threads)
+        use_threads(threads)
     if graph.holds(folder := Path(path).expanduser()):
         from runtime.model.onnx.decoder import open_decoder
 

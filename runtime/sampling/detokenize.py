@@ -1,12 +1,27 @@
-"""Between text and token ids: streamed text, prompts, and whether two models share a vocabulary."""
+"""Between text and token ids: tokenizers, streamed text, prompts, and whether two models share a vocabulary."""
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from runtime.errors import UserError
+from runtime.errors import UserError, fault_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Tokens of the prompt that new tokens are decoded after: some tokenizers write a word's space only after another word.
 _CONTEXT = 6
+
+
+def read_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a model directory. Raises UserError where there is none, or none that takes a text."""
+    from transformers import AutoTokenizer
+
+    with fault_of(directory.name, "no tokenizer could be read; put a sound tokenizer.json beside the weights"):
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        # What the files say wrong often shows at the first text.
+        decode(tokenizer, tokenizer("a", verbose=False)["input_ids"])
+    return tokenizer
 
 
 class Detokenizer:

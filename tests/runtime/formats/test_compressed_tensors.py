@@ -529,6 +529,8 @@ def test_tensors_and_configuration_must_agree() -> None:
         ({"num_bits": 5}, "integers of 2 or 3 or 4 or 8 bits, found type 'int', num_bits 5"),
         ({"type": "float"}, "found type 'float'"),
         ({"symmetric": "no"}, "symmetric 'no'"),
+        ({"group_size": {}}, "group_size must be a whole number or null, found {}"),
+        ({"num_bits": [4]}, r"num_bits \[4\]"),
         ({"actorder": "sideways"}, "actorder must be 'group', 'weight', 'static' or null, found 'sideways'"),
     ],
 )
