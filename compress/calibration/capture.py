@@ -1,10 +1,11 @@
 """What goes into the first block, and how the model calls each of its blocks, found by the model's own forward.
 
 Every layer's forward is replaced by one that notes its arguments and passes the hidden states on, so masks and position
-embeddings are whatever the architecture makes of them, layer by layer (Gemma's differ between its windows).
+embeddings are whatever the architecture makes of them, layer by layer (Gemma's differ between its windows). Some models
+take a layer's output as it is and others the first of several: which, is tried.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +19,9 @@ from compress.model.block_loader import BlockLoader
 from compress.model.structure import make_buffers
 from runtime.formats.tensors import check_finite
 
+# What a layer gives to its model: hidden states, alone or before what the model does not need here.
+_FORMS: tuple[Callable[[Tensor], Any], ...] = (lambda x: x, lambda x: (x, None), lambda x: (x, None, None))
+
 
 class _LastLayerError(Exception):
     """Ends a forward at the last layer: nothing after it is wanted, or has weights."""
@@ -30,6 +34,7 @@ class Capture:
         """outside: the checkpoint's tensors that belong to no block. The head is not needed and not loaded."""
         self._body: Any = loader.structure.model.base_model
         self._layers = loader.structure.layers
+        self._forms = _FORMS
         self.calls: list[Call] = []
         for name, module in loader.structure.model.named_modules():
             if not f"{name}.".startswith(f"{loader.structure.blocks_at}."):
@@ -79,28 +84,36 @@ class Capture:
             hook.remove()
 
     def _forward(self, row: Tensor) -> tuple[Tensor, list[Call]]:
-        seen: list[tuple[Tensor, Call]] = []
-        with _recording(self._layers, seen), torch.no_grad(), suppress(_LastLayerError):
-            self._body(input_ids=row.unsqueeze(0), use_cache=False)
-        first = seen[0][0] if seen else None
-        if first is None or len(seen) != len(self._layers) or any(h.shape != first.shape for h, _ in seen):
-            raise UserError(
-                f"{type(self._body).__name__}: expected a forward that hands hidden states from layer to layer, found "
-                f"another ({len(seen)} of {len(self._layers)} layers called): use a recipe that looks at no text"
-            )
-        return first.to(torch.float32), [call for _, call in seen]
+        problem = ""
+        for form in self._forms:
+            seen: list[tuple[Tensor, Call]] = []
+            with _recording(self._layers, seen, form), torch.no_grad(), suppress(_LastLayerError):
+                try:
+                    self._body(input_ids=row.unsqueeze(0), use_cache=False)
+                except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    problem = f": {' '.join(str(error).split())[:100]}"
+            shapes = {tuple(hidden.shape) for hidden, _ in seen}
+            if len(seen) == len(self._layers) and len(shapes) == 1 and seen[0][0].ndim == 3:
+                self._forms = (form,)
+                return seen[0][0].to(torch.float32), [call for _, call in seen]
+        raise UserError(
+            f"{type(self._body).__name__}: expected a forward that hands hidden states from layer to layer, found "
+            f"another ({len(seen)} of {len(self._layers)} layers called{problem}): use a recipe that looks at no text"
+        )
 
 
 @contextmanager
-def _recording(layers: Sequence[nn.Module], seen: list[tuple[Tensor, Call]]) -> Iterator[None]:
-    """Replaces the layers' forwards meanwhile."""
+def _recording(
+    layers: Sequence[nn.Module], seen: list[tuple[Tensor, Call]], form: Callable[[Tensor], Any]
+) -> Iterator[None]:
+    """Replaces the layers' forwards meanwhile by ones that give `form` of what they are given."""
 
     def recorder(last: bool) -> Any:
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             seen.append((hidden_states, Call(args, kwargs)))
             if last:
                 raise _LastLayerError
-            return hidden_states
+            return form(hidden_states)
 
         return forward
 

@@ -1,7 +1,7 @@
 """Decoder layers of transformers, filled from the shards one at a time, and what the artifact is to hold of them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class BlockLoader:
                 tensor = self.checkpoint.tensor(name)
                 check_finite(name, tensor)
                 _fill(block.module.get_submodule(slot.path), slot.leaf, tensor)
+        for slot, tensor in self._made(names):
+            _fill(block.module.get_submodule(slot.path), slot.leaf, tensor)
         empty = next((name for name, p in block.module.named_parameters() if p.is_meta), None)
         if empty is not None:
             raise UserError(f"tensor {block.prefix}.{empty} is missing: expected the weights of the whole model")
@@ -68,12 +70,10 @@ class BlockLoader:
 
     def slot(self, name: str) -> Slot | None:
         """Where a tensor of a block lies in it; None for what the model has no parameter for (old masks, mostly)."""
-        parameter = self.structure.find(name)
-        path = parameter.name if parameter is not None else f"{experts.module_path(name) or ''}.weight"
+        parameter, expert = self.structure.find(name), self.structure.names.place(name).expert
+        path = parameter.name if parameter is not None else f"{expert or ''}.weight"
         number, blocks = self.structure.block(name), self.structure.blocks_at.rpartition(".")[2]
-        _, found, inside = f".{path}".partition(f".{blocks}.{number}.")
-        place, _, leaf = inside.rpartition(".")
-        return Slot(place, leaf) if found else None
+        return _slot(path, f"{blocks}.{number}")
 
     def stored(self, block: Block, names: Sequence[str]) -> tuple[dict[str, Tensor], list[LayerRecord]]:
         """The block's tensors as the artifact is to have them, and the records of its packed layers.
@@ -100,7 +100,22 @@ class BlockLoader:
             made = to_tensors(packed, prefix, dtype)
             records[prefix] = replace(records[prefix], stored_bytes=tensor_bytes(made))
             tensors |= made
+        for slot, tensor in self._made(names):
+            if not torch.equal(_value(block.module.get_submodule(slot.path), slot.leaf, block.prefix), tensor.float()):
+                raise UserError(
+                    f"tensor {block.prefix}.{slot.path}.{slot.leaf}: expected a weight that no stage changes, for "
+                    "transformers makes it of several tensors of the checkpoint: use a recipe without this stage"
+                )
         return tensors, list(records.values())
+
+    def _made(self, names: Sequence[str]) -> Iterator[tuple[Slot, Tensor]]:
+        """What transformers makes of those tensors of a block that are no parameters by themselves, experts apart."""
+        places = {name: self.structure.names.place(name) for name in names}
+        parts = {n: self.checkpoint.tensor(n) for n, place in places.items() if place.is_part and not place.expert}
+        for name, tensor in self.structure.names.make(parts).items():
+            slot = _slot(name, f"{self.structure.blocks_at.rpartition('.')[2]}.{self.structure.block(name)}")
+            if slot is not None:
+                yield slot, check_finite(name, tensor)
 
     def _register(self, block: Block, name: str, slot: Slot) -> None:
         """Notes the linear layers that a tensor is the weight of: one, or those of the experts that it fuses."""
@@ -122,6 +137,13 @@ class BlockLoader:
             ):
                 block.linears[path] = layer
                 block.names[path], block.dtypes[path] = shown, stored_dtype(self.checkpoint, name)
+
+
+def _slot(path: str, block: str) -> Slot | None:
+    """Where a parameter lies in the block ("layers.3") that it belongs to."""
+    _, found, inside = f".{path}".partition(f".{block}.")
+    place, _, leaf = inside.rpartition(".")
+    return Slot(place, leaf) if found else None
 
 
 def _without_conv1d(layer: nn.Module) -> None:

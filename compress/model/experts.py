@@ -5,7 +5,6 @@ Nothing that quantises an nn.Linear sees them there. Which experts see enough te
 router; those that do not are named, never passed over in silence.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -17,11 +16,6 @@ from torch.nn import functional as F
 from compress.errors import UserError
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord
-
-# What checkpoints call an expert's layers, and the mixture, where transformers' modules have other names.
-_LAYERS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_MIXTURES = {"block_sparse_moe": "mlp"}
-_EXPERT_TENSOR = re.compile(r"(?P<mixture>[A-Za-z0-9_]+)\.experts\.(?P<number>\d+)\.(?P<layer>[A-Za-z0-9_]+)\.weight$")
 
 
 class Expert(nn.Module):
@@ -127,20 +121,6 @@ def records(block: int, counts: Mapping[str, int], policy: Experts) -> list[Expe
         ExpertRecord(block, int(path.rpartition(".")[2]), tokens, otherwise if path in few else "calibrated")
         for path, tokens in counts.items()
     ]
-
-
-def module_path(tensor: str) -> str | None:
-    """Where an expert's tensor of a checkpoint belongs in the unfused model, or None for any other tensor.
-
-    "…block_sparse_moe.experts.0.w1.weight" (Mixtral's) and "…mlp.experts.0.gate_proj.weight" are both
-    "…mlp.experts.0.gate_proj".
-    """
-    found = _EXPERT_TENSOR.search(tensor)
-    if found is None:
-        return None
-    mixture = _MIXTURES.get(found["mixture"], found["mixture"])
-    layer = _LAYERS.get(found["layer"], found["layer"])
-    return f"{tensor[: found.start()]}{mixture}.experts.{found['number']}.{layer}"
 
 
 def _is_fused(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from compress.errors import UserError
+from compress.model.loaders import check_apart, refusal
 from compress.model.structure import ModelStructure, Parameter
 from compress.recipe.block_stages import Quantize
 from compress.records import LeftAlone
@@ -164,6 +165,7 @@ class _Planner:
                 f"no layer of this model can be quantised as {self.stage.scheme or 'the recipe says'} ({why}): change "
                 "the recipe"
             )
+        check_apart(self.model, _codes(self.stage))
         self._check_experts(self.stage)
         shared = set(self.model.tied.values())
         for layer in self.layers.values():
@@ -212,8 +214,8 @@ class _Planner:
         if refused is not None:
             return refused
         transposed, codes = parameter.kind == "conv1d", _codes(self.stage)
-        if transposed and codes.library != "bitsandbytes":
-            return f"a Conv1D, which {codes.library} cannot hold: nf4 can"
+        if why := refusal(self.model, name, parameter, codes):
+            return why
         if shape[0] % codes.outputs:
             return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} stores in a byte"
         group = _group(shape[0] if transposed else shape[1], self.stage)

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from compress.errors import UserError
+from compress.model.names import Names
 
 Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-# Names that older checkpoints have, and what transformers calls the same module today.
-_RENAMED = ((".block_sparse_moe.", ".mlp."),)
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class ModelStructure:
     config       transformers' object; model: its causal language model, in eval mode and float32.
     parameters   by name.
     blocks_at    module that holds the blocks ("model.layers").
-    base_prefix  the prefix of the body's parameters ("model"), which some checkpoints leave out.
+    names        where the tensors of a checkpoint belong.
     tied         name -> the name whose tensor it shares.
     """
 
@@ -60,7 +58,7 @@ class ModelStructure:
     model: Any
     parameters: dict[str, Parameter]
     blocks_at: str
-    base_prefix: str
+    names: Names
     tied: dict[str, str]
 
     @property
@@ -70,44 +68,26 @@ class ModelStructure:
 
     def find(self, tensor: str) -> Parameter | None:
         """The parameter that a checkpoint's tensor is, or None (a buffer, or part of a parameter fused on loading)."""
-        for name in self._spellings(tensor):
-            if name in self.parameters:
-                return self.parameters[name]
-        return None
+        place = self.names.place(tensor)
+        return None if place.is_part else self.parameters.get(place.name)
 
     def block(self, tensor: str) -> int | None:
         """The number of the block that a checkpoint's tensor belongs to, or None."""
-        for name in self._spellings(tensor):
-            match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", name)
-            if match:
-                return int(match[1])
-        return None
+        match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", self.names.place(tensor).name)
+        return int(match[1]) if match else None
 
     def is_tied(self, tensor: str) -> bool:
         """Whether the tensor only repeats the one that it is tied to."""
-        return any(name in self.tied for name in self._spellings(tensor))
-
-    def _spellings(self, tensor: str) -> list[str]:
-        names = [tensor, f"{self.base_prefix}.{tensor}", tensor.removeprefix(f"{self.base_prefix}.")]
-        for old, new in _RENAMED:
-            names += [name.replace(old, new) for name in names if old in name]
-        return names
+        return self.names.place(tensor).name in self.tied
 
     def missing(self, tensors: list[str]) -> str | None:
         """The first parameter that no tensor of the checkpoint gives, or None.
 
-        A parameter of fused experts is there if the checkpoint has any of its block's experts: how they are fused is
-        transformers' business.
+        A parameter made of several tensors is there if any of them is.
         """
-        found = {parameter.name for tensor in tensors if (parameter := self.find(tensor))}
-        with_experts = {self.block(tensor) for tensor in tensors if _EXPERT.search(tensor)}
-        for name, parameter in self.parameters.items():
-            if name in found or self.tied.get(name, name) in found - {name}:
-                continue
-            if parameter.kind == "experts" and self.block(name) in with_experts:
-                continue
-            return name
-        return None
+        found = {self.names.place(tensor).name for tensor in tensors}
+        absent = (name for name in self.parameters if name not in found and self.tied.get(name, name) not in found)
+        return next(absent, None)
 
 
 def read_structure(folder: Path) -> ModelStructure:
@@ -137,7 +117,9 @@ def read_structure(folder: Path) -> ModelStructure:
             f"{folder.name}/config.json: expected a model of {count} equal blocks, found none in a "
             f"{type(model).__name__}: this architecture is not supported"
         )
-    tied = _shared(parameters) | dict(getattr(model, "all_tied_weights_keys", None) or {})
+    said = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    # Of two names that share a parameter, transformers says itself which one is stored.
+    tied = {name: other for name, other in _shared(parameters).items() if name not in said.values()} | said
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     described = {}
@@ -146,7 +128,7 @@ def read_structure(folder: Path) -> ModelStructure:
         kind: Kind = "head" if module is head and name.endswith(".weight") else _kind(name, parameter, module)
         linear_router = kind == "router" and isinstance(module, nn.Linear) and name.endswith(".weight")
         described[name] = Parameter(name, kind, tuple(parameter.shape), linear_router)
-    return ModelStructure(config, model, described, blocks_at, str(model.base_model_prefix), tied)
+    return ModelStructure(config, model, described, blocks_at, Names(model), tied)
 
 
 def _shared(parameters: dict[str, Any]) -> dict[str, str]:

@@ -36,6 +36,14 @@ class Through:
 FLOAT32 = Through()
 
 
+@dataclass
+class State:
+    """A request's cache, and its tokens: a cache of recurrent states alone cannot count them."""
+
+    cache: Any
+    tokens: int = 0
+
+
 class Adapter(ChainDecoder):
     """A Decoder over a transformers model."""
 
@@ -59,45 +67,61 @@ class Adapter(ChainDecoder):
         """torch's, which transformers uses."""
         return torch.get_num_threads()
 
-    def empty(self) -> Any:
+    def empty(self) -> State:
         """A cache of transformers', which grows."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=self.model.config)
+        return State(DynamicCache(config=self.model.config))
 
-    def length(self, state: Any) -> int:
-        return int(state.get_seq_length())
+    def length(self, state: State) -> int:
+        return state.tokens
 
-    def cut(self, state: Any, length: int) -> Any:
+    def cut(self, state: State, length: int) -> State:
         """See ChainDecoder. Raises UserError where this model's cache cannot roll back."""
         if length == 0:
             return self.empty()
         why = f"the cache of {type(self.model).__name__} cannot be rolled back"
         try:
-            state.crop(length - self.length(state))
+            state.cache.crop(length - state.tokens)
+            left = state.cache.get_seq_length()
         except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise UserError(f"{why}: {error}") from error
-        if self.length(state) != length:
+        if left != length:
             raise UserError(f"{why}; decode with --drafter none")
-        return state
+        return State(state.cache, length)
 
     def bytes_per_token(self) -> int:
         """Keys and values over all layers, in the model's dtype."""
         config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+        if not heads:
+            return 0  # states that do not grow
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize
 
-    def run(self, tokens: Tensor, state: Any, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        out = self.model(
-            input_ids=tokens.view(1, -1).to(self.device),
-            past_key_values=state,
-            use_cache=True,
-            output_hidden_states=True,
-            logits_to_keep=torch.tensor(at or [0], device=self.device),
-        )
-        states = out.hidden_states[-1][0]
-        return [(out.logits[0, place], states[row]) for place, row in enumerate(at)]
+    def run(self, tokens: Tensor, state: State, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        name = type(self.model).__name__
+        try:
+            out = self.model(
+                input_ids=tokens.view(1, -1).to(self.device),
+                past_key_values=state.cache,
+                use_cache=True,
+                output_hidden_states=True,
+                logits_to_keep=torch.tensor(at or [0], device=self.device),
+            )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and self.device.type != "cpu":
+                raise  # what the device says is explained elsewhere
+            raise UserError(f"{name} does not run token by token on transformers' cache that grows: {error}") from error
+        state.tokens += len(tokens)
+        logits, states = out.logits[0], (out.hidden_states or (None,))[-1]
+        # Older models do not know the key that says whose logits are wanted.
+        places = range(len(at)) if len(logits) == max(len(at), 1) else at
+        if len(logits) not in (max(len(at), 1), len(tokens)):
+            raise UserError(f"{name}: expected logits of {len(tokens)} tokens, found {len(logits)}: use another model")
+        if states is None or states.shape[:2] != (1, len(tokens)):
+            return [(logits[place],) for place in places]
+        return [(logits[place], states[0, row]) for place, row in zip(places, at, strict=True)]
 
 
 def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOAT32) -> Adapter:
@@ -118,10 +142,18 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
         given["device_map"] = through.device_map
     with fault_of(path.name, "transformers cannot load it"):
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **given)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **given
+            )
         except ImportError as error:
             library = f"the library of {method or 'its format'}"
             raise UserError(f"{path.name}: transformers needs {library} to load it: {error}") from error
+    if found["missing_keys"]:
+        # transformers would go on with random numbers.
+        raise UserError(
+            f"{path.name}: transformers finds no tensor for {min(found['missing_keys'])}: restore the weights, or use "
+            "another format"
+        )
     if method == "bitsandbytes":
         # transformers gives the biases the asked type and leaves norms and tables the file's: layer norms take one.
         for parameter in model.parameters():

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
-from compress.model import experts
 from compress.model.structure import ModelStructure, read_structure
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
@@ -42,7 +41,7 @@ class Weights:
         out: dict[str, str] = {}
         for prefix in dict.fromkeys(name.rpartition(".")[0] for name in self.checkpoint.names()):
             found = self.structure.find(f"{prefix}.weight")
-            path = found.module if found is not None else experts.module_path(f"{prefix}.weight")
+            path = found.module if found is not None else self.structure.names.place(f"{prefix}.weight").expert
             if path is not None:
                 out[path] = prefix
         return out

@@ -1,6 +1,7 @@
 """What serving commands depend on, read from a run folder: its configs, its report, and what was exported."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,14 +77,20 @@ class Facts:
         return 2 if self.layers > 1 else 1
 
 
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """The first key that says one, else 0; of one for each block what divides them all."""
+    found = next((config[key] for key in keys if config.get(key)), 0)
+    return math.gcd(*map(int, found)) if isinstance(found, list) else int(found)
+
+
 def read(run: Path) -> Facts:
     """The facts of a run folder. Raises UserError where it has no model or what it says cannot be read."""
     config = _config(run / "model")
     quantization = config.get("quantization_config") or {}
-    heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
-    hidden = int(config.get("hidden_size") or config.get("n_embd") or 0)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    intermediate = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
+    heads = _number(config, "num_attention_heads", "n_head") or 1
+    hidden = _number(config, "hidden_size", "n_embd")
+    head_dim = _number(config, "head_dim") or hidden // heads
+    intermediate = _number(config, "moe_intermediate_size", "intermediate_size") or 4 * hidden
     length, why, pays = _draft_length(run)
     declared = quantization.get("kv_cache_scheme") is not None
     cache = (config.get("specpress") or {}).get("kv_cache", {}).get("kind")
@@ -94,9 +101,9 @@ def read(run: Path) -> Facts:
         cache=cache if cache is not None or not declared else "int8",
         declared=declared,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        layers=int(config.get("num_hidden_layers") or config.get("n_layer") or 1),
-        experts=int(config.get("num_local_experts") or config.get("num_experts") or 0),
+        kv_heads=_number(config, "num_key_value_heads") or heads,
+        layers=_number(config, "num_hidden_layers", "n_layer") or 1,
+        experts=_number(config, "num_local_experts", "num_experts"),
         widths=(heads * head_dim, intermediate),
         positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
         draft=(run / "draft").is_dir(),

@@ -10,14 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress.errors import UserError
-from compress.model.experts import (
-    UnfusedExperts,
-    counted,
-    module_path,
-    records,
-    starved,
-    unfuse,
-)
+from compress.model.experts import UnfusedExperts, counted, records, starved, unfuse
+from compress.model.names import Names
 from compress.recipe.block_stages import Experts
 
 EXPERTS = 4
@@ -190,7 +184,8 @@ def test_a_block_without_memory_takes_the_checkpoint_s_tensors(kind: str, tmp_pa
     model = make(kind)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    names = {path: name.removesuffix(".weight") for name in stored if (path := module_path(name)) is not None}
+    apart = Names(model)
+    names = {path: name.removesuffix(".weight") for name in stored if (path := apart.place(name).expert) is not None}
     assert len(names) == 2 * 3 * EXPERTS
     empty = blocks(make(kind, device="meta"))[0]
     unfuse(empty)
@@ -206,16 +201,6 @@ def test_a_block_without_memory_takes_the_checkpoint_s_tensors(kind: str, tmp_pa
     with torch.inference_mode():
         expected = model.model.layers[0].mlp.experts(x, index, weights)
         torch.testing.assert_close(experts(x, index, weights), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_names() -> None:
-    old = "model.layers.3.block_sparse_moe.experts.7."
-    assert module_path(old + "w1.weight") == "model.layers.3.mlp.experts.7.gate_proj"
-    assert module_path(old + "w2.weight") == "model.layers.3.mlp.experts.7.down_proj"
-    assert module_path(old + "w3.weight") == "model.layers.3.mlp.experts.7.up_proj"
-    assert module_path("model.layers.3.mlp.experts.7.up_proj.weight") == "model.layers.3.mlp.experts.7.up_proj"
-    for other in ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.gate.weight", "lm_head.weight"):
-        assert module_path(other) is None
 
 
 def test_the_experts_are_views_that_can_be_saved(tmp_path: Path) -> None:

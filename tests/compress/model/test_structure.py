@@ -17,9 +17,12 @@ from compress.model.block import Block
 from compress.model.block_loader import BlockLoader
 from compress.model.structure import read_structure
 from runtime.checkpoints.open import open_checkpoint
+from tests.compress.tiny_architectures import make
 
 Tiny = Callable[..., Path]
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")
+# Layers that give tuples, and tensors that have other names or are parts of parameters.
+OTHERS = ("gemma3", "bloom", "falcon", "gpt_neox", "granitemoe", "phimoe", "kimi_linear")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,22 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("gemma3") / "gemma3"
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def place(tiny: Tiny, gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small model of a kind."""
+    made: dict[str, Path] = {"gemma3": gemma3}
+
+    def get(kind: str) -> Path:
+        if kind in KINDS:
+            return tiny(kind)
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / kind
+            assert make(kind, made[kind])
+        return made[kind]
+
+    return get
 
 
 def tokens() -> Tensor:
@@ -72,11 +91,11 @@ def heard(model: Any, layers: list[nn.Module]) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma3"])
-def test_blocks_one_by_one_are_the_model(tiny: Tiny, gemma3: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_blocks_one_by_one_are_the_model(place: Callable[[str], Path], kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = gemma3 if kind == "gemma3" else tiny(kind)
+    path = place(kind)
     loader = opened(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     layers = list(model.get_submodule(loader.structure.blocks_at))
@@ -92,20 +111,22 @@ def test_blocks_one_by_one_are_the_model(tiny: Tiny, gemma3: Path, kind: str) ->
         activations = Activations(number + 1, found.numpy())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma3"])
-def test_what_is_read_is_written(tiny: Tiny, gemma3: Path, kind: str) -> None:
-    loader = opened(gemma3 if kind == "gemma3" else tiny(kind))
-    names = names_of(loader, 1)
-    block = loader.load(1, names)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_what_is_read_is_written(place: Callable[[str], Path], kind: str) -> None:
+    loader = opened(place(kind))
+    number = 0 if kind == "kimi_linear" else 1  # whose convolutions are three tensors
+    names = names_of(loader, number)
+    block = loader.load(number, names)
     stored, records = loader.stored(block, names)
     assert set(stored) == set(names) and records == []
     for name in names:
         assert torch.equal(stored[name], loader.checkpoint.tensor(name)), name
         assert stored[name].dtype == loader.checkpoint.tensor(name).dtype
-    counts = {"phi3": 4, "gpt2": 4, "mixtral": 4 + 3 * 4}
+    counts = {"phi3": 4, "gpt2": 4, "bloom": 4, "falcon": 4, "gpt_neox": 4, "kimi_linear": 9 + 3}
+    counts |= dict.fromkeys(("mixtral", "granitemoe", "phimoe"), 4 + 3 * 4)
     assert len(block.linears) == counts.get(kind, 7)
     assert set(block.linears) == set(block.names) == set(block.dtypes)
-    bare = loader.meta_block(1, names)
+    bare = loader.meta_block(number, names)
     assert bare.names == block.names
     assert all(linear.weight.is_meta for linear in bare.linears.values())
 
