@@ -36,11 +36,11 @@ class Drawn:
         return folder
 
 
-def draw(seed: int) -> Drawn:
-    """The model of a number: families and libraries in turn, everything else by chance."""
+def draw(seed: int, deepest: int = 3) -> Drawn:
+    """The model of a number: families and libraries in turn, everything else by chance; at most `deepest` blocks."""
     rng = np.random.default_rng(seed)
     family, library = FAMILY[seed % 8], LIBRARIES[seed // 8 % 8]
-    made = Drawn(f"{seed} {family} {library}", _config(family, rng))
+    made = Drawn(f"{seed} {family} {library}", _config(family, rng, deepest))
     config, dtype = made.config, _FLOATS[rng.integers(3)]
     config["dtype"] = str(dtype).removeprefix("torch.")
     hidden, offset = config["hidden_size"], 1.0 if family == "gemma" else 0.0
@@ -72,9 +72,9 @@ def draw(seed: int) -> Drawn:
     return made
 
 
-def _config(family: str, rng: np.random.Generator) -> dict[str, Any]:
+def _config(family: str, rng: np.random.Generator, deepest: int) -> dict[str, Any]:
     pick = rng.choice
-    kv_heads, layers = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    kv_heads, layers = int(rng.integers(1, 4)), min(int(rng.integers(1, 4)), deepest)
     heads, head_dim = kv_heads * int(rng.integers(1, 4)), int(pick([4, 6, 8, 10, 16, 16, 20, 32, 40]))
     config: dict[str, Any] = {
         "model_type": family,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Rows of one float product: wide enough to verify a draft of seven in one call, narrow enough not to slow width 1.
 TILE = 8
+# Floats of a cache line.
+_LINE = 16
 # Draws of `tiles_are_fair`.
 _TRIES = 3
 
@@ -72,7 +74,7 @@ def lay_out(weight: Tensor) -> Tensor:
 
     K is padded by zeros to a multiple of 16, so that every tile starts on a cache line.
     """
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % 16)).t().contiguous()
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % _LINE)).t().contiguous()
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,10 +96,13 @@ def batched_product(x: Tensor, weights: Tensor) -> Tensor:
     """x (…, M, K) times weights (…, K, N), float32, leading dimensions broadcast: (…, M, N).
 
     M is the caller's tile: the same whatever shares the call. Rows go one by one where `product` would not tile them.
+    Both are padded as `lay_out` pads, and copied: how operands lie in memory chooses a library's loops, too.
     """
-    if _fair(x.shape[-2], weights):
-        return torch.matmul(x, weights)
-    return torch.cat([torch.matmul(row, weights) for row in x.split(1, dim=-2)], dim=-2)
+    inputs, outputs = -x.shape[-1] % _LINE, -weights.shape[-1] % _LINE
+    x = torch.nn.functional.pad(x, (0, inputs)).contiguous()
+    padded = torch.nn.functional.pad(weights, (0, outputs, 0, inputs)).contiguous()
+    tiles = (x,) if _fair(x.shape[-2], padded) else x.split(1, dim=-2)
+    return torch.cat([torch.matmul(tile.contiguous(), padded) for tile in tiles], dim=-2)[..., : weights.shape[-1]]
 
 
 def _fair(rows: int, weight: Tensor) -> bool:

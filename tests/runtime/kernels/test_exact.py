@@ -57,17 +57,25 @@ def test_the_library_alone_would_not_keep_the_bits() -> None:
         pytest.skip("this machine's library happens to keep them")
 
 
-# The narrow ones are those of small heads, which libraries multiply row by row in another way at odd places.
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 64, 6), (24, 64, 10), (16, 10, 64), (8, 64, 64)])
-def test_batched_products_have_the_same_bits_at_every_place_of_every_tile(rows: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_batched_products_have_the_same_bits_at_every_place_of_every_tile(
+    rows: int, inputs: int, outputs: int, transposed: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     row, weight = torch.randn(inputs, generator=generator), torch.randn(inputs, outputs, generator=generator)
-    found = []
+    found, theirs = [], []
     for tiles, blocks in ((1, 1), (3, 2), (17, 4)):
         x = torch.randn(tiles, 1, 2, rows, inputs, generator=generator)
         weights = torch.randn(tiles, blocks, 2, inputs, outputs, generator=generator)
+        weights[-1, -1, 1] = weight
+        if transposed and blocks > 1:
+            weights = weights.mT.contiguous().mT
         for place in range(rows):
-            x[-1, 0, 1, place], weights[-1, -1, 1] = row, weight
+            x[-1, 0, 1, place] = row
             found.append(exact.batched_product(x, weights)[-1, -1, 1, place])
+            theirs.append(torch.matmul(x, weights)[-1, -1, 1, place])
     assert torch.allclose(found[0].double(), row.double() @ weight.double(), atol=1e-4)
     assert all(torch.equal(one, found[0]) for one in found)
+    if (rows, outputs) == (8, 6) and all(torch.equal(one, theirs[0]) for one in theirs):
+        pytest.skip("this machine's library happens to keep them by itself")

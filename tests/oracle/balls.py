@@ -1,0 +1,228 @@
+"""Numbers with the distance at which float32 arithmetic may lie from them: the bound that the logits come with.
+
+A ball is a row of float64 numbers x with two radii: whatever decoder in float32 made the same discrete choices has its
+own row within e of x number by number, and within r of x in the Euclidean norm. Both are carried, because each is the
+narrow one somewhere: e where inputs are rounded to codes, r through matrices of floats. Radii follow from the formats
+and the operations alone, nothing is fitted:
+
+* One operation of IEEE float32 has a relative error of at most u = 2^-24 (round to nearest; no test comes near
+  float32's smallest normal number). Sums of n products in any order, fused or not, are within
+  γ(n) Σ|a||b|, γ(n) = n u / (1 − n u) (Higham, Accuracy and Stability, 2002, lemma 3.1 and section 3.1).
+* A function's own error is taken at the other decoder's input, which is within our radii: hence terms (|y| + a), where
+  a is how far the function carries the input's radius. A matrix of floats carries r by its spectral norm and e by
+  its absolute values, a norm carries them by 1 / (root mean square − r / √K), an activation by its largest slope, and
+  attention as `attention` says.
+* Rounded inputs. Codes are integers, and so are their products: exact on both sides where the codes are the same. What
+  is left is the step, absmax / 127: its relative error is that of absmax, at most max(e) / absmax + 2u.
+
+A code is a choice: x / step near a half may be rounded either way. `Choices` follows the decoder there, and only there:
+a code may be the other one where the distance from the half is below what the radius allows, and is counted.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.oracle.files import Array, U, Weight
+
+# Largest slopes: silu's is 1.0999 (at 2.4), gelu's in the tanh form 1.1291.
+_SLOPES = {"silu": 1.1, "gelu_pytorch_tanh": 1.13}
+
+
+def gamma(n: float) -> float:
+    """Higham's γ: what n roundings in a row come to."""
+    return n * U / (1 - n * U)
+
+
+def norm(x: Array) -> Array:
+    """Euclidean, over the last dimension."""
+    return np.linalg.norm(x, axis=-1)
+
+
+class Ball:
+    """x (…, n), e (…, n) and r (…): each radius is made as narrow as the other one says."""
+
+    def __init__(self, x: Array, e: Array, r: Array | None = None):
+        size = norm(e)
+        self.x, self.r = x, size if r is None else np.minimum(r, size)
+        self.e = np.minimum(e, self.r[..., None])
+
+    def __add__(self, other: "Ball") -> "Ball":
+        x, e, r = self.x + other.x, self.e + other.e, self.r + other.r
+        return Ball(x, e + U * (np.abs(x) + e), r + U * (norm(x) + r))
+
+    def columns(self, part: slice) -> "Ball":
+        """Some of the numbers."""
+        return Ball(self.x[..., part], self.e[..., part], self.r)
+
+    def heads(self, d: int) -> "Ball":
+        """(T, n) as (T, n / d, d); r holds for each head."""
+        shape = (len(self.x), -1, d)
+        x = self.x.reshape(shape)
+        return Ball(x, self.e.reshape(shape), np.repeat(self.r[:, None], x.shape[1], axis=1))
+
+
+Choice = tuple[str, int, tuple[float, float]]
+"""What is rounded: the site, the row, and the number's size and step. Equal ones are one choice: they round alike."""
+
+
+@dataclass
+class Choices:
+    """Codes that are to be the other one of the two nearest; and after a forward all that could be.
+
+    near  choice → distance from the half over what is allowed: below 1.
+    """
+
+    other: frozenset[Choice] = frozenset()
+    near: dict[Choice, float] = field(default_factory=dict)
+
+    def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
+        """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
+        t = np.divide(np.abs(x), step, out=np.zeros_like(x), where=step > 0)
+        codes = np.floor(t + 0.5)
+        distance = 0.5 - np.abs(t - codes)
+        for row, place in zip(*np.nonzero((distance < slack) & (t < limit)), strict=True):
+            choice = (site, int(row), (_digits(abs(x[row, place])), _digits(step[row, place])))
+            self.near[choice] = float(distance[row, place] / slack[row, place])
+            if choice in self.other:
+                # At a half both neighbours are as near: the other one is the lower.
+                codes[row, place] += 1 if t[row, place] > codes[row, place] else -1
+        return np.copysign(np.minimum(codes, limit), x)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.10g}")
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """a / b, 0 where b is."""
+    return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape)), where=np.broadcast_to(b > 0, a.shape))
+
+
+def quantize(ball: Ball, groups: int, limit: float, choices: Choices, site: str) -> tuple[Array, Array, Array]:
+    """Symmetric codes (T, n) of a ball (T, n), steps (T, groups) and their relative errors, by each group's absmax."""
+    count, n = ball.x.shape
+    absmax, most = (part.reshape(count, groups, -1).max(axis=-1) for part in (np.abs(ball.x), ball.e))
+    step, error = absmax / limit, _ratio(most, absmax) + 2 * U
+    wide, loose = np.repeat(step, n // groups, axis=1), np.repeat(error, n // groups, axis=1)
+    # Ours multiplies by the inverse: two more roundings.
+    slack = _ratio(ball.e, wide) + _ratio(np.abs(ball.x), wide) * (loose + 2 * U)
+    return choices.round(site, ball.x, wide, slack, limit), step, error
+
+
+def linear(ball: Ball, weight: Weight, choices: Choices, site: str) -> Ball:
+    """x Wᵀ + b."""
+    if weight.scale is None:
+        return _float(ball, weight)
+    if weight.order is not None:
+        ball = Ball(ball.x[:, weight.order], ball.e[:, weight.order], ball.r)
+    (n, groups), count = weight.scale.shape, len(ball.x)
+    if weight.step is None:
+        named = "" if weight.order is None else f" {hash(weight.order.tobytes())}"
+        codes, step, error = quantize(ball, groups, 127, choices, f"{site} {groups}{named}")
+    else:
+        step, error = np.full((count, groups), weight.step), np.zeros((count, groups))
+        slack, wide = ball.e / weight.step + U * np.abs(ball.x / weight.step), np.full_like(ball.x, weight.step)
+        codes = choices.round(f"{site} {weight.step}", ball.x, wide, slack, 127)
+    split = codes.reshape(count, groups, -1)
+    sums = np.einsum("tgk,ngk->tng", split, weight.codes.reshape(n, groups, -1)) * weight.scale
+    minus = np.zeros((1, n, groups)) if weight.offset is None else split.sum(-1)[:, None] * weight.offset
+    terms, sizes = (sums - minus) * step[:, None], (np.abs(sums) + np.abs(minus)) * step[:, None]
+    # To float, times scale; the offset's own product and the sum's; the difference; times step; one sum over groups.
+    rounding = (1 + gamma(groups + 7)) * (1 + weight.loose) - 1
+    far = (sizes * rounding * (1 + error[:, None]) + np.abs(terms) * error[:, None]).sum(-1)
+    return _biased(Ball(terms.sum(-1), far), weight.bias)
+
+
+def _float(ball: Ball, weight: Weight) -> Ball:
+    w, sizes = weight.codes, np.abs(weight.codes)
+    carried = ball.e @ sizes.T
+    loose = (1 + gamma(w.shape[1] + 1)) * (1 + weight.loose) - 1
+    own = loose * (np.abs(ball.x) @ sizes.T + carried)
+    carried = np.minimum(carried, ball.r[:, None] * norm(w))
+    made = Ball(ball.x @ w.T, carried + own, ball.r * np.linalg.norm(w, 2) + norm(own))
+    return _biased(made, weight.bias)
+
+
+def _biased(ball: Ball, bias: Array | None) -> Ball:
+    return ball if bias is None else ball + Ball(np.broadcast_to(bias, ball.x.shape), U * np.abs(bias) + 0 * ball.x)
+
+
+def rms_norm(ball: Ball, weight: Array, eps: float) -> Ball:
+    """x / sqrt(mean(x²) + eps) · weight; squares are added by halving, ⌈log2 K⌉ deep."""
+    k = ball.x.shape[-1]
+    square = (ball.x**2).mean(axis=-1)
+    root = np.sqrt(square + eps)
+    least = np.sqrt(np.maximum(np.sqrt(square) - ball.r / k**0.5, 0) ** 2 + eps)
+    y = ball.x / root[..., None] * weight
+    turned = ball.r / k**0.5 / (least * root)
+    carried = np.abs(weight) * (ball.e / least[..., None] + np.abs(ball.x) * turned[..., None])
+    along = np.abs(weight).max() * ball.r / least
+    # Squares, their sum, the mean and eps go through a root, which halves them; then root, inverse and three products.
+    own = gamma((np.ceil(np.log2(k)) + 3) / 2 + 6)
+    return Ball(y, carried + own * (np.abs(y) + carried), along + own * (norm(y) + along))
+
+
+def gated(gate: Ball, up: Ball, kind: str) -> Ball:
+    """act(gate) · up."""
+    x, size = gate.x, np.abs(gate.x)
+    carried = _SLOPES[kind] * gate.e
+    if kind == "silu":
+        act = x / (1 + np.exp(-x))
+        # e^−x within two units in the last place (4u), sum, quotient, product.
+        e = carried + gamma(8) * (np.abs(act) + carried)
+    else:
+        act = 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
+        # The argument z within 7u, times |z| tanh'(z) < 0.45; tanh from e^2z: 4u / 2, a quotient, a difference: 7u.
+        e = carried + gamma(6) * (size + gate.e) + gamma(3) * (np.abs(act) + carried)
+    y = act * up.x
+    far = np.abs(act) * up.e + np.abs(up.x) * e + e * up.e
+    return Ball(y, far + U * (np.abs(y) + far))
+
+
+def rotate(ball: Ball, cos: Array, sin: Array, far: Array) -> Ball:
+    """Rotary embedding of a ball (T, heads, d): cos, sin and their errors (T, half)."""
+    half = cos.shape[-1]
+    c, s, f = cos[:, None], sin[:, None], far[:, None]
+
+    def parts(values: Array) -> tuple[Array, Array, Array]:
+        return values[..., :half], values[..., half : 2 * half], values[..., 2 * half :]
+
+    (a, b, rest), (ea, eb, same) = parts(ball.x), parts(ball.e)
+    y = np.concatenate((a * c - b * s, b * c + a * s, rest), axis=-1)
+    own = (np.abs(a) + ea + np.abs(b) + eb) * (f + gamma(2) * (np.abs(c) + np.abs(s) + f))
+    carried = np.abs(c) * ea + np.abs(s) * eb, np.abs(c) * eb + np.abs(s) * ea
+    own = np.concatenate((own, own, 0 * rest), axis=-1)
+    stretch = np.maximum(1, np.sqrt(cos**2 + sin**2).max(axis=-1))
+    return Ball(y, np.concatenate((*carried, same), axis=-1) + own, ball.r * stretch[:, None] + norm(own))
+
+
+def attention(q: Ball, k: Ball, v: Ball, window: int | None) -> Ball:
+    """Causal softmax attention: q (T, heads, d), k and v (T, kv_heads, d) to (T, heads · d).
+
+    A score's error D moves a weight by a factor within e^±2D, and the weights still add up to 1: so the output moves by
+    at most (e^2D − 1) Σ p |v − out|, and by what the values do.
+    """
+    (count, heads, d), kv_heads = q.x.shape, k.x.shape[1]
+    scaling, out, far = d**-0.5, np.zeros(q.x.shape), np.zeros(q.x.shape)
+    for row in range(count):
+        seen = slice(0 if window is None else max(0, row - window + 1), row + 1)
+        n = seen.stop - seen.start
+        for head in range(heads):
+            at = head // (heads // kv_heads)
+            keys, values, query = k.x[seen, at], v.x[seen, at], q.x[row, head]
+            key_e, value_e, query_e = k.e[seen, at], v.e[seen, at], q.e[row, head]
+            scores = keys @ query * scaling
+            sizes = (np.abs(keys) + key_e) @ (np.abs(query) + query_e)
+            moved = np.abs(keys) @ query_e + key_e @ (np.abs(query) + query_e)
+            by_norm = q.r[row, head] * norm(keys) + k.r[seen, at] * (norm(query) + q.r[row, head])
+            moved = scaling * (np.minimum(moved, by_norm) + gamma(d + 3) * sizes)
+            spread = scores.max() - scores
+            p = np.exp(-spread)
+            p /= p.sum()
+            # The difference from the largest is rounded once; e^x is within 4u.
+            wide = np.exp(2 * (moved.max() + U * (spread.max() + 2 * moved.max())) + gamma(8))
+            out[row, head] = mixed = p @ values
+            own = gamma(2 * n + 8) * wide * (p @ (np.abs(values) + value_e))
+            far[row, head] = (wide - 1) * (p @ np.abs(values - mixed)) + wide * (p @ value_e) + own
+    return Ball(out.reshape(count, -1), far.reshape(count, -1))

@@ -1,0 +1,141 @@
+"""Our logits against tests/oracle/, which reads, dequantises and computes by itself, within the bound that it derives.
+
+Models of one block: the bound is for the worst that roundings can do together, and grows a thousandfold a block.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runtime import load, native
+from runtime.contract import CacheKind, Rows
+from tests.oracle.balls import Choice, Choices
+from tests.oracle.files import Array, Weight
+from tests.oracle.model import Oracle
+from tests.random_checkpoints import draw
+
+PATHS = ("reference", *(name for name in native.PATHS if native.usable(name)[0]))
+KINDS: tuple[CacheKind, ...] = ("float32", "float32", "int8", "int4", "float16")
+MODELS, CHUNK, LENGTH = 1000, 100, 10
+# One of every library's layouts.
+QUICK = (6, 9, 18, 27, 36, 45, 48, 60)
+# Of codes near a half so many are tried as the other one, the nearest first; the best few of these with one more each.
+_NEAREST, _BEAM, _DEEP = 60, 3, 4
+
+
+def ratios(got: Array, found: tuple[Array, Array]) -> Array:
+    """(T,) each row's largest error over its bound."""
+    logits, far = found
+    assert np.isfinite(logits).all() and not np.isnan(far).any()
+    return (np.abs(got - logits) / far).max(axis=1)
+
+
+def follow(oracle: Oracle, tokens: Array, kind: str, got: Array) -> tuple[float, int]:
+    """(largest error over bound, codes that were the other one). Raises AssertionError where no codes explain a row."""
+    other: frozenset[Choice] = frozenset()
+    while True:
+        choices = Choices(other)
+        worst = ratios(got, oracle.logits(tokens, kind, choices))
+        if (worst <= 1).all():
+            return float(worst.max()), len(other)
+        # Rows see those before them alone, so that the first one that differs has rounded otherwise itself.
+        row = int(np.argmax(worst > 1))
+        other = _explain(row, oracle, tokens, kind, got, other)
+
+
+def _explain(
+    row: int, oracle: Oracle, tokens: Array, kind: str, got: Array, other: frozenset[Choice]
+) -> frozenset[Choice]:
+    """The codes `other` and a few more of a row, with which it is within its bound."""
+    beam, nearest = [other], np.inf
+    for _ in range(_DEEP):
+        tried: dict[frozenset[Choice], float] = {}
+        for chosen in beam:
+            choices = Choices(chosen)
+            oracle.logits(tokens, kind, choices)
+            near = sorted((c for c in choices.near if c[1] == row and c not in chosen), key=choices.near.__getitem__)
+            for more in {chosen | {code} for code in near[:_NEAREST]} - tried.keys():
+                tried[more] = float(ratios(got, oracle.logits(tokens, kind, Choices(more)))[row])
+        beam = sorted(tried, key=tried.__getitem__)[:_BEAM]
+        if beam and (nearest := tried[beam[0]]) <= 1:
+            return beam[0]
+    raise AssertionError(f"row {row} is {nearest:.3g} bounds away, whichever codes near a half are the other one")
+
+
+def compare(folder: Path, seed: int) -> list[tuple[float, int]]:
+    """`follow` of a model on every path that runs here."""
+    rng = np.random.default_rng(seed)
+    model = draw(seed, deepest=1)
+    oracle, kind = Oracle(model.write(folder)), KINDS[rng.integers(len(KINDS))]
+    tokens = rng.integers(1, model.config["vocab_size"], LENGTH)
+    found = []
+    # The native kernels have no caches of half precision.
+    for kernels in PATHS if kind != "float16" else PATHS[:1]:
+        try:
+            found.append(follow(oracle, tokens, kind, our_logits(folder, kernels, kind, tokens)))
+        except AssertionError as error:
+            raise AssertionError(f"{model.label}, {kernels}, {kind}: {error}") from error
+    return found
+
+
+def our_logits(folder: Path, kernels: str, kind: CacheKind, tokens: Array) -> Array:
+    """(T, V) float64."""
+    decoder = load(folder, kernels=kernels).decoder
+    cache = decoder.new_cache(kind)
+    rows = Rows.chains([(cache.open(len(tokens)), 0, len(tokens))])
+    return decoder.forward(torch.from_numpy(tokens), rows, cache).logits.double().numpy()
+
+
+def test_a_few_models(tmp_path: Path) -> None:
+    for seed in QUICK:
+        assert all(0 < ratio < 1 for ratio, _ in compare(tmp_path / str(seed), seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, MODELS, CHUNK))
+def test_a_thousand_models(tmp_path: Path, first: int) -> None:
+    found, failed = [], []
+    for seed in range(first, first + CHUNK):
+        try:
+            found += compare(tmp_path / str(seed), seed)
+        except AssertionError as error:
+            failed.append(str(error))
+    worst, followed = np.array([ratio for ratio, _ in found]), sum(n for _, n in found)
+    print(
+        f"models {first} to {first + CHUNK - 1}: {len(found)} comparisons, error over bound at most {worst.max():.3g},"
+        f" median {np.median(worst):.3g}, least {worst.min():.3g}; {followed} codes followed; {len(failed)} failed"
+    )
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("damage", ["code", "scale", "offset"])
+def test_one_wrong_number_would_be_noticed(tmp_path: Path, damage: str) -> None:
+    """The positive: an oracle that reads one code, scale or zero point otherwise is out of the bound."""
+    seed = 48
+    model = draw(seed, deepest=1)
+    oracle = Oracle(model.write(tmp_path / "m"))
+    tokens = np.random.default_rng(seed).integers(1, model.config["vocab_size"], LENGTH)
+    got = our_logits(tmp_path / "m", "reference", "float32", tokens)
+    assert follow(oracle, tokens, "float32", got)[0] < 1
+    name = next(name for name in model.tensors if name.endswith("down_proj.qweight")).removesuffix(".qweight")
+    weight = oracle.weight(name)
+    oracle.weights[name] = damaged(weight, damage)
+    with pytest.raises(AssertionError, match="bounds away"):
+        follow(oracle, tokens, "float32", got)
+
+
+def damaged(weight: Weight, damage: str) -> Weight:
+    """The weight with one number of an output changed: a code by 1, a scale by a hundredth, a zero point by 1."""
+    assert weight.scale is not None and weight.offset is not None
+    codes, scale, offset = weight.codes.copy(), weight.scale.copy(), weight.offset.copy()
+    match damage:
+        case "code":
+            codes[3, 5] += 1
+        case "scale":
+            scale[3, 0] *= 1.01
+        case _:
+            offset[3, 0] += scale[3, 0]
+    return replace(weight, codes=codes, scale=scale, offset=offset)
