@@ -36,8 +36,8 @@ Progress = Callable[[str, int, int], None]
 Stream = np.ndarray[tuple[int, ...], np.dtype[np.uint16]] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 _COPIES_OF_HELD_OUT, _COPIES_OF_OTHERS = "copies of held-out text", "copies of other files"
-# Characters that are tokenised in one call: enough to keep a parallel tokenizer busy.
-_CHARACTERS = 1 << 22
+# Characters that are tokenised in one call, which Ctrl-C waits for: enough to keep a parallel tokenizer busy.
+_CHARACTERS = 1 << 20
 _TOKENS, _ABOUT = "tokens.bin", "tokens.json"
 _SHINGLE_LINES = 4
 # Above these shares of repeated four-line runs a text is a copy: of a held-out one, or of one already taken.

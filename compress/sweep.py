@@ -85,7 +85,7 @@ def main(
     code 1: some recipe failed.
     """
     with without_traceback(USER_ERRORS, stopped="the same command goes on"):
-        words, chosen = list(context.args), load_recipes(recipes)
+        words, chosen, out = list(context.args), load_recipes(recipes), out.expanduser()
         check_words(words, chosen.values())
         found = sweep(chosen, out, words, force, say=lambda line: typer.echo(line, err=True))
     _print(found)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from compress.report.schema import Report
 from compress.report.schema_speed import Baseline, Decoding, Speed
-from compress.report.wording import NOT_MEASURED, number, percent, times
+from compress.report.wording import NOT_MEASURED, number, percent, times, tokens
 
 Row = tuple[str, ...]
 
@@ -115,7 +115,7 @@ def acceptance(report: Report) -> Section:
     if advice is None:
         text = [f"No advice on the draft length: {report.reason('speed.advice')}."]
     elif advice.draft_length:
-        text = [f"Advice: draft {advice.draft_length} tokens a round. {advice.why}"]
+        text = [f"Advice: draft {tokens(advice.draft_length)} a round. {advice.why}"]
     else:
         text = [f"Advice: do not speculate with this draft. {advice.why}"]
     plot = "Bars: share of drafts accepted up to each position"

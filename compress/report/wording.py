@@ -63,6 +63,11 @@ def megabytes(value: int | float | None) -> str:
     return f"{value / 1e6:,.1f} MB" if value >= 1e5 else f"{value / 1e3:,.1f} kB"
 
 
+def tokens(count: int) -> str:
+    """1 token, 2 tokens."""
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
 def times(value: float) -> str:
     """A ratio: 1.62×."""
     return f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"
@@ -219,7 +224,7 @@ def _speculation_findings(draft: str | None, speed: Speed, found: Speedup) -> It
     drafter = draft if speed.drafter == "model" else f"the drafter {speed.drafter}"
     gain, measured = found.over_compressed or 0.0, found.decode_over_compressed
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
-    sentence = f"Speculation with {drafter}, {speed.draft_length} tokens a round, {verb}: {gain:.2f} times its speed."
+    sentence = f"Speculation with {drafter}, {tokens(speed.draft_length or 0)} a round, {verb}: {gain:.2f} times its speed."
     if speed.acceptance_rate is not None:
         sentence += (
             f" {percent(speed.acceptance_rate)} of the drafted tokens were accepted, "

@@ -12,7 +12,8 @@ from runtime.errors import UserError
 
 # Larger than any model, and a few of them multiplied still fit the kernels' 64-bit sizes.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_SIZE, _MOST_WORDS, _MOST_POSITIONS = 10_000, 1 << 16, 1 << 22, 1 << 26, 1 << 40
-_FLOAT32 = 3.4e38
+# As a whole number it still fits torch's 64 bits.
+_MOST_NUMBER = 1e18
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 
 
@@ -27,8 +28,8 @@ def _count(most: int) -> Any:
 
 
 _Size: Any = _count(_MOST_SIZE)
-_Positive = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=_FLOAT32)]
-_Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_FLOAT32, le=_FLOAT32)]
+_Positive = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=_MOST_NUMBER)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_MOST_NUMBER, le=_MOST_NUMBER)]
 _Share = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1)]
 _Text = Annotated[str, Field(strict=True, max_length=200)]
 # −1 is "none" in some files.

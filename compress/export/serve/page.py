@@ -14,7 +14,7 @@ def markdown(facts: Facts, sections: Sequence[Section]) -> str:
     paragraphs = told(
         f"# Serving {facts.name}",
         f"The model is {target.contents(facts)}, of type {facts.model_type}. What drafts: {drafting}; γ ="
-        f" {facts.length} tokens a round. {facts.why}",
+        f" {facts.length} token{'' if facts.length == 1 else 's'} a round. {facts.why}",
         not facts.pays
         and "So take the plain commands; the speculative ones are here for other machines, where it may pay.",
         "Every command is for this folder, and listens on this machine only: put an address of your network in where"

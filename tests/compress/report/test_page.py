@@ -142,6 +142,10 @@ def test_slowdowns_are_said(report: dict[str, Any]) -> None:
     assert "slows plain decoding down: 0.61 times" in text
     assert wording.headlines(Report.model_validate(report))[2].tone == "bad"
     assert "do not speculate with this draft" in markdown_of(report)
+    report["speed"]["advice"] |= {"draft_length": 1, "why": "It pays."}
+    assert "draft 1 token a round. It pays." in markdown_of(report)
+    report["speed"]["advice"] |= {"draft_length": 2}
+    assert "draft 2 tokens a round. It pays." in markdown_of(report)
 
 
 def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.errors import UserError
 from runtime.formats import awq, gptq, int4, int8, llm_int8, nf4, ternary
 from runtime.formats.packed import PackedWeight
+from tests.mutations import JUNK, mutated_value
 
 Made = tuple[dict[str, Tensor], dict[str, Any]]
 PREFIX = "model.layers.0.self_attn.q_proj"
@@ -64,7 +65,6 @@ def make(kind: str) -> Made:
 
 
 KINDS = ("gptq", "gptq order", "awq", "llm.int8", "nf4", "nf4 double", "bitnet", "int-quantized", "pack-quantized")
-_JUNK: tuple[Any, ...] = (None, True, -1, 0, 3, 10**12, 0.5, "", "int4", [], ["lm_head"], {}, {"weights": 4}, "../x")
 _DTYPES = (torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 
 
@@ -92,21 +92,6 @@ def mutate_tensors(chance: random.Random, tensors: dict[str, Tensor]) -> None:
             raw[chance.randrange(raw.numel())] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
         tensor = raw.view(tensor.dtype).view(tensor.shape)
     tensors[name] = tensor.contiguous()
-
-
-def mutate_config(chance: random.Random, config: dict[str, Any]) -> Any:
-    """One value of the configuration is another, at any depth; or all of it."""
-    if chance.random() < 0.02:
-        return chance.choice(_JUNK)
-    inner, key = config, chance.choice(sorted(config))
-    while isinstance(inner[key], dict) and inner[key] and chance.random() < 0.7:
-        inner = inner[key]
-        key = chance.choice(sorted(inner))
-    if chance.random() < 0.2:
-        del inner[key]
-    else:
-        inner[key] = chance.choice(_JUNK)
-    return config
 
 
 def mutate_file(chance: random.Random, data: bytes) -> bytes:
@@ -142,7 +127,7 @@ def mutations(chance: random.Random, kind: str) -> Iterator[tuple[bytes, Any]]:
         data = save(tensors)
         way = chance.randrange(3)
         if way == 0:
-            config = mutate_config(chance, config)
+            config = mutated_value(chance, config, (*JUNK, ["lm_head"], {"weights": 4}))
         elif way == 1:
             mutate_tensors(chance, tensors)
             data = save(tensors)

@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1",
 }
+PRELOADED = ("libasan.so", "libstdc++.so")
 SUBJECTS = ["decoder", "attention", "linear", "rows", "pool"]
 
 
@@ -138,6 +140,27 @@ def test_a_read_beyond_the_codes_and_an_overflow_are_caught(address: Path) -> No
     found = command([str(address), "overflow"])
     assert found.returncode != 0
     assert "signed integer overflow" in found.stderr
+
+
+@pytest.mark.slow
+def test_configurations_by_the_thousand_run_clean_in_the_library_under_the_sanitizers(
+    native: Native, tmp_path: Path
+) -> None:
+    """The library as Python loads it, in a copy of the tree; a library's sanitizers have to be loaded first."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "runs", "*.so"))
+    flags = " ".join([*ADDRESS, "-g1"])
+    variables = {**os.environ, **ENVIRONMENT, "CC": native.compiler, "CFLAGS": flags, "LDFLAGS": flags}
+    subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=copy, env=variables, check=True)
+    (library,) = (copy / "runtime" / "native").glob("*.so")
+    assert b"__asan_report_load" in library.read_bytes() and b"__ubsan_handle" in library.read_bytes()
+    first = [command([native.compiler, f"-print-file-name={name}"]).stdout.strip() for name in PRELOADED]
+    variables |= {"LD_PRELOAD": " ".join(first), "PYTHONPATH": str(copy)}
+    tests = copy / "tests" / "runtime" / "checkpoints" / "test_config_mutations.py"
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "slow", str(tests)]
+    found = subprocess.run(line, cwd=copy, env=variables, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    assert "1 passed" in found.stdout
 
 
 def test_threads_share_nothing_unguarded(thread: Path) -> None:
