@@ -44,8 +44,9 @@ def collect(block: Block, inputs: Inputs, wants: Mapping[str, Wants], few: Exper
         everything = _Collector(block, {path: wants[path] for path in wants if path in layers})
         with experts.counted(block.module, hungry):
             everything.run(inputs)
-        return seen | everything.moments
-    block.starved = frozenset(layers)
+        seen |= everything.moments
+    # Layers that the text does not reach at all are starved too: attention to an encoder that is not there.
+    block.starved = frozenset(wants.keys() - seen.keys())
     return seen
 
 

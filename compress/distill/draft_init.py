@@ -46,6 +46,7 @@ def write_draft(source: Path, kept: tuple[int, ...], out: Path, shard_bytes: int
     """
     checkpoint, structure = open_checkpoint(source), read_structure(source)
     dropped = frozenset(range(len(structure.layers))) - set(kept)
+    structure.check_renumbering(checkpoint.names())
     short = depth.shorten_config(dict(checkpoint.config), dropped)
     names = depth.renumber(checkpoint.names(), structure.blocks_at, dropped)
     tensors = ({new: checkpoint.tensor(old)} for old, new in names.items() if not structure.is_tied(old))

@@ -28,7 +28,7 @@ class Block:
                     name that it would have), and the type that the checkpoint holds it in.
     packed          by path; filled by quantise stages.
     records         of the packed layers; `stored_bytes` are filled in when the block is written.
-    starved         linear layers of experts that saw too few tokens and are to be rounded to nearest.
+    starved         linear layers, of experts mostly, that saw too few tokens and are to be rounded to nearest.
     experts         how many tokens each expert saw.
     config          what config.json has to say otherwise because of what was done here.
     """

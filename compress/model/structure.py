@@ -4,6 +4,7 @@ Every architecture that transformers knows is described so. Code that comes with
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch import nn
 
 from compress.errors import UserError
 from compress.model.names import Names
+from runtime.errors import fault_of
 
 Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
 
@@ -75,6 +77,16 @@ class ModelStructure:
         """The number of the block that a checkpoint's tensor belongs to, or None."""
         match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", self.names.place(tensor).name)
         return int(match[1]) if match else None
+
+    def check_renumbering(self, tensors: Iterable[str]) -> None:
+        """Raises UserError where a checkpoint calls blocks otherwise than the model: no name says their number."""
+        for tensor in tensors:
+            number = self.block(tensor)
+            if number is not None and not f".{self.blocks_at}".endswith("." + tensor.partition(f".{number}.")[0]):
+                raise UserError(
+                    f"tensor {tensor}: expected a name below {self.blocks_at} where whole blocks are to go, found "
+                    "another: use a recipe that keeps all blocks"
+                )
 
     def is_tied(self, tensor: str) -> bool:
         """Whether the tensor only repeats the one that it is tied to."""
@@ -172,7 +184,8 @@ def _kind(name: str, parameter: Any, module: Any) -> Kind:
 def make_buffers(model: Any, module: nn.Module) -> None:
     """Gives a module of the meta device its own buffers: transformers computes them where it makes weights.
 
-    The module's weights must still be on the meta device: elsewhere they would be made anew as well.
+    The module's weights must still be on the meta device: elsewhere they would be made anew as well. Raises UserError
+    where transformers cannot do so.
     """
     empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
     if not empty:
@@ -181,5 +194,6 @@ def make_buffers(model: Any, module: nn.Module) -> None:
         raise ValueError(f"{type(module).__name__}: buffers come before weights")
     for name, buffer in empty.items():
         module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    with torch.no_grad():
+    what = f"transformers cannot make the buffers of {type(module).__name__}; use a recipe that looks at no text"
+    with torch.no_grad(), fault_of(type(model).__name__, what):
         model._init_weights(module)

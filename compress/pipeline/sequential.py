@@ -159,6 +159,7 @@ class _BlockPipeline:
         if self.blocks.depth is None:
             return Shortening(frozenset(), blocks_at)
         names = {number: names for _, names in self.plan.parts if (number := self.blocks.number(names)) is not None}
+        self.loader.structure.check_renumbering(name for tensors in names.values() for name in tensors)
         if "dropped" not in self.journal.scan:
             for number in range(len(self.journal.scan.get("influences", [])), self.count):
                 progress("scan", number, self.count)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from calib.moments import Wants
 from compress.calibration.activations import Activations, Call, Inputs
 from compress.calibration.capture import Capture
+from compress.calibration.statistics import collect
 from compress.errors import UserError
 from compress.model.block import Block
 from compress.model.block_loader import BlockLoader
 from compress.model.structure import read_structure
+from compress.recipe.block_stages import Experts
 from runtime.checkpoints.open import open_checkpoint
 from tests.compress.tiny_architectures import make
 
@@ -163,6 +166,17 @@ def test_16_bit_blocks_go_on_with_what_they_will_be_read_back_with(tiny: Tiny, t
         linear.weight.mul_(1e38).mul_(1e38)
     with pytest.raises(UserError, match=r"up_proj\.weight: expected finite numbers.*bfloat16"):
         loader.stored(block, names)
+
+
+def test_layers_that_no_text_reaches_are_starved(place: Callable[[str], Path]) -> None:
+    """A decoder alone attends to no encoder."""
+    loader = opened(place("bart"))
+    activations, calls = captured(loader)
+    block = loader.load(0, names_of(loader, 0))
+    wants = dict.fromkeys(block.linears, Wants(hessian=True))
+    found = collect(block, Inputs(activations, calls[0]), wants, Experts())
+    assert block.starved == {path for path in block.linears if path.startswith("encoder_attn.")}
+    assert block.starved and found.keys() == wants.keys() - block.starved
 
 
 def test_layers_that_see_the_text_are_refused(tiny: Tiny) -> None:
