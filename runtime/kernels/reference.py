@@ -17,6 +17,8 @@ from runtime.kv_store import KEY_BLOCK
 
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
 _EXACT_FLOAT = 1 << 24
+# Inputs whose products of int8, at most 128 · 128 each, add up to no more.
+_EXACT_INPUTS = _EXACT_FLOAT // (128 * 128)
 # The fewest rows of a product of integers on CUDA.
 _CUDA_ROWS = 17
 
@@ -71,10 +73,13 @@ def quantize_static(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 def integer_product(x: Tensor, codes: Tensor) -> Tensor:
     """x (T, K) int8 times codes (K, N) int8: (T, N) int32, exact.
 
-    CUDA's product takes more than 16 rows, and inputs and outputs in eights: others are filled with zeros there.
+    CUDA's product takes more than 16 rows, and inputs and outputs in eights: others are filled with zeros there. On a
+    CPU it is one of floats, in parts whose sums float32 holds: on processors without VNNI torch's of integers adds pairs
+    in 16 bits, which saturate.
     """
     if not x.is_cuda:
-        return torch._int_mm(x, codes)
+        parts = zip(x.split(_EXACT_INPUTS, dim=1), codes.split(_EXACT_INPUTS), strict=True)
+        return torch.stack([(a.float() @ b.float()).to(torch.int32) for a, b in parts]).sum(dim=0, dtype=torch.int32)
     (rows, inputs), outputs = x.shape, codes.shape[1]
     pad = torch.nn.functional.pad
     wide = pad(x, (0, -inputs % 8, 0, max(0, _CUDA_ROWS - rows)))

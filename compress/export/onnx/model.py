@@ -11,6 +11,7 @@ The folder is also a model for `runtime.load`, and has Optimum's layout.
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from compress.artifact.files import write_json
 from compress.errors import USER_ERRORS, UserError
 from compress.export import Exported, Loss, Progress, check_kinds, told
+from compress.export.onnx import check
 from compress.export.onnx import graph as onnx_graph
 from compress.export.onnx.graph import Sizes
 from compress.export.onnx.weights import Weights, plain
@@ -120,12 +122,14 @@ def export(model: Path, out: Path, progress: Progress, dtype: torch.dtype, one_f
 
     one_file  bytes of weights up to which all is in model.onnx.
 
-    Packed weights are held as they are packed, plain ones one at a time. Raises UserError for what `open_checkpoint`,
+    Packed weights are held as they are packed, plain ones one at a time. What is made is run once where ONNX Runtime is
+    installed (check.py), and the notes say what came of it. Raises UserError for what `open_checkpoint`,
     the tracer or the operators do not take, and for weights that float16 does not hold.
     """
     checkpoint = open_checkpoint(model)
     graph, sizes = onnx_graph.trace(checkpoint.path, dtype)
-    return assemble(checkpoint, graph, sizes, out, progress, dtype, one_file)
+    made = assemble(checkpoint, graph, sizes, out, progress, dtype, one_file)
+    return replace(made, notes=(*made.notes, check.sentence(checkpoint.path, out, made.bytes)))
 
 
 write = partial(export, dtype=torch.float32)
@@ -257,8 +261,10 @@ def save(model: "ir.Model", out: Path, external: bool) -> None:
 def _notes(filled: Filled, dtype: torch.dtype) -> tuple[str, ...]:
     return told(
         filled.kinds["int8-token"]
-        and "int8 layers round their inputs per token in the graph, as Specpress' kernels do; both factors are"
-        " unsigned, so that ONNX Runtime's products are exact with and without VNNI",
+        and "int8 layers round their inputs per token in the graph, as Specpress' kernels do",
+        (filled.kinds["int8-token"] or filled.kinds["int8-tensor"])
+        and "both factors of int8 products are unsigned: ONNX Runtime's sums are exact on every processor, with and"
+        " without VNNI",
         filled.kinds["ternary"]
         and "ternary layers round their inputs to int8 per block, where Specpress' kernels do it per token",
         filled.kinds["experts"] and "experts take their inputs as floats",

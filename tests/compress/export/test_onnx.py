@@ -14,6 +14,7 @@ import torch
 
 from compress.errors import UserError
 from compress.export import FORMATS, run
+from compress.export.onnx import check
 from compress.export.onnx import graph as onnx_graph
 from compress.export.onnx import model as onnx
 from runtime import formats, load
@@ -255,3 +256,18 @@ def _dequantized(written: Any, name: str, packed: PackedWeight) -> torch.Tensor:
     restored = torch.empty_like(whole)
     restored[:, tensors[f"{name}.input_order"]] = whole
     return restored
+
+
+def test_an_export_is_run_where_it_was_made(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_packed(tiny("llama"), tmp_path / "model", "int8")
+    made = export("llama", source, tmp_path / "out")
+    assert any("exact on every processor" in note for note in made.notes)
+    said = check.sentence(source, tmp_path / "out", made.bytes)
+    assert said.startswith("checked: run by ONNX Runtime on this machine (a processor with") and "0.1" in said
+    # Another model's file is noticed, one that cannot be run is told of, and so is a machine without ONNX Runtime.
+    assert check.sentence(write_tiny("llama", tmp_path / "b", seed=1), tmp_path / "out", 0).startswith("wrong here: ")
+    assert check.sentence(source, tmp_path / "out", check.MOST_BYTES + 1).startswith("not checked: it and the artifact")
+    (tmp_path / "out" / "model.onnx").write_bytes(b"no graph")
+    assert check.sentence(source, tmp_path / "out", 0).startswith("not checked: out/model.onnx")
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    assert check.sentence(source, tmp_path / "out", 0).startswith("not checked: ONNX Runtime")
