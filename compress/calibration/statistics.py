@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
 from compress.calibration.activations import Enough, Inputs, check_window
+from compress.errors import UserError
 from compress.model import experts
 from compress.model.block import Block
 from compress.recipe.block_stages import Experts
@@ -103,7 +104,10 @@ class _Collector:
             with torch.no_grad():
                 self.moments[path].add(x)
         elif first != leader:
-            raise ValueError(f"{self.block.prefix}.{path} read {leader}'s inputs before and reads others now")
+            raise UserError(
+                f"{self.block.prefix}.{path}: expected layers that share their inputs in every window or in none, "
+                f"found one that reads {leader}'s in some: use a recipe that looks at no text"
+            )
         self.calls += 1
         if self.calls == self.last_call:
             raise Enough
