@@ -224,7 +224,9 @@ def _speculation_findings(draft: str | None, speed: Speed, found: Speedup) -> It
     drafter = draft if speed.drafter == "model" else f"the drafter {speed.drafter}"
     gain, measured = found.over_compressed or 0.0, found.decode_over_compressed
     verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
-    sentence = f"Speculation with {drafter}, {tokens(speed.draft_length or 0)} a round, {verb}: {gain:.2f} times its speed."
+    sentence = (
+        f"Speculation with {drafter}, {tokens(speed.draft_length or 0)} a round, {verb}: {gain:.2f} times its speed."
+    )
     if speed.acceptance_rate is not None:
         sentence += (
             f" {percent(speed.acceptance_rate)} of the drafted tokens were accepted, "

@@ -74,8 +74,8 @@ def integer_product(x: Tensor, codes: Tensor) -> Tensor:
     """x (T, K) int8 times codes (K, N) int8: (T, N) int32, exact.
 
     CUDA's product takes more than 16 rows, and inputs and outputs in eights: others are filled with zeros there. On a
-    CPU it is one of floats, in parts whose sums float32 holds: on processors without VNNI torch's of integers adds pairs
-    in 16 bits, which saturate.
+    CPU it is one of floats, in parts whose sums float32 holds: without VNNI torch's product of integers adds pairs in
+    16 bits, which saturate.
     """
     if not x.is_cuda:
         parts = zip(x.split(_EXACT_INPUTS, dim=1), codes.split(_EXACT_INPUTS), strict=True)
