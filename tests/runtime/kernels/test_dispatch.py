@@ -208,7 +208,7 @@ def test_unknown_and_unusable_kernels_are_refused(tiny: Callable[..., Path], mon
     for name in NAMES[1:5]:
         with pytest.raises(UserError, match=f"kernels='{name}' run on a CPU, and the device is cuda"):
             choose(name, "cuda")
-    with pytest.raises(UserError, match="threads must be at least 1, found 0"):
+    with pytest.raises(UserError, match="threads must be at least 1 and at most 1024, found 0"):
         load(tiny("llama"), threads=0)
     monkeypatch.setattr(native, "usable", lambda path: (path == "portable", "this processor lacks the instructions"))
     with pytest.raises(UserError, match="kernels='avx2' cannot run here: this processor lacks the instructions"):
