@@ -246,7 +246,7 @@ def test_work_keeps_the_models(tmp_path: Path) -> None:
         (("--widths", "1,0"), "--widths: expected numbers from 1 to 512 with commas between them, found '1,0'"),
         (("--widths", "1;2"), "--widths: expected"),
         (("--widths", ""), "--widths: expected"),
-        (("--threads", 0), "--threads must be at least 1, found 0"),
+        (("--threads", 0), "threads must be at least 1 and at most 1024, found 0"),
         (("--rounds", 0), "--rounds must be at least 1, found 0"),
         (("--kernels", "sse"), "kernels='sse' is unknown"),
         (("--json", "no/such/folder/x.json"), "cannot be a file"),
