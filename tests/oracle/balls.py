@@ -16,9 +16,12 @@ and the operations alone, nothing is fitted:
   is left is the step, absmax / 127: its relative error is that of absmax, at most max(e) / absmax + 2u.
 
 A code is a choice: x / step near a half may be rounded either way. `Choices` follows the decoder there, and only there:
-a code may be the other one where the distance from the half is below what the radius allows, and is counted.
+a code may be the other one where the distance from the half is below what the radius allows, and is counted. What a
+cache holds can be read, so that its codes are taken as they are, and each is checked: some number that is within the
+radius of ours has to be rounded to it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,11 +73,21 @@ Choice = tuple[str, int, tuple[float, float]]
 class Choices:
     """Codes that are to be the other one of the two nearest; and after a forward all that could be.
 
-    near  choice → distance from the half over what is allowed: below 1.
+    given  site → what a cache holds there (T, heads, d): codes, or numbers of half precision.
+    near   choice → distance from the half over what is allowed: below 1.
+    off    (T,) how far the worst of a row's numbers is from all that round to what is given, over what is allowed.
     """
 
     other: frozenset[Choice] = frozenset()
+    given: Mapping[str, Array] = field(default_factory=dict)
     near: dict[Choice, float] = field(default_factory=dict)
+    off: Array = field(default_factory=lambda: np.zeros(1))
+
+    def check(self, x: Array, low: Array, high: Array, slack: Array) -> None:
+        """Notes in `off` how far x (T, …) is from low … high, what is rounded to what is given; slack as in `round`."""
+        out = np.maximum(np.maximum(low - x, x - high), 0)
+        over = np.divide(out, slack, out=np.where(out > 0, np.inf, 0.0), where=slack > 0)
+        self.off = np.maximum(self.off, over.reshape(len(x), -1).max(axis=1))
 
     def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
         """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
@@ -99,15 +112,20 @@ def _ratio(a: Array, b: Array) -> Array:
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape)), where=np.broadcast_to(b > 0, a.shape))
 
 
-def quantize(ball: Ball, groups: int, limit: float, choices: Choices, site: str) -> tuple[Array, Array, Array]:
-    """Symmetric codes (T, n) of a ball (T, n), steps (T, groups) and their relative errors, by each group's absmax."""
-    count, n = ball.x.shape
-    absmax, most = (part.reshape(count, groups, -1).max(axis=-1) for part in (np.abs(ball.x), ball.e))
-    step, error = absmax / limit, _ratio(most, absmax) + 2 * U
-    wide, loose = np.repeat(step, n // groups, axis=1), np.repeat(error, n // groups, axis=1)
+def steps(x: Array, e: Array, limit: float) -> tuple[Array, Array, Array]:
+    """Steps (…, 1) of numbers (…, n) by their absmax, their relative errors, and the slack (…, n) of the quotients."""
+    absmax = np.abs(x).max(axis=-1, keepdims=True)
+    step, error = absmax / limit, _ratio(e.max(axis=-1, keepdims=True), absmax) + 2 * U
     # Ours multiplies by the inverse: two more roundings.
-    slack = _ratio(ball.e, wide) + _ratio(np.abs(ball.x), wide) * (loose + 2 * U)
-    return choices.round(site, ball.x, wide, slack, limit), step, error
+    return step, error, _ratio(e, step) + _ratio(np.abs(x), step) * (error + 2 * U)
+
+
+def quantize(ball: Ball, groups: int, choices: Choices, site: str) -> tuple[Array, Array, Array]:
+    """Symmetric codes (T, n) of a ball (T, n), steps (T, groups) and their relative errors, by each group's absmax."""
+    parts, shape = (len(ball.x), groups, -1), ball.x.shape
+    step, error, slack = steps(ball.x.reshape(parts), ball.e.reshape(parts), 127)
+    wide = np.broadcast_to(step, slack.shape).reshape(shape)
+    return choices.round(site, ball.x, wide, slack.reshape(shape), 127), step[..., 0], error[..., 0]
 
 
 def linear(ball: Ball, weight: Weight, choices: Choices, site: str) -> Ball:
@@ -119,7 +137,7 @@ def linear(ball: Ball, weight: Weight, choices: Choices, site: str) -> Ball:
     (n, groups), count = weight.scale.shape, len(ball.x)
     if weight.step is None:
         named = "" if weight.order is None else f" {hash(weight.order.tobytes())}"
-        codes, step, error = quantize(ball, groups, 127, choices, f"{site} {groups}{named}")
+        codes, step, error = quantize(ball, groups, choices, f"{site} {groups}{named}")
     else:
         step, error = np.full((count, groups), weight.step), np.zeros((count, groups))
         slack, wide = ball.e / weight.step + U * np.abs(ball.x / weight.step), np.full_like(ball.x, weight.step)

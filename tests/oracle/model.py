@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracle.balls import Ball, Choices, attention, gamma, gated, linear, quantize, rms_norm, rotate
+from tests.oracle.balls import Ball, Choices, attention, gamma, gated, linear, rms_norm, rotate, steps
 from tests.oracle.files import Array, U, Weight, read_tensors, read_weight
 
 
@@ -146,20 +146,19 @@ class Oracle:
 
 
 def held(ball: Ball, cache: str, choices: Choices, site: str) -> Ball:
-    """Keys or values (T, heads, d) as a cache of that kind gives them back: codes by each token's and head's absmax."""
-    x, (count, heads, _) = ball.x, ball.x.shape
+    """Keys or values (T, heads, d) as a cache gives them back. Codes are of each token's and head's absmax."""
     if cache == "float32":
         return ball
+    given = choices.given[site]
     if cache == "float16":
-        # 11 bits of each number; below 2^-14 steps of 2^-24.
-        step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-14))), -14) - 10)
-        flat, steps = x.reshape(count, -1), step.reshape(count, -1)
-        codes = choices.round(site, flat, steps, ball.e.reshape(count, -1) / steps, np.inf)
-        return Ball(codes.reshape(x.shape) * step, np.zeros(x.shape))
-    flat = Ball(x.reshape(count, -1), ball.e.reshape(count, -1))
-    codes, step, error = quantize(flat, heads, {"int8": 127.0, "int4": 7.0}[cache], choices, site)
-    back = codes.reshape(x.shape) * step[:, :, None]
-    return Ball(back, np.abs(back) * (error[:, :, None] + 2 * U))
+        half = given.astype(np.float16)
+        low, high = (np.nextafter(half, np.float16(side)).astype(float) for side in (-np.inf, np.inf))
+        choices.check(ball.x, (low + given) / 2, (given + high) / 2, ball.e)
+        return Ball(given, np.zeros(given.shape))
+    step, error, slack = steps(ball.x, ball.e, {"int8": 127.0, "int4": 7.0}[cache])
+    t = np.divide(ball.x, step, out=np.zeros(ball.x.shape), where=step > 0)
+    choices.check(t, given - 0.5, given + 0.5, slack)
+    return Ball(given * step, np.abs(given * step) * (error + 2 * U))
 
 
 def angles(config: dict[str, Any], count: int) -> tuple[Array, Array, Array]:
