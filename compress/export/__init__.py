@@ -135,6 +135,7 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
         raise UserError(
             f"{out.name} was not written by an export, so --force does not replace it: choose another --out"
         )
+    _check_first(name, model)
     module, function = FORMATS[name].split(":")
     exporter: Callable[[Path, Path, Progress], Exported] = getattr(importlib.import_module(module), function)
     partial = out.with_name(out.name + ".partial")
@@ -148,6 +149,18 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return exported
+
+
+def _check_first(name: str, model: Path) -> None:
+    """Refuses by the first packed layer what most exporters would find after more work."""
+    from compress.export.layers import prefixes
+    from runtime.checkpoints.open import open_checkpoint
+    from runtime.formats.packed import PackedWeight
+
+    checkpoint = open_checkpoint(model)
+    for prefix in prefixes(checkpoint.names())[:1]:
+        if isinstance(weight := checkpoint.weight(prefix), PackedWeight):
+            check_kinds([name], {weight.scheme.kind})
 
 
 def _replace(partial: Path, out: Path) -> None:

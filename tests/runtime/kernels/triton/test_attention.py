@@ -15,6 +15,7 @@ from runtime.contract import CacheKind
 from runtime.kernels.triton.attention_decode import SPLIT, Heads, Places, attend, splits_for
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kv_store import KEY_BLOCK, Store, allocate
+from tests.slices import often
 
 KINDS: tuple[CacheKind, ...] = ("float32", "float16", "int8", "int4")
 LAYERS = 2
@@ -161,7 +162,7 @@ def test_large_scores_and_values(device: torch.device, kind: CacheKind) -> None:
 # Bits: of a row and its keys alone.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(KINDS, "float16", "int4"))
 def test_bits_at_every_width_and_in_both_kernels(device: torch.device, kind: CacheKind) -> None:
     """Sixteen rows of a chain over the border of a split, in launches of any width, however many share a tile."""
     case = make(device, kind, (SPLIT + 8,))

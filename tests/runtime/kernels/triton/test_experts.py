@@ -23,6 +23,7 @@ from runtime.kernels.triton.linear import TritonJoined, TritonLinear, triton_lin
 from runtime.kernels.triton.weights import GpuWeight, concatenate, gpu_weight
 from runtime.kernels.triton.with_libraries import MixedLinear, int_mm_linear
 from runtime.model.triton.experts import StackedExperts, add_experts, stacked
+from tests.slices import often
 
 Packed = Callable[..., PackedWeight]
 HIDDEN, INSIDE, EXPERTS = 96, 40, 5
@@ -91,7 +92,7 @@ def picks(rows: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return route(scores, count, True)
 
 
-@pytest.mark.parametrize("name", [*CASES, *FLOATS])
+@pytest.mark.parametrize("name", often([*CASES, *FLOATS], "int8 static", "int4 rows order", "nf4", "planes", "float16"))
 def test_has_the_bits_of_each_experts_own_layers(name: str, packed: Packed, device: torch.device) -> None:
     made = mixture(name, 2, packed, device)
     both = stacked(made)

@@ -14,6 +14,7 @@ from runtime.contract import Cache, Decoder, Rows, integers
 from runtime.kv_store import CacheKind
 from runtime.model.triton.cache import GpuCache
 from runtime.model.triton.decoder import TritonDecoder
+from tests.slices import often
 
 Tiny = Callable[..., Path]
 TinyPacked = Callable[[str], Path]
@@ -47,7 +48,7 @@ def in_pieces(made: TritonDecoder, tokens: Tensor, widths: Sequence[int], kind: 
     return torch.cat([feed(made, cache, request, piece) for piece in tokens.split(list(widths))])
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", often(MODELS, "gemma", "mistral"))
 def test_float_models(small: Tiny, text: Text, device: str, longer: int, kind: str) -> None:
     """1e-5 of the logits' norm: the order of float sums, and weights multiplied as three bfloat16 terms."""
     path = small(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
@@ -58,7 +59,7 @@ def test_float_models(small: Tiny, text: Text, device: str, longer: int, kind: s
     assert torch.equal(in_pieces(made, tokens, (7, 1, len(tokens) - 8)), got)
 
 
-@pytest.mark.parametrize("scheme", PACKED)
+@pytest.mark.parametrize("scheme", often(PACKED, "int4", "mixed"))
 def test_packed_models(tiny_packed: TinyPacked, text: Text, device: str, longer: int, scheme: str) -> None:
     made, tokens = decoder(tiny_packed(scheme), device), text(6 * longer)
     got = whole(made, tokens)
@@ -67,7 +68,7 @@ def test_packed_models(tiny_packed: TinyPacked, text: Text, device: str, longer:
     assert torch.equal(in_pieces(made, tokens, (1, len(tokens) - 1)), got)
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("kind", often(["float16", "int8", "int4"], "int4"))
 def test_rounded_caches(small: Tiny, text: Text, device: str, longer: int, kind: CacheKind) -> None:
     made, tokens = decoder(small("llama"), device), text(9 * longer)
     got = whole(made, tokens, kind)

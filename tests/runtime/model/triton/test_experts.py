@@ -20,12 +20,14 @@ from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.model.triton.graphs import Graphs
 from runtime.speculative.drafters.model import ModelDrafter
+from tests.slices import often
 
 Tiny = Callable[..., Path]
 Packed = Callable[..., Path]
 Text = Callable[..., Tensor]
 # Zero points, orders, static inputs and fp8, which no file of ours has of experts, are in test_experts.py.
 PACKED = ("int8", "int4", "nf4", "ternary")
+MIXTURES = (*(("qwen3_moe", scheme) for scheme in PACKED), ("mixtral", "int4"), ("mixtral", "float"))
 CHANGES = {"num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -56,12 +58,11 @@ def ours(made: TritonDecoder, weights: Mixture, x: Tensor) -> Tensor:
     return layers._mix(x, x, weights, made.architecture, position).cpu()
 
 
-@pytest.mark.parametrize(
-    ("model", "scheme"), [*(("qwen3_moe", scheme) for scheme in PACKED), ("mixtral", "int4"), ("mixtral", "float")]
-)
+@pytest.mark.parametrize("case", often(MIXTURES, ("qwen3_moe", "int4"), ("mixtral", "float")), ids="-".join)
 def test_has_the_references_bits_at_every_width(
-    tiny: Tiny, tiny_packed: Packed, device: str, model: str, scheme: str
+    tiny: Tiny, tiny_packed: Packed, device: str, case: tuple[str, str]
 ) -> None:
+    model, scheme = case
     path = tiny(model, **CHANGES) if scheme == "float" else tiny_packed(scheme, model, **CHANGES)
     made, plain = decoder(path, device), load(path, kernels="reference").decoder
     assert isinstance(plain, LlamaDecoder)
@@ -80,7 +81,7 @@ def test_has_the_references_bits_at_every_width(
         assert torch.equal(ours(made, weights, x[-width:].to(device)), got[-width:]), width
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", often(["int8", "int4"], "int8"))
 def test_prompts_go_another_way_to_the_same_bits(tiny_packed: Packed, device: str, scheme: str) -> None:
     made = decoder(tiny_packed(scheme, "qwen3_moe", **CHANGES), device)
     weights = mixture(made)

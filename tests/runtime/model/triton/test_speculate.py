@@ -21,6 +21,7 @@ from runtime.speculative.drafters.nested import NestedDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
 from tests.conftest import write_medusa
+from tests.slices import often
 
 Tiny = Callable[..., Path]
 NEW = 4
@@ -88,7 +89,7 @@ def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:
     assert texts(target, NestedDrafter(target), [[7, 300]], Sampling())[0] == plain
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", often([True, False], True))
 def test_medusa(target: Model, tmp_path: Path, shared: bool) -> None:
     """Trees on the target's kernels: the reference's heads, drafts that are taken, the text of plain decoding."""
     folder = write_medusa(target.path, tmp_path / "medusa", scale=0.02, shared=shared)
