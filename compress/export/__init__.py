@@ -35,6 +35,8 @@ FORMATS: dict[str, str] = {
 
 # Kinds of codes that exporters can repack or round again; any other is held by the library whose format it is, alone.
 _REPACKED = frozenset({"int8", "int4", "nf4", "ternary"})
+# A packed layer has one of these, whatever its format; a plain one has none.
+_MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")
 ABOUT = "export.json"
 """In every export: its `Exported`, and the mark by which a folder is known for one."""
 
@@ -151,9 +153,14 @@ def run(name: str, model: Path, out: Path, progress: Progress = silent, force: b
     return exported
 
 
+def prefixes(names: Sequence[str]) -> list[str]:
+    """The packed layers among the tensors of a checkpoint, in the order of their names."""
+    found = {name.removesuffix(mark): None for name in names for mark in _MARKS if name.endswith(mark)}
+    return list(found)
+
+
 def _check_first(name: str, model: Path) -> None:
     """Refuses by the first packed layer what most exporters would find after more work."""
-    from compress.export.layers import prefixes
     from runtime.checkpoints.open import open_checkpoint
     from runtime.formats.packed import PackedWeight
 

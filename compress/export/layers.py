@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from compress.errors import UserError
-from compress.export import told
+from compress.export import prefixes, told
 from compress.quantize import grid
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
@@ -60,8 +60,6 @@ def to_int8_rows(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     return int8.pack(dequantize(packed), bias=packed.bias, scale_dtype=dtype)
 
 
-# A packed layer has one of these, whatever its format; a plain one has none.
-_MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")
 # Caches' static scales, which only compressed-tensors' loaders know.
 CACHE_SCALES = (".k_scale", ".v_scale")
 NOTHING_PACKED = "expected packed weights, found plain ones only: compress with a recipe that quantises"
@@ -127,12 +125,6 @@ def survey(path: Path) -> Model:
     if not found:
         raise UserError(f"{checkpoint.path.name}: {NOTHING_PACKED}")
     return Model(checkpoint, tuple(_facts(checkpoint, prefix) for prefix in found), _skipped(checkpoint))
-
-
-def prefixes(names: Sequence[str]) -> list[str]:
-    """The packed layers among the tensors of a checkpoint, in the order of their names."""
-    found = {name.removesuffix(mark): None for name in names for mark in _MARKS if name.endswith(mark)}
-    return list(found)
 
 
 def _facts(checkpoint: Checkpoint, prefix: str) -> Facts:
