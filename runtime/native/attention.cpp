@@ -85,16 +85,23 @@ static inline void mix(const float* weights, const float* const* values, Range r
         for (int v = 0; v < V; v++) store(out + m * wide + from + v * LANES, acc[m][v]);
 }
 
+// Vectors of sums of a row beside M - 1 others: as many as the registers hold.
+template <int M>
+constexpr int vectors() {
+    if (NARROW) return M == 1 ? 4 : M == 2 ? 2 : 1;
+    return M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
+}
+
 template <int M>
 static void score_rows(const float* q, int64_t dim, int64_t wide, const float* const* keys, int64_t count, float* scores) {
-    constexpr int V = M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
+    constexpr int V = vectors<M>();
     for (int64_t begin = 0; begin < count; begin += KEYS)
         for (int64_t j = 0; j < KEYS; j += V * LANES) score<M, V>(q, dim, wide, keys[begin / KEYS] + j, scores + begin + j);
 }
 
 template <int M>
 static void mix_rows(const float* weights, const float* const* values, Range r, int64_t wide, float* out) {
-    constexpr int V = M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
+    constexpr int V = vectors<M>();
     int64_t from = 0;
     for (; from + V * LANES <= wide; from += V * LANES) mix<M, V>(weights, values, r, wide, from, out);
     for (; from < wide; from += LANES) mix<M, 1>(weights, values, r, wide, from, out);

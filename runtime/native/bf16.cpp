@@ -5,15 +5,18 @@ namespace SPECPRESS_PATH {
 
 struct Bfloat16 {
     static constexpr int STEP = 2;
-    template <int M>
-    static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][2]) {
-        const B64 left = load64(codes), right = load64(codes + 64);
-        const F16 a = even_bf16(left), b = even_bf16(right), c = odd_bf16(left), d = odd_bf16(right);
+    template <int M, int HALVES>
+    static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][HALVES]) {
+        F16 first[HALVES], second[HALVES];
+        for (int h = 0; h < HALVES; h++) {
+            const B64 pairs = load64(codes + h * 64);
+            first[h] = even_bf16(pairs), second[h] = odd_bf16(pairs);
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const F16 v = set(x[m * stride]), u = set(x[m * stride + 1]);
-            acc[m][0] = fma(c, u, fma(a, v, acc[m][0]));
-            acc[m][1] = fma(d, u, fma(b, v, acc[m][1]));
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) acc[m][h] = fma(second[h], u, fma(first[h], v, acc[m][h]));
         }
     }
     template <int M>

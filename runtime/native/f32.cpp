@@ -5,15 +5,15 @@ namespace SPECPRESS_PATH {
 
 struct Float32 {
     static constexpr int STEP = 1;
-    template <int M>
-    static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][2]) {
-        const float* w = reinterpret_cast<const float*>(codes);
-        const F16 left = load(w), right = load(w + LANES);
+    template <int M, int HALVES>
+    static inline void each(const uint8_t* codes, const float* x, int64_t stride, F16 (&acc)[M][HALVES]) {
+        F16 w[HALVES];
+        for (int h = 0; h < HALVES; h++) w[h] = load(reinterpret_cast<const float*>(codes) + h * LANES);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const F16 v = set(x[m * stride]);
-            acc[m][0] = fma(left, v, acc[m][0]);
-            acc[m][1] = fma(right, v, acc[m][1]);
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) acc[m][h] = fma(w[h], v, acc[m][h]);
         }
     }
     template <int M>

@@ -5,23 +5,39 @@
 
 namespace SPECPRESS_PATH {
 
-template <class Scheme, int M>
-inline void float_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
-    constexpr int STEP = Scheme::STEP;
-    const uint8_t* codes = w.codes + block * (w.group / STEP) * 128;
-    const float* x = in.values + row * in.stride;
-    F16 acc[M][2];
+template <class Scheme, int M, int HALVES>
+inline void float_sums(const uint8_t* codes, const float* x, int64_t inputs, int64_t stride, bool more, float* tile) {
+    F16 acc[M][HALVES];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = zero();
-    for (int64_t k = 0; k < w.group; k += STEP, codes += 128) {
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) acc[m][h] = more ? load(tile + m * BLOCK + h * LANES) : zero();
+    for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += 128) {
         prefetch(codes + AHEAD);
-        prefetch(codes + AHEAD + 64);
-        Scheme::template each<M>(codes, x + k, in.stride, acc);
+        if constexpr (HALVES == 2) prefetch(codes + AHEAD + 64);
+        Scheme::template each<M, HALVES>(codes, x + k, stride, acc);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        store(tile + m * BLOCK, acc[m][0]);
-        store(tile + m * BLOCK + LANES, acc[m][1]);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) store(tile + m * BLOCK + h * LANES, acc[m][h]);
+}
+
+template <class Scheme, int M>
+inline void float_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+    constexpr int64_t STEP = Scheme::STEP;
+    const uint8_t* codes = w.codes + block * (w.group / STEP) * 128;
+    const float* x = in.values + row * in.stride;
+    if constexpr (!NARROW || M <= 2) {
+        float_sums<Scheme, M, 2>(codes, x, w.group, in.stride, false, tile);
+    } else {
+        // 16 outputs at a time, of so few inputs that both halves come from the cache of the first level.
+        constexpr int64_t CHUNK = 32 * STEP;
+        for (int64_t k = 0; k < w.group; k += CHUNK, codes += 32 * 128) {
+            const int64_t inputs = w.group - k < CHUNK ? w.group - k : CHUNK;
+            float_sums<Scheme, M, 1>(codes, x + k, inputs, in.stride, k > 0, tile);
+            float_sums<Scheme, M, 1>(codes + 64, x + k, inputs, in.stride, k > 0, tile + LANES);
+        }
     }
 }
 

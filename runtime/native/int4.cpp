@@ -6,6 +6,7 @@ namespace SPECPRESS_PATH {
 
 struct Int4 : IntegerScheme<Int4, 8> {
     using IntegerScheme::IntegerScheme;
+    static constexpr int SHORT = 32;
     I16 start(const Weights& w, int64_t, int32_t sum) const { return seti(-static_cast<int32_t>(w.zero) * sum); }
     template <int I>
     B64 part(B64 raw) const {

@@ -57,6 +57,28 @@ inline void finish(const Weights& w, int64_t block, const float* tile, float* y,
     }
 }
 
+// The sums of a group, scaled, added to the tile; of the first group they are the tile.
+template <int M, class Scheme, class Sums>
+inline void add_group(const Scheme& scheme, const Weights& w, int64_t at, const Sums& acc, const float* step,
+                      const int32_t* sums, bool first, float* tile) {
+    const F16 scale[2] = {load_scale(w, at), load_scale(w, at + LANES)};
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        const F16 by = set(step[m * w.groups]);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            F16 term = mul(to_float(scheme.total(acc[m][h], sums[m * w.groups])), scale[h]);
+            if (w.offset) {
+                F16 sum = set(static_cast<float>(sums[m * w.groups]));
+                term = sub(term, mul(sum, load(w.offset + at + h * LANES)));
+            }
+            term = mul(term, by);
+            float* y = tile + m * BLOCK + h * LANES;
+            store(y, first ? term : add(load(y), term));
+        }
+    }
+}
+
 template <class Scheme, int M>
 inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
     constexpr int STEP = Scheme::STEP;
@@ -74,7 +96,7 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
         prefetch(scales + (at + ahead) * apart);
         prefetch(scales + (at + ahead) * apart + 64);
         // A few rows have too few sums to keep the multipliers busy: every other product goes to a second set of them.
-        constexpr int SETS = 2 * M <= MAX_ROWS && STEP > 4 ? 2 : 1;
+        constexpr int SETS = 2 * M <= (NARROW ? 2 : MAX_ROWS) && STEP > 4 ? 2 : 1;
         I16 acc[SETS * M][2];
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
@@ -91,22 +113,33 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
         for (int m = M; m < SETS * M; m++)
             acc[m - M][0] = addi(acc[m - M][0], acc[m][0]), acc[m - M][1] = addi(acc[m - M][1], acc[m][1]);
         x += size;
-        const F16 scale[2] = {load_scale(w, at), load_scale(w, at + LANES)};
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const F16 by = set(step[m * groups + g]);
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-                F16 term = mul(to_float(scheme.total(acc[m][h], sums[m * groups + g])), scale[h]);
-                if (w.offset) {
-                    F16 sum = set(static_cast<float>(sums[m * groups + g]));
-                    term = sub(term, mul(sum, load(w.offset + at + h * LANES)));
-                }
-                term = mul(term, by);
-                float* y = tile + m * BLOCK + h * LANES;
-                store(y, g == 0 ? term : add(load(y), term));
-            }
+        add_group<M>(scheme, w, at, acc, step + g, sums + g, g == 0, tile);
+    }
+}
+
+// The same where registers are few: 16 outputs at a time, of a chunk of inputs, so that both halves of it come from the
+// cache of the first level. Codes that are small enough are summed in 16 bits, and widened once a chunk.
+template <class Scheme, int M>
+inline void narrow_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+    constexpr int64_t STEP = Scheme::STEP, CHUNK = Scheme::SHORT > 0 ? Scheme::SHORT : 16 * STEP;
+    const int64_t groups = w.groups, size = w.group;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const int8_t* x = in.codes + row * in.stride;
+    const float* step = in.step + row * groups;
+    const int32_t* sums = in.sums + row * groups;
+    const Scheme scheme(w);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (block * groups + g) * BLOCK;
+        I16 acc[M][2];
+        for (int m = 0; m < M; m++)
+            for (int h = 0; h < 2; h++) acc[m][h] = scheme.start(w, at + h * LANES, sums[m * groups + g]);
+        for (int64_t k = 0; k < size; k += CHUNK) {
+            const int64_t inputs = size - k < CHUNK ? size - k : CHUNK;
+            for (int h = 0; h < 2; h++) scheme.template half<M>(codes + h * 64, x, inputs, in.stride, h, acc);
+            codes += inputs / STEP * 128;
+            x += inputs;
         }
+        add_group<M>(scheme, w, at, acc, step + g, sums + g, g == 0, tile);
     }
 }
 
@@ -141,6 +174,9 @@ void linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, flo
 template <class Scheme, int INPUTS>
 struct IntegerScheme {
     static constexpr int STEP = INPUTS;
+    // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
+    // 2^15. 0: not even four of them do.
+    static constexpr int SHORT = 0;
     explicit IntegerScheme(const Weights&) {}
     void fetch(const uint8_t* codes) const { prefetch(codes); }
     B64 read(const uint8_t* codes) const { return load64(codes); }
@@ -165,9 +201,48 @@ struct IntegerScheme {
             parts<M, SETS, I + 1>(left, right, x, stride, acc);
         }
     }
+    // Half `h` of a chunk: its codes stand every 128 bytes.
+    template <int M>
+    inline void half(const uint8_t* codes, const int8_t* x, int64_t inputs, int64_t stride, int h, I16 (&acc)[M][2]) const {
+        const auto& self = static_cast<const Scheme&>(*this);
+        I16 sums[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) sums[m] = Scheme::SHORT > 0 ? seti(0) : acc[m][h];
+        for (int64_t k = 0; k < inputs; k += INPUTS, codes += 128) {
+            self.fetch(codes + AHEAD);
+            parts_of_half<M, 0>(self.read(codes), x + k, stride, sums);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            if constexpr (Scheme::SHORT > 0)
+                acc[m][h] = widen_pairs(acc[m][h], sums[m]);
+            else
+                acc[m][h] = sums[m];
+        }
+    }
+    template <int M, int I, class Raw>
+    inline void parts_of_half(Raw raw, const int8_t* x, int64_t stride, I16 (&sums)[M]) const {
+        if constexpr (I < INPUTS / 4) {
+            const auto& self = static_cast<const Scheme&>(*this);
+            const B64 part = self.template part<I>(raw);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) {
+                const X4 v = four(x + m * stride + 4 * I);
+                if constexpr (Scheme::SHORT > 0)
+                    sums[m] = add_pairs(sums[m], part, v);
+                else
+                    sums[m] = self.dot(sums[m], part, v);
+            }
+            parts_of_half<M, I + 1>(raw, x, stride, sums);
+        }
+    }
     template <int M>
     static inline void product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
-        small_product<Scheme, M>(w, in, row, block, tile);
+        // One or two rows of sums that are 32 bits wide have room for both vectors.
+        if constexpr (NARROW && (Scheme::SHORT > 0 || M > 2))
+            narrow_product<Scheme, M>(w, in, row, block, tile);
+        else
+            small_product<Scheme, M>(w, in, row, block, tile);
     }
 };
 

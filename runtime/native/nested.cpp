@@ -37,6 +37,7 @@ struct Nested : IntegerScheme<Nested, 8> {
 // 128 · 127 times the inputs, int8's own bound.
 struct Upper : IntegerScheme<Upper, 8> {
     using IntegerScheme::IntegerScheme;
+    static constexpr int SHORT = 32;
     I16 start(const Weights&, int64_t, int32_t sum) const { return seti(-8 * sum); }
     template <int I>
     B64 part(B64 raw) const {

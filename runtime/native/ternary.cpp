@@ -5,6 +5,7 @@ namespace SPECPRESS_PATH {
 
 struct Ternary : IntegerScheme<Ternary, 16> {
     using IntegerScheme::IntegerScheme;
+    static constexpr int SHORT = 256;
     I16 start(const Weights&, int64_t, int32_t sum) const { return seti(-sum); }
     template <int I>
     B64 part(B64 raw) const {

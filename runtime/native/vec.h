@@ -19,6 +19,7 @@ constexpr int LANES = 16;
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 // ---------------------------------------------------------------------------------------------- AVX-512 with VNNI
 constexpr int MAX_ROWS = 8;  // rows of one small product: 8 rows x 2 vectors of accumulators, of 32 registers
+constexpr bool NARROW = false;
 constexpr bool UNSIGNED_DOT = true;  // the dot instruction takes one unsigned operand
 
 struct F16 { __m512 v; };
@@ -103,10 +104,13 @@ inline I16 dot_activations_unsigned(I16 acc, B64 w, X4 x) { return {_mm512_dpbus
 
 #elif defined(__AVX2__)
 // ------------------------------------------------------------------------------------------ AVX2, with VNNI or not
-constexpr int MAX_ROWS = 2;
 #if defined(__AVXVNNI__)
+constexpr int MAX_ROWS = 2;
+constexpr bool NARROW = false;
 constexpr bool UNSIGNED_DOT = true;
 #else
+constexpr int MAX_ROWS = 4;     // 4 rows x 1 vector of accumulators, which is two registers of 16
+constexpr bool NARROW = true;   // so products take one vector of outputs at a time
 constexpr bool UNSIGNED_DOT = false;
 #endif
 
@@ -221,19 +225,42 @@ inline __m256i quads(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 }
 inline I16 dot_weights_unsigned(I16 acc, B64 w, X4 x) { return {quads(acc.a, w.a, x.v), quads(acc.b, w.b, x.v)}; }
+// Sums of two products each in 16 bits, and the sum of such sums: who adds up knows that they fit.
+inline __m256i pairs(__m256i sums, __m256i u, __m256i s) {
+#if defined(__GNUC__)
+    // In one piece: gcc multiplies ahead of the sums otherwise, and then runs out of registers.
+    __m256i t;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(t) : "x"(u), "x"(s));
+    return sums;
+#else
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(u, s));
+#endif
+}
+inline I16 add_pairs(I16 sums, B64 w, X4 x) { return {pairs(sums.a, w.a, x.v), pairs(sums.b, w.b, x.v)}; }
+inline I16 widen_pairs(I16 acc, I16 sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, ones)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, ones))};
+}
 #endif
 // acc + Σ4 w·x, both signed: |w| is unsigned (128 at most) and x, within ±127, takes its sign.
-inline I16 dot_signed(I16 acc, B64 w, X4 x) {
-    auto part = [](__m256i s, __m256i v, __m256i y) {
-        __m256i sums = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(y, v));
-        return _mm256_add_epi32(s, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
-    };
-    return {part(acc.a, w.a, x.v), part(acc.b, w.b, x.v)};
+inline __m256i signed_quads(__m256i acc, __m256i w, __m256i x) {
+    const __m256i magnitude = _mm256_abs_epi8(w), ones = _mm256_set1_epi16(1);
+#if defined(__GNUC__)
+    __m256i t;
+    asm("vpsignb %3, %4, %1\n\tvpmaddubsw %1, %2, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+        : "+x"(acc), "=&x"(t)
+        : "x"(magnitude), "x"(w), "x"(x), "x"(ones));
+    return acc;
+#else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, w)), ones));
+#endif
 }
+inline I16 dot_signed(I16 acc, B64 w, X4 x) { return {signed_quads(acc.a, w.a, x.v), signed_quads(acc.b, w.b, x.v)}; }
 
 #else
 // ------------------------------------------------------------------------------------------------------- portable
 constexpr int MAX_ROWS = 2;
+constexpr bool NARROW = false;
 constexpr bool UNSIGNED_DOT = false;
 
 struct F16 { float v[16]; };

@@ -399,6 +399,18 @@ def test_the_largest_sums_do_not_overflow(native_path: str, packed: Packed) -> N
             assert torch.equal(upper_half(native_path, planes)(x), packed_linear(coarse(planes))(x))
 
 
+@pytest.mark.parametrize(("kind", "code"), [("int4", 15), ("ternary", 1), ("nf4", 15)])
+def test_sums_of_16_bits_hold_the_largest_codes(native_path: str, packed: Packed, kind: str, code: int) -> None:
+    """AVX2 adds up products in 16 bits: as many as fit where all codes and all inputs are the largest there are."""
+    options = {"unsigned": True, "offset": True} if kind == "int4" else {}
+    weight = packed(kind, 40, 1100, **options)
+    weight = replace(weight, codes=torch.full_like(weight.codes, code))
+    for rows in (1, 2, 3, 5):
+        for sign in (1.0, -1.0):
+            x = torch.full((rows, 1100), sign)
+            assert torch.equal(on(native_path, weight)(x), packed_linear(weight)(x))
+
+
 def test_malformed_inputs_are_refused_before_any_pointer_is_taken(
     native_path: str, packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
