@@ -14,7 +14,7 @@ import torch
 from runtime import load, native
 from runtime.cache.contiguous import ContiguousCache
 from runtime.contract import CacheKind, Rows
-from tests.oracle.balls import Choice, Choices
+from tests.oracle.balls import Choice, Choices, norm
 from tests.oracle.files import Array, Weight
 from tests.oracle.model import Oracle
 from tests.random_checkpoints import draw
@@ -38,38 +38,47 @@ class Found:
     held: Mapping[str, Array]
 
 
-def ratios(found: Found, oracle: Oracle, tokens: Array, choices: Choices) -> Array:
-    """(T,) each row's largest error over its bound, of its logits and of what the cache holds."""
+def ratios(found: Found, oracle: Oracle, tokens: Array, choices: Choices) -> tuple[Array, Array]:
+    """Errors over their bounds, of each row's logits (T, V) and of what the cache holds of it (T, n)."""
     logits, far = oracle.logits(tokens, found.kind, choices)
     assert np.isfinite(logits).all() and not np.isnan(far).any()
-    return np.maximum((np.abs(found.logits - logits) / far).max(axis=1), choices.off)
+    return np.abs(found.logits - logits) / far, np.concatenate(choices.off, axis=1)
 
 
 def follow(oracle: Oracle, tokens: Array, found: Found) -> tuple[float, int]:
     """(largest error over bound, codes that were the other one). Raises AssertionError where no codes explain a row."""
     other: frozenset[Choice] = frozenset()
     while True:
-        worst = ratios(found, oracle, tokens, Choices(other, found.held))
+        worst = np.concatenate(ratios(found, oracle, tokens, Choices(other, found.held)), axis=1).max(axis=1)
         if (worst <= 1).all():
             return float(worst.max()), len(other)
-        # Rows see those before them alone: what was rounded otherwise is in the first one that differs, or before.
+        # Rows see each other through the cache alone, whose content is given: each has its own codes to explain it.
         other = _explain(int(np.argmax(worst > 1)), oracle, tokens, found, other)
 
 
 def _explain(row: int, oracle: Oracle, tokens: Array, found: Found, other: frozenset[Choice]) -> frozenset[Choice]:
-    """The codes `other` and a few more, up to a row, with which it is within its bound."""
+    """The codes `other` and a few more of a row, with which it is within its bound.
+
+    Errors of several codes add up, in directions of their own: each right one makes the sum of squares less. Of the
+    logits, that is: in a cache of codes most are hidden; but what only keys are made of may show nowhere else.
+    """
     beam, nearest = [other], np.inf
     for _ in range(_DEEP):
-        tried: dict[frozenset[Choice], float] = {}
+        tried: dict[frozenset[Choice], list[Array]] = {}
         for chosen in beam:
             choices = Choices(chosen, found.held)
             oracle.logits(tokens, found.kind, choices)
-            near = sorted((c for c in choices.near if c[1] <= row and c not in chosen), key=choices.near.__getitem__)
+            near = sorted((c for c in choices.near if c[1] == row and c not in chosen), key=choices.near.__getitem__)
             for more in {chosen | {code} for code in near[:_NEAREST]} - tried.keys():
-                tried[more] = float(ratios(found, oracle, tokens, Choices(more, found.held))[: row + 1].max())
-        beam = sorted(tried, key=tried.__getitem__)[:_BEAM]
-        if beam and (nearest := tried[beam[0]]) <= 1:
-            return beam[0]
+                tried[more] = [part[row] for part in ratios(found, oracle, tokens, Choices(more, found.held))]
+        worst = {chosen: float(np.concatenate(parts).max()) for chosen, parts in tried.items()}
+        best = min(worst, key=worst.__getitem__, default=None)
+        if best is None:
+            break
+        if (nearest := worst[best]) <= 1:
+            return best
+        sums = ({chosen: float(norm(parts[i])) for chosen, parts in tried.items()} for i in range(2))
+        beam = [chosen for sizes in sums for chosen in sorted(sizes, key=sizes.__getitem__)[:_BEAM]]
     raise AssertionError(f"row {row} is {nearest:.3g} bounds away, whichever codes near a half are the other one")
 
 

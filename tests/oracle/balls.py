@@ -17,8 +17,8 @@ and the operations alone, nothing is fitted:
 
 A code is a choice: x / step near a half may be rounded either way. `Choices` follows the decoder there, and only there:
 a code may be the other one where the distance from the half is below what the radius allows, and is counted. What a
-cache holds can be read, so that its codes are taken as they are, and each is checked: some number that is within the
-radius of ours has to be rounded to it.
+cache holds can be read, so that it is taken as it is, and each number is checked: one within the radius of ours has to
+be rounded to it. A row's choices then show in that row alone.
 """
 
 from collections.abc import Mapping
@@ -73,32 +73,31 @@ Choice = tuple[str, int, tuple[float, float]]
 class Choices:
     """Codes that are to be the other one of the two nearest; and after a forward all that could be.
 
-    given  site → what a cache holds there (T, heads, d): codes, or numbers of half precision.
+    given  site → what a cache holds there (T, heads, d): codes, or floats as they are.
     near   choice → distance from the half over what is allowed: below 1.
-    off    (T,) how far the worst of a row's numbers is from all that round to what is given, over what is allowed.
+    off    (T, n) each: how far a row's numbers are from all that round to what is given, over what is allowed.
     """
 
     other: frozenset[Choice] = frozenset()
     given: Mapping[str, Array] = field(default_factory=dict)
     near: dict[Choice, float] = field(default_factory=dict)
-    off: Array = field(default_factory=lambda: np.zeros(1))
+    off: list[Array] = field(default_factory=list)
 
     def check(self, x: Array, low: Array, high: Array, slack: Array) -> None:
         """Notes in `off` how far x (T, …) is from low … high, what is rounded to what is given; slack as in `round`."""
         out = np.maximum(np.maximum(low - x, x - high), 0)
         over = np.divide(out, slack, out=np.where(out > 0, np.inf, 0.0), where=slack > 0)
-        self.off = np.maximum(self.off, over.reshape(len(x), -1).max(axis=1))
+        self.off.append(over.reshape(len(x), -1))
 
     def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
         """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
         t = np.divide(np.abs(x), step, out=np.zeros_like(x), where=step > 0)
-        codes = np.floor(t + 0.5)
+        codes = np.rint(t)
         distance = 0.5 - np.abs(t - codes)
         for row, place in zip(*np.nonzero((distance < slack) & (t < limit)), strict=True):
             choice = (site, int(row), (_digits(abs(x[row, place])), _digits(step[row, place])))
             self.near[choice] = float(distance[row, place] / slack[row, place])
             if choice in self.other:
-                # At a half both neighbours are as near: the other one is the lower.
                 codes[row, place] += 1 if t[row, place] > codes[row, place] else -1
         return np.copysign(np.minimum(codes, limit), x)
 

@@ -146,10 +146,11 @@ class Oracle:
 
 
 def held(ball: Ball, cache: str, choices: Choices, site: str) -> Ball:
-    """Keys or values (T, heads, d) as a cache gives them back. Codes are of each token's and head's absmax."""
-    if cache == "float32":
-        return ball
+    """Keys or values (T, heads, d) as a cache gives them back: what it holds, checked; codes times absmax / limit."""
     given = choices.given[site]
+    if cache == "float32":
+        choices.check(ball.x, given, given, ball.e)
+        return Ball(given, np.zeros(given.shape))
     if cache == "float16":
         half = given.astype(np.float16)
         low, high = (np.nextafter(half, np.float16(side)).astype(float) for side in (-np.inf, np.inf))
