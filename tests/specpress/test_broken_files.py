@@ -1,6 +1,6 @@
 """Whatever the files of a model say, `specpress` runs it or says in a sentence why not; nothing crashes or hangs.
 
-A hundred mutations here, 5,000 of the tokenizer's files and 5,000 of the others with `-m slow`.
+Fifty mutations here, 5,000 of the tokenizer's files and 5,000 of the others with `-m slow`.
 """
 
 import json
@@ -143,8 +143,8 @@ def model(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("names", [TOKENIZER, WEIGHTS])
 def test_broken_files_are_refused_in_a_sentence(model: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
-    codes = hold(model, tmp_path, names, 50)
-    assert codes[0] > 0 and codes[2] > 10
+    codes = hold(model, tmp_path, names, 25)
+    assert codes[0] > 0 and codes[2] > 5
 
 
 @pytest.mark.slow
