@@ -31,7 +31,13 @@ def encode_with_bytes(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[
     ends[-1] = at[-1]
     sizes = np.diff(ends, prepend=0)
     if not text.isascii():
-        _share_characters(spans, sizes)
+        # Tokens with the same span share its bytes.
+        new = np.any(spans[1:] != spans[:-1], axis=1)
+        starts = np.concatenate([[0], np.flatnonzero(new) + 1, [len(spans)]])
+        for first, last in itertools.pairwise(starts.tolist()):
+            if last - first > 1:
+                run = sizes[first:last]
+                run[:] = np.diff(np.arange(len(run) + 1) * run.sum() // len(run))
     return ids, sizes
 
 
@@ -42,13 +48,3 @@ def _byte_positions(text: str) -> Ints:
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     widths = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
     return np.concatenate([[0], np.cumsum(widths)])
-
-
-def _share_characters(spans: Ints, sizes: Ints) -> None:
-    """Spreads the bytes of each run of tokens with the same span over the run, in place."""
-    new = np.any(spans[1:] != spans[:-1], axis=1)
-    starts = np.concatenate([[0], np.flatnonzero(new) + 1, [len(spans)]])
-    for first, last in itertools.pairwise(starts.tolist()):
-        if last - first > 1:
-            run = sizes[first:last]
-            run[:] = np.diff(np.arange(len(run) + 1) * run.sum() // len(run))

@@ -103,16 +103,26 @@ def _main(
         raise UserError(f"--recipe: expected a recipe ({', '.join(r.name for r in built_in())}), found none: name one")
     chosen = Recipe.load(recipe, note=lambda line: typer.echo(f"note: {line}", err=True))
     context = context_of(chosen, export, memory_budget, no_speed, **options)
+    from rich.console import Console
+    from transformers.utils import logging
+
     from compress.pipeline import run
     from compress.progress import show
+    from compress.report.files import read_report
     from compress.training.parallel import follows
 
-    _quiet_libraries()
+    # Advice that is not about this run; errors still show.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with show() as progress:
         command = command_line(recipe, context)
         artifact = run(replace(context, command=command, progress=progress, note=progress.note))
     if not follows():
-        _summary(artifact.path)
+        folder = artifact.path
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+        console.print(summary_table(read_report(folder)))
+        where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        typer.echo(f"Report: {where / 'report.html'} (also .md, .json)")
 
 
 def context_of(recipe: "Recipe", export: str, memory_budget: str | None, no_speed: bool, **options: Any) -> RunContext:
@@ -123,14 +133,6 @@ def context_of(recipe: "Recipe", export: str, memory_budget: str | None, no_spee
     options["export"] = tuple(names_in(export))
     options["memory_budget"] = None if memory_budget is None else parse_size(memory_budget)
     return RunContext.of(recipe, speed=not no_speed, **options)
-
-
-def _quiet_libraries() -> None:
-    """Silences advice that is not about this run; errors still show."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def command_line(recipe: str, context: RunContext) -> str:
@@ -153,18 +155,6 @@ def _shown(value: Any) -> str:
     if not path.is_absolute():
         return str(value)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
-
-
-def _summary(folder: Path) -> None:
-    """The figures that people ask for first."""
-    from rich.console import Console
-
-    from compress.report.files import read_report
-
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-    console.print(summary_table(read_report(folder)))
-    where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    typer.echo(f"Report: {where / 'report.html'} (also .md, .json)")
 
 
 def summary_table(report: "Report") -> "Table":

@@ -214,7 +214,9 @@ def _run(
     how = f"ended by signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     say(f"{name}: failed ({how})")
     told = ended.error.startswith("error: ")
-    return _without_paths(ended.error.removeprefix("error: ")) if told else f"{how}: see {name}.log"
+    # Only the last part of absolute paths.
+    bare = re.sub(r"(?<![\w.])(?:/[^\s/:,;()]+)+/", "", ended.error.removeprefix("error: "))
+    return bare if told else f"{how}: see {name}.log"
 
 
 def _to_redo(out: Path, words: Sequence[str]) -> set[str]:
@@ -305,11 +307,6 @@ def _shown(words: Sequence[str]) -> str:
     # A list of recipes is several paths in one word.
     parts = (",".join(scrub_command(shlex.quote(part)) for part in word.replace(here, "").split(",")) for word in words)
     return " ".join(parts)
-
-
-def _without_paths(sentence: str) -> str:
-    """The sentence with only the last part of absolute paths."""
-    return re.sub(r"(?<![\w.])(?:/[^\s/:,;()]+)+/", "", sentence)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
         reason = error.strerror or error
         _end(f"{error.filename or 'a file'} cannot be used ({reason}): check it and its permissions", error)
     except BaseException as error:
-        sentence: object = _memory(error) or _fault(error) or _refused(error)
+        fault = next((told for kind, part, told in _FAULTS if isinstance(error, kind) and part in str(error)), None)
+        sentence: object = _memory(error) or fault or _refused(error)
         if sentence is None and isinstance(error, RuntimeError):
             sentence = explained(error)
         if sentence is None:
@@ -102,10 +103,6 @@ _FAULTS: tuple[tuple[type[Exception], str, str], ...] = (
     (RuntimeError, "Symlink loop", "a path leads through links that go round in a loop: remove one of them"),
     (RecursionError, "decoding a JSON", "a file is nested too deeply to be read: correct it"),
 )
-
-
-def _fault(error: BaseException) -> str | None:
-    return next((told for kind, part, told in _FAULTS if isinstance(error, kind) and part in str(error)), None)
 
 
 def _refused(error: BaseException) -> str | None:

@@ -166,7 +166,8 @@ def opened(workspace: Workspace, fingerprint: dict[str, Any]) -> Iterator[Journa
     What is done stays for --resume, and the error says so. Raises UserError where the system refuses.
     """
     folder = workspace.folder
-    made = _first_missing(folder.parent)
+    # The topmost parent that does not exist yet, which the run is going to make.
+    made = next((path for path in reversed(folder.parents) if not path.exists()), None)
     journal, ours = None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -245,12 +246,6 @@ _REASONS = {
 
 def _reason(error: OSError) -> str:
     return _REASONS.get(error.errno or 0, f"the system refused it ({error.strerror or error}): check the path")
-
-
-def _first_missing(folder: Path) -> Path | None:
-    """The topmost parent that does not exist yet, which the run is going to make."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    return missing[-1] if missing else None
 
 
 def _remove_empty(folder: Path, top: Path | None) -> None:

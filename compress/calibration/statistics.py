@@ -98,7 +98,9 @@ class _Collector:
             is_fresh = self.leaders.get(first) == first and self.began.get(first) == self.window
             shares = first != path and self.wants[first] == self.wants[path] and is_fresh
             leader = self.leaders[path] = first if shares else path
-            self.moments[path] = self.moments[leader] if shares else self._new(path, x)
+            if not shares:
+                self.began[path] = self.window
+            self.moments[path] = self.moments[leader] if shares else Moments(x.shape[-1], self.wants[path])
         if leader == path:
             check_window(x, self.window, f"the inputs of {self.block.prefix}.{path}")
             with torch.no_grad():
@@ -111,7 +113,3 @@ class _Collector:
         self.calls += 1
         if self.calls == self.last_call:
             raise Enough
-
-    def _new(self, path: str, x: Tensor) -> Moments:
-        self.began[path] = self.window
-        return Moments(x.shape[-1], self.wants[path])

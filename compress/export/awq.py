@@ -28,7 +28,9 @@ def _form(model: Model) -> Form:
     fitting = [layer for layer in model.packed if layer.shape[0] % 8 == 0 and not layer.is_head]
     exact = [layer for layer in fitting if _is_held(layer)]
     rounded = [layer for layer in fitting if not _is_held(layer)]
-    size = common_group(exact) if exact else _dividing(rounded)
+    # Where nothing is held exactly: the largest usual size that divides the rows of all layers, or else of most.
+    most = max(_GROUPS, key=lambda size: (sum(layer.shape[1] % size == 0 for layer in rounded), size))
+    size = common_group(exact) if exact else most
     check_group("awq", exact, size)
     if size != -1:
         rounded = [layer for layer in rounded if layer.shape[1] % size == 0]
@@ -55,11 +57,6 @@ def _form(model: Model) -> Form:
     )
     skip = [*model.skipped, *(layer.prefix for layer in plain)]
     return Form(awq.hf_config(size, skip), store, notes, plain)
-
-
-def _dividing(layers: list[Facts]) -> int:
-    """The largest usual group size that divides the rows of all layers, or else of most."""
-    return max(_GROUPS, key=lambda size: (sum(layer.shape[1] % size == 0 for layer in layers), size))
 
 
 def _is_held(layer: Facts) -> bool:

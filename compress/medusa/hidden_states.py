@@ -130,7 +130,12 @@ def collect(
     Raises UserError for such a folder, and for hidden states that are NaN, infinite or beyond float16.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _require_same(folder, about)
+    path, wanted = folder / _ABOUT, render_json(about)
+    if path.is_file() and path.read_bytes() != wanted:
+        raise UserError(
+            f"{folder.name}/{_ABOUT}: expected hidden states of this run, found those of another: delete the folder"
+        )
+    write_atomic(path, wanted)
     found, total = HiddenStates(folder), -(-len(source.windows) // CHUNK)
     begun = time.monotonic()
     while not (folder / _DONE).exists():
@@ -142,15 +147,6 @@ def collect(
             write_json(folder / _DONE, {"chunks": found.chunks, "seconds": spent})
     progress(total, total)
     return found
-
-
-def _require_same(folder: Path, about: dict[str, Any]) -> None:
-    path, wanted = folder / _ABOUT, render_json(about)
-    if path.is_file() and path.read_bytes() != wanted:
-        raise UserError(
-            f"{folder.name}/{_ABOUT}: expected hidden states of this run, found those of another: delete the folder"
-        )
-    write_atomic(path, wanted)
 
 
 def _states(decoder: Decoder, windows: Tensor) -> Tensor:

@@ -72,8 +72,14 @@ class Plan:
 
     @property
     def left_alone(self) -> tuple[LeftAlone, ...]:
-        """What stays and why, one entry per kind of tensor."""
-        return _grouped(self.left)
+        """What stays and why: one entry per name with the block's (and the expert's) number starred, and how many."""
+        counts: dict[tuple[str, str], list[str]] = {}
+        for name, why in self.left:
+            counts.setdefault((_BLOCK_NUMBER.sub(".*", name), why), []).append(name)
+        return tuple(
+            LeftAlone(names[0] if len(names) == 1 else f"{pattern} ({len(names)})", why)
+            for (pattern, why), names in counts.items()
+        )
 
 
 def make_plan(
@@ -90,7 +96,8 @@ def make_plan(
     missing = model.missing(list(shapes))
     if missing is not None:
         raise UserError(f"tensor {missing} is missing: expected the weights of the whole model; restore the file")
-    if stage is not None and stage.head == "int8" and _head_is_tied(model):
+    tied = any(name in model.parameters and model.parameters[name].kind == "head" for name in model.tied)
+    if stage is not None and stage.head == "int8" and tied:
         raise UserError(
             "quantize.head: int8 needs an output head of its own, but this model's is tied to its embedding: "
             "set head: keep"
@@ -237,10 +244,6 @@ class _Planner:
         return None if targeting else "not among the recipe's targets"
 
 
-def _head_is_tied(model: ModelStructure) -> bool:
-    return any(name in model.parameters and model.parameters[name].kind == "head" for name in model.tied)
-
-
 def check_shared(model: ModelStructure) -> None:
     """Raises UserError where blocks share tensors: working on one block after the other would change it for others."""
     for name, other in model.tied.items():
@@ -304,17 +307,6 @@ def _reason(parameter: Parameter | None) -> str:
         "bias": "a bias",
         "experts": "experts fused in three dimensions, which neither loader's format holds",
     }.get(parameter.kind, "no linear layer")
-
-
-def _grouped(left: Iterable[tuple[str, str]]) -> tuple[LeftAlone, ...]:
-    """One entry per name with the block's (and the expert's) number starred, with how many there are."""
-    counts: dict[tuple[str, str], list[str]] = {}
-    for name, why in left:
-        counts.setdefault((_BLOCK_NUMBER.sub(".*", name), why), []).append(name)
-    return tuple(
-        LeftAlone(names[0] if len(names) == 1 else f"{pattern} ({len(names)})", why)
-        for (pattern, why), names in counts.items()
-    )
 
 
 def _parts(kept: Iterable[str], model: ModelStructure) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from compress.artifact import Artifact, manifest, safetensors, workspace
+from compress.artifact import STAGES, Artifact, manifest, safetensors, workspace
 from compress.artifact.files import write_atomic
 from compress.context import RunContext
 from compress.export import serve
-from compress.model.plan import Plan
+from compress.model.plan import Plan, make_plan
 from compress.pipeline import exports, forecast, forecast_training, passes
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.progress import silent, unsaid
@@ -94,7 +94,8 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     inputs = open_inputs(context)
     passes.check_processes(recipe, world)
     # What is packed in the end is planned, and so checked, before any work, even where training comes first.
-    plan = passes.packing_plan(inputs)
+    # Pruned and healed weights have the original's names; of mixed precision, open still, every layer is int4.
+    plan = make_plan(inputs.target.shapes(), inputs.structure, recipe.quantize, changed=recipe.changes)
     wanted = exports.wanted(recipe, context.export, plan)
     if place is None:
         passes.follow(inputs, world)
@@ -109,7 +110,9 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     versions = manifest.versions()
     with workspace.opened(place, _fingerprint(inputs, samples, versions)) as journal:
         if not journal.finished:
-            passes.read_texts(inputs, place.folder)
+            # Before any work: a text that is too short is told at once.
+            for text in inputs.training_texts.values():
+                text.tokens(place.folder / STAGES, progress)
             made = passes.make_model(planned, inputs, journal, mapped)
             progress("write", 0, 1)
             passes.calibrate_cache(place.folder / "model", inputs)

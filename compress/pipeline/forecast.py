@@ -90,7 +90,8 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
         weights = [size for size, (_, names) in zip(sizes, plan.parts, strict=True) if blocks.number(names) is not None]
         moments = max((_moments_bytes(blocks, number) for number in blocks.wants), default=0)
         layers = [numbers[name] for name in plan.layers] or [largest]
-        factor = max((_hessian_bytes(blocks, number) for number in blocks.wants), default=0)
+        wanted = ((number, path) for number, wants in blocks.wants.items() for path in wants if wants[path].hessian)
+        factor = max((_inputs(blocks, *place) for place in wanted), default=0) ** 2 * _FLOAT
         memory = max(weights, default=0) * (_FLOAT + 1) + max(kept, default=0) + moments
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
         if blocks.reads_text:
@@ -179,12 +180,6 @@ def _moments_bytes(blocks: BlockPlan, number: int) -> int:
     return sum(seen.values())
 
 
-def _hessian_bytes(blocks: BlockPlan, number: int) -> int:
-    wants = blocks.wants[number].items()
-    inputs = [_inputs(blocks, number, path) for path, want in wants if want.hessian]
-    return max(inputs, default=0) ** 2 * _FLOAT
-
-
 def _inputs(blocks: BlockPlan, number: int, path: str) -> int:
     return blocks.meta_blocks[number].linears[path].in_features
 
@@ -214,14 +209,12 @@ def _window_bytes(blocks: BlockPlan, length: int) -> int:
 
 def compute_seconds(flops: float) -> float:
     """What so many floating-point operations take in float32 on this machine, now."""
-    return flops / (_flops_rate() * _EFFICIENCY) if flops else 0.0
-
-
-def _flops_rate() -> float:
-    """Floating-point operations a second of a large product on this machine, now."""
+    if not flops:
+        return 0.0
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     with matmul_precision():
-        return 2 * 512**3 / _shortest(lambda: a @ b)
+        rate = 2 * 512**3 / _shortest(lambda: a @ b)
+    return flops / (rate * _EFFICIENCY)
 
 
 def _seconds_per_weight(plan: Plan) -> float:

@@ -69,15 +69,6 @@ def first_stages(recipe: Recipe) -> Recipe | None:
     return first if first.stages else None
 
 
-def packing_plan(inputs: RunInputs) -> Plan:
-    """What the pass that packs will do to each tensor, as far as it is known before any work.
-
-    Pruned and healed weights have the original's names. Mixed precision's bits are open still: every layer is int4.
-    """
-    recipe = inputs.context.recipe
-    return make_plan(inputs.target.shapes(), inputs.structure, recipe.quantize, changed=recipe.changes)
-
-
 def weights_trained(recipe: Recipe) -> list[int]:
     """Indices of the stages that train the model's own weights before it is packed."""
     return [i for i, stage in enumerate(recipe.stages) if stage.trained is not None and not _after(stage.kind)]
@@ -100,12 +91,6 @@ def plan_pass(source: Source, recipe: Recipe, inputs: RunInputs) -> Pass:
     depth = next((stage.share for stage in recipe.prunes if stage.method == "depth"), None)
     stages = make_stages(recipe, plan, loader)
     return Pass(source, recipe, plan, plan_blocks(loader, plan, stages, windows, wished or Experts(), depth))
-
-
-def read_texts(inputs: RunInputs, folder: Path) -> None:
-    """Tokenises what stages train on, before any work: a text that is too short is told at once."""
-    for text in inputs.training_texts.values():
-        text.tokens(folder / STAGES, inputs.context.progress)
 
 
 def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped: bool) -> ModelResult:

@@ -67,7 +67,11 @@ def search_scale(
     """
     tie = tie or (lambda statistic: statistic)
     _check(layers, absmean)
-    x_log = _log(tie(_least_live(absmean.float())))
+    absmean = absmean.float()
+    if bool((live := absmean > 0).any()):
+        # Dead channels as large as the smallest live one: they matter least, but may wake on other text.
+        absmean = torch.where(live, absmean, absmean[live].min())
+    x_log = _log(tie(absmean))
     w_log = _log(tie(_relative_mean(layers)))
     layers = [_thin(layer, judges) for layer in layers]
 
@@ -151,12 +155,6 @@ def _factor(x_log: Tensor, w_log: Tensor, a: float, b: float) -> Tensor:
     exponent = a * x_log - b * w_log
     middle = (exponent.max() + exponent.min()) / 2
     return (exponent - middle).exp().clamp(_LEAST, _MOST)
-
-
-def _least_live(absmean: Tensor) -> Tensor:
-    """Dead channels as large as the smallest live one: they matter least, but may wake on other text."""
-    live = absmean > 0
-    return torch.where(live, absmean, absmean[live].min()) if bool(live.any()) else absmean
 
 
 def _log(statistic: Tensor) -> Tensor:

@@ -62,19 +62,12 @@ def _fit_groups(values: Tensor, grid: Grid, dtype: torch.dtype, norm: float, tur
         found = _line(torch.addcmul(values, stays, found[0], value=-1), steps, *found, grid, dtype)
         penalty *= _GROWTH
         loss = _loss(values, *found, grid, norm)
-        if not bool((loss < least).any()):
+        less = loss < least
+        if not bool(less.any()):
             break
-        best, least = _better(best, least, found, loss)
+        scale, zero = (torch.where(less, new, old) for new, old in zip(found, best, strict=True))
+        best, least = (scale, zero), torch.where(less, loss, least)
     return best
-
-
-def _better(
-    best: tuple[Tensor, Tensor], least: Tensor, found: tuple[Tensor, Tensor], loss: Tensor
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """`found` and its `loss` for the groups where it is less."""
-    less = loss < least
-    scale, zero = (torch.where(less, new, old) for new, old in zip(found, best, strict=True))
-    return (scale, zero), torch.where(less, loss, least)
 
 
 def _loss(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid, norm: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.quantize import grid
-from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import named
 from runtime.formats.tensors import stored_scale_dtype
 
@@ -38,17 +38,12 @@ def quantize(
     options: dict[str, Any] = {"input_scale": input_scale} if row.is_static else {}
     if row.is_grid:
         if search:
-            return _searched(weight, described)
+            wanted, values = grid.Grid(described.bits, described.group_size, described.symmetric), weight.float()
+            scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
+            return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
         options = {"bits": row.bits, "symmetric": symmetric}
     packed: PackedWeight = row.codes.format.pack(weight, described.group_size, **options)
     return packed
-
-
-def _searched(weight: Tensor, described: Scheme) -> PackedWeight:
-    wanted = grid.Grid(described.bits, described.group_size, described.symmetric)
-    values = weight.float()
-    scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
-    return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
 
 
 def relative_error(weight: Tensor, other: Tensor) -> float:

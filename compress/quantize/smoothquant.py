@@ -123,7 +123,8 @@ def search_alpha(
         raise ValueError("smoothing is judged on finite input rows, found none or NaN or infinity among them")
     tie = tie or (lambda statistic: statistic)
     range_x, range_w = tie(absmax_x), tie(weight_absmax(weights))
-    kept = [weight[_evenly(len(weight))] for weight in weights]
+    counts = [min(len(weight), JUDGES) for weight in weights]
+    kept = [w[torch.arange(count) * len(w) // count] for w, count in zip(weights, counts, strict=True)]
     exact = [rows @ weight.T for weight in kept]
 
     def loss(factor: Tensor) -> float:
@@ -148,9 +149,3 @@ def search_alpha(
         if judged < least:
             best, least = factor, judged
     return best
-
-
-def _evenly(n: int) -> Tensor:
-    """At most JUDGES of the numbers 0..n − 1, evenly spaced."""
-    count = min(n, JUDGES)
-    return torch.arange(count) * n // count

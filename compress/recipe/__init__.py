@@ -194,7 +194,7 @@ class Recipe(Strict):
         if isinstance(recipe, Recipe):
             return recipe
         path = _find(str(recipe), Path())
-        merged = _merged(path, (), note or _warn)
+        merged = _merged(path, (), note or (lambda line: warnings.warn(line, FutureWarning, stacklevel=2)))
         return _validate(merged, path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,10 +245,6 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, FutureWarning, stacklevel=2)
 
 
 def _read(path: Path, note: Note) -> dict[str, Any]:

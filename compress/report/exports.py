@@ -109,18 +109,16 @@ def measure(entries: Sequence[Entry], task: Task) -> tuple[list[ExportEntry], Re
         for index, entry in enumerate(entries):
             task.run.progress("exports", index, len(entries))
             try:
-                figures, reasons = _measure(_path(task.folder / entry["name"]), task, drafting)
+                folder = task.folder / entry["name"]
+                # What `load` takes: a GGUF file, else the folder.
+                path = next(iter(sorted(folder.glob("*.gguf"))), folder)
+                figures, reasons = _measure(path, task, drafting)
             except USER_ERRORS as error:
                 figures, reasons = None, {"": str(error)}
             found.append(ExportEntry(**entry, measured=figures))
             missing |= {f"exports.{index}.measured{path}": why for path, why in reasons.items()}
     task.run.progress("exports", len(entries), len(entries))
     return found, missing
-
-
-def _path(folder: Path) -> Path:
-    """What `load` takes: a GGUF file, else the folder."""
-    return next(iter(sorted(folder.glob("*.gguf"))), folder)
 
 
 @contextmanager

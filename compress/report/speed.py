@@ -159,19 +159,16 @@ def measure(
             mismatches=mismatches,
         )
     speed = Speed(**dict(plain), **dict(speculation))
-    return SpeedResult(speed, lossless, missing | _too_short(speed, missing))
+    # Figures that so few tokens, or a drafter that proposed none, cannot give; baselines come later.
+    bare = [f"speed.{path}" for path in null_paths(speed.model_dump()) if path != "baselines"]
+    too_few = {path: TOO_FEW for path in bare if not any(covers(reason, path) for reason in missing)}
+    return SpeedResult(speed, lossless, missing | too_few)
 
 
 def not_measured() -> SpeedResult:
     """What `--no-speed` leaves: every key null, with the reason."""
     nothing = Speed(**dict.fromkeys(Speed.model_fields))
     return SpeedResult(nothing, _NOT_COMPARED, {"speed": NO_SPEED, "lossless": NO_SPEED})
-
-
-def _too_short(speed: Speed, missing: Reasons) -> Reasons:
-    """Reasons for figures that so few tokens, or a drafter that proposed none, cannot give; baselines come later."""
-    bare = [f"speed.{path}" for path in null_paths(speed.model_dump()) if path != "baselines"]
-    return {path: TOO_FEW for path in bare if not any(covers(reason, path) for reason in missing)}
 
 
 def _cannot_roll_back(target: "Model", prompt: Sequence[int]) -> str | None:

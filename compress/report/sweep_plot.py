@@ -112,7 +112,9 @@ def _names(axes: "Axes", rows: Sequence[Row]) -> None:
         boxes = [_box(x + dx, y + dy, dx, _LETTER * len(text)) for dx, dy in _PLACES]
         others = [mark for other, mark in marks.items() if other != name]
         costs = [
-            sum(_overlap(box, other) for other in taken) + 3 * _outside(box, inside) + _MISTAKEN * _near(box, others)
+            sum(_overlap(box, other) for other in taken)
+            + 3 * ((box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, inside))
+            + _MISTAKEN * _near(box, others)
             for box in boxes
         ]
         chosen = costs.index(min(costs))
@@ -151,8 +153,3 @@ def _near(box: Box, points: Sequence[Any]) -> int:
 def _overlap(a: Box, b: Box) -> float:
     """The area that two boxes share."""
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-
-
-def _outside(box: Box, frame: Box) -> float:
-    """The area of a box that lies outside of the frame."""
-    return (box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, frame)

@@ -83,7 +83,13 @@ def sweep_table(command: str, found: Mapping[str, Report | str]) -> SweepTable:
     Raises UserError where two reports are not of the same model and text.
     """
     reports = {name: report for name, report in found.items() if isinstance(report, Report)}
-    _check_comparable(reports)
+    for name, other in reports.items():
+        first_name, first = next(iter(reports.items()))
+        if what := _difference(first, other):
+            raise UserError(
+                f"{name}: expected a report on the same {what} as {first_name}'s, found another: delete its folder, "
+                "or do all of them again with --force"
+            )
     made = [_row(name, report) for name, report in found.items()]
     beaten = dominated([row.point for row in made])
     rows = tuple(
@@ -141,17 +147,6 @@ def _row(name: str, report: Report | str) -> Row:
         tokens_per_second=plain,
         speculative_tokens_per_second=speculative,
     )
-
-
-def _check_comparable(reports: Mapping[str, Report]) -> None:
-    items = list(reports.items())
-    for name, other in items[1:]:
-        first_name, first = items[0]
-        if what := _difference(first, other):
-            raise UserError(
-                f"{name}: expected a report on the same {what} as {first_name}'s, found another: delete its folder, "
-                "or do all of them again with --force"
-            )
 
 
 def _difference(first: Report, other: Report) -> str | None:

@@ -140,8 +140,8 @@ def _speed_findings(report: Report) -> Iterator[str]:
         return
     start, plain = speed.pace("original"), speed.pace("compressed")
     yield (
-        f"Without speculation the compressed model decodes at {_pace(plain / start)} the original's speed "
-        f"({plain:,.1f} against {start:,.1f} tokens/s)."
+        f"Without speculation the compressed model decodes at {'' if plain >= start else 'only '}{plain / start:.2f}"
+        f" times the original's speed ({plain:,.1f} against {start:,.1f} tokens/s)."
     )
     if speed.speculative is None:
         yield f"Speculation: {_because(report, 'speed.speculative')}."
@@ -154,10 +154,6 @@ def _speed_findings(report: Report) -> Iterator[str]:
             f"The fastest baseline is faster than anything here: {name} on the original gives {fastest:,.1f} "
             f"tokens/s, {times(fastest / speed.best)} the best of ours."
         )
-
-
-def _pace(ratio: float) -> str:
-    return f"{ratio:.2f} times" if ratio >= 1 else f"only {ratio:.2f} times"
 
 
 def _ternary_findings(report: Report) -> list[str]:

@@ -1,6 +1,6 @@
 """Stages that move ranges between activations and weights, or fix them: AWQ, SmoothQuant, static ranges of inputs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -38,7 +38,9 @@ class AwqScale:
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         for fold, paths in _foldable(block, known, statistics, self.model_type):
-            shares = _shares(paths, statistics)
+            # Of the tokens that a layer saw, over the most that one of them saw: what an expert's error counts.
+            most = max(statistics[path].tokens for path in paths)
+            shares = {path: statistics[path].tokens / most for path in paths}
             fed = [
                 awq.Fed(
                     block.linears[path].weight.detach(), statistics[path].hessian, grid_of(known[path]), shares[path]
@@ -171,12 +173,6 @@ def fold_in(block: Block, fold: Fold, factor: Tensor, statistics: Statistics, dt
             if id(old) not in made:
                 made[id(old)] = old.scaled(exact)
             statistics[path] = made[id(old)]
-
-
-def _shares(paths: Sequence[str], statistics: Statistics) -> dict[str, float]:
-    """Of the tokens that a layer saw, over the most that one of them saw: what an expert's error counts."""
-    most = max(statistics[path].tokens for path in paths)
-    return {path: statistics[path].tokens / most for path in paths}
 
 
 def _hessians_and_sizes(block: Block, layers: Mapping[str, Layer]) -> Mapping[str, Wants]:

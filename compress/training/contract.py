@@ -159,7 +159,11 @@ def run_stage(stage: Stage, home: Path, journal: Journal, context: StageContext,
             shutil.rmtree(stale)
     report = work(stage, context, making)
     report = _without_nulls({"budget": asdict(context.budget), "text": text, **report})
-    _sync(making)
+    # What a library has written last, before the journal says that it is there.
+    for path in sorted(making.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                files.sync(file)
     files.rename(making, out)
     files.sync_folder(home)
     journal.stages[home.name] = {"files": files.listed(out), "report": report}
@@ -179,8 +183,12 @@ def work(stage: Stage, context: StageContext, out: Path) -> dict[str, Any]:
 def finished(home: Path, journal: Journal) -> StageResult:
     """A stage that a run before has finished. Raises UserError where its files are not what was written."""
     record = journal.stages[home.name]
-    _check(home / "out", record["files"])
-    return StageResult(home / "out", record["report"])
+    out, expected = home / "out", record["files"]
+    found = files.listed(out) if out.is_dir() else {}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise UserError(f"{out / name} is not what the journal says was written: start again with --force")
+    return StageResult(out, record["report"])
 
 
 def _without_nulls(value: Any) -> Any:
@@ -188,21 +196,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _sync(folder: Path) -> None:
-    """Makes what a library has written last, before the journal says that it is there."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                files.sync(file)
-
-
-def _check(folder: Path, expected: dict[str, dict[str, Any]]) -> None:
-    found = files.listed(folder) if folder.is_dir() else {}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise UserError(f"{folder / name} is not what the journal says was written: start again with --force")
 
 
 def for_manifest(report: dict[str, Any]) -> dict[str, Any]:

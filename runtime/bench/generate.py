@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from runtime.bench.device_models import random_model
-from runtime.bench.measure import Bench, Place
+from runtime.bench.measure import Bench
 from runtime.bench.random_models import SHAPES
 from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.contract import Decoder
@@ -21,11 +21,16 @@ def time_ways(bench: Bench, shape: str, schemes: Sequence[str], prompt: int, new
 
     transformers runs in bfloat16. All decode greedily, exactly so many tokens.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     place, say = bench.place, bench.say
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPES[shape].architecture.vocab, (prompt,), generator=draws)
     say(f"making {shape} for transformers")
-    model = _transformers(place, shape)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SHAPES[shape].config, "tie_word_embeddings": False})
+    with place.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     compiled = "transformers, static cache + compile" if place.is_gpu else "transformers, static cache"
     tasks = {
         "transformers, eager": place.task(_generate(model, ids, new_tokens, {})),
@@ -54,16 +59,6 @@ def time_ways(bench: Bench, shape: str, schemes: Sequence[str], prompt: int, new
                 "over_eager": base / seconds,
             }
         )  # fmt: skip
-
-
-def _transformers(place: Place, shape: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(SHAPES[shape].config) | {"tie_word_embeddings": False}
-    torch.manual_seed(0)
-    with place.device:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.bfloat16)
-    return model.eval()
 
 
 def _generate(model: Any, ids: torch.Tensor, new_tokens: int, options: dict[str, Any]) -> Callable[[], Any]:

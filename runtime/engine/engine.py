@@ -123,7 +123,10 @@ class Engine:
             raise
         if deferred is not None:
             drafted = started + deferred.seconds
-        self._cache_prompts(batch)
+        # Prompts that are complete now need not be read again by others that begin like them.
+        for part in batch:
+            if part.samples and not part.decoding:
+                self._cache.cache_prefix(part.state.handle, part.state.request.tokens[: part.end])
         times = [started, drafted, self.clock.now()]
         self._drafter.observe([outcome for outcome in outcomes if outcome is not None])
         times.append(self.clock.now())
@@ -159,7 +162,11 @@ class Engine:
                 raise UserError(
                     "the cache ran out of pages with one request left in it: other requests hold the rest; give it more"
                 )
-            self._preempt(max(self._running, key=lambda state: state.number))
+            # Its pages go, tokens and noise stay; the text goes on from its last token when there is room.
+            newest = max(self._running, key=lambda state: state.number)
+            self._release(newest)
+            newest.metrics.preemptions += 1
+            self._waiting.appendleft(newest)
         return []
 
     def _fits(self, batch: Sequence[ScheduledRequest]) -> bool:
@@ -202,12 +209,6 @@ class Engine:
         first = sorted(decoding, key=lambda state: (not state.drafted, -min(gamma, room[state.number])))[:count]
         drafting = {state.number for state in first}
         return {number: min(gamma, most) if number in drafting else 0 for number, most in room.items()}
-
-    def _preempt(self, state: RequestState) -> None:
-        """The pages go, tokens and noise stay; the text goes on from its last token when there is room."""
-        self._release(state)
-        state.metrics.preemptions += 1
-        self._waiting.appendleft(state)
 
     def _draft(self, batch: Sequence[ScheduledRequest]) -> tuple[list[Draft], DeferredRound | None]:
         """A draft for each part. Of a deferred round: placeholders, whose tokens are still on their way."""
@@ -275,12 +276,6 @@ class Engine:
                 self._cache.keep(part.state.handle, part.end, outcome.path)
             elif outcome.length < len(draft.tokens):
                 self._cache.truncate(part.state.handle, part.end + outcome.length)
-
-    def _cache_prompts(self, batch: Sequence[ScheduledRequest]) -> None:
-        """Prompts that are complete now need not be read again by others that begin like them."""
-        for part in batch:
-            if part.samples and not part.decoding:
-                self._cache.cache_prefix(part.state.handle, part.state.request.tokens[: part.end])
 
     def _leave(self, batch: Sequence[ScheduledRequest]) -> list[Request]:
         """Lets go of the requests that have ended; returns those that gained tokens."""

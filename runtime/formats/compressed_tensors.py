@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.errors import UserError
@@ -268,22 +268,18 @@ def _fitting(groups: list[dict[str, Any]], tensors: Tensors, prefix: str, bits: 
     A lost tensor would give other weights and no error, so it is asked for. Raises UserError where none is left.
     """
     groups = [group for group in groups if group["weights"]["num_bits"] == bits]
-    for part in ("weight_zero_point", "weight_g_idx"):
+    asked: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+        "weight_zero_point": lambda weights: not weights.get("symmetric", True),
+        "weight_g_idx": lambda weights: weights.get("actorder") in _GROUP_ORDER,
+    }
+    for part, asks in asked.items():
         there = f"{prefix}.{part}" in tensors
         if there and part == "weight_g_idx":
             continue  # Older files name no order for it.
-        groups = [group for group in groups if _asks(group, part) == there]
+        groups = [group for group in groups if asks(group["weights"]) == there]
         if not groups:
             raise UserError(
                 f"tensor {prefix}.{part} is {'there' if there else 'missing'}, and every group of {bits} bits in"
                 f" config.json is {'without' if there else 'with'} one; the two do not belong together"
             )
     return groups
-
-
-def _asks(group: Mapping[str, Any], part: str) -> bool:
-    """Whether the layers of a group have that tensor."""
-    weights = group["weights"]
-    if part == "weight_zero_point":
-        return not weights.get("symmetric", True)
-    return weights.get("actorder") in _GROUP_ORDER

@@ -109,7 +109,10 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
         raise ValueError(f"no native kernel for {kind} weights")
     if weight.planes and not row.has_planes:
         raise ValueError(f"only int8 weights have planes, found {kind}")
-    weight = _readable(weight)
+    # Codes are read two a byte where groups are whole 64-byte vectors.
+    k = weight.shape[1]
+    if k % 8 or (weight.scheme.group_size or k) % 8:
+        weight = with_whole_codes(weight)
     codes, n, k = weight.codes, *weight.shape
     dtype = torch.int8 if weight.nibbles is None else torch.uint8
     if codes.ndim != 2 or codes.dtype != dtype or codes.device.type != "cpu":
@@ -149,14 +152,6 @@ def _struct(kind: str, n: int, k: int, group: int, groups: int) -> WeightsStruct
     return WeightsStruct(
         kind=KINDS[kind], outputs=n, inputs=k, group=-(-group // step) * step, group_inputs=group, groups=groups
     )
-
-
-def _readable(weight: PackedWeight) -> PackedWeight:
-    """The same weight with its codes one a byte, unless they are two a byte and groups are whole 64-byte vectors."""
-    k = weight.shape[1]
-    if weight.nibbles is None or (k % 8 == 0 and (weight.scheme.group_size or k) % 8 == 0):
-        return weight
-    return with_whole_codes(weight)
 
 
 def _lay_out(

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Block, Mixture, Mlp, Parts
+from runtime.model.layers import Block, Mixture, Parts
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
     CACHES,
@@ -189,7 +189,11 @@ class _Native:
             heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], address),
             layers=len(layers),
             hidden=a.hidden,
-            intermediate=max(_weight(mlp.down).shape[1] for block in parts.blocks for mlp in _mlps(block)),
+            intermediate=max(
+                _weight(mlp.down).shape[1]
+                for block in parts.blocks
+                for mlp in (block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,))
+            ),
             vocabulary=a.vocab,
             gelu=a.activation == "gelu_tanh",
             norm_eps=a.norm_eps,
@@ -246,7 +250,3 @@ def _weight(layer: Any) -> NativeWeight:
     """Native decoders are made of native layers."""
     weight: NativeWeight = layer.weight
     return weight
-
-
-def _mlps(block: Block) -> Sequence[Mlp]:
-    return block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)

@@ -63,9 +63,6 @@ class Sampling:
         self._require("seed", 0 <= self.seed < 2**64 and self.seed == int(self.seed), "an integer from 0 to 2**64 - 1")
         whole = self.min_tokens >= 0 and self.min_tokens == int(self.min_tokens)
         self._require("min_tokens", whole, "0 (off) or a positive integer")
-        self._require_bias()
-
-    def _require_bias(self) -> None:
         bias = dict(self.logit_bias)
         for token, value in bias.items():
             if not isinstance(token, int) or token < 0 or not math.isfinite(value):

@@ -104,22 +104,19 @@ class Controller:
         self._rested_seconds += seconds
         self._rested_usual += min(seconds, self._slowest)
 
-    def _wake(self) -> None:
-        """Counts the rounds of a rest."""
-        count, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
-        if count:
-            self._rounds += count
-            self._last[False] = self._rounds
-            self.seconds += self._rested_seconds
-            self._target.add(self._held[0], self._rested_usual / count, count)
-            self._rested_seconds = self._rested_usual = 0.0
-
     def next_budget(self, batch: int, missing: int, alone: bool = True) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
 
         alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
         """
-        self._wake()
+        # The rounds of a rest are counted when it ends.
+        rested, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
+        if rested:
+            self._rounds += rested
+            self._last[False] = self._rounds
+            self.seconds += self._rested_seconds
+            self._target.add(self._held[0], self._rested_usual / rested, rested)
+            self._rested_seconds = self._rested_usual = 0.0
         most = min(self.limit, missing)
         probing, self._probing = self._probing, None
         again, self._again = self._again, None

@@ -91,9 +91,3 @@ def to_blocks(name: str, packed: PackedWeight, bits: int | None = None) -> Block
             zeros = pack_bits(torch.nn.functional.pad(octets, (0, -count % 8)), bits)[:, : -(-count * bits // 8)]
     codes = pack_bits(raw, bits).view(n, count, block * bits // 8)
     return Blocks(bits, block, k, codes.contiguous(), scales.float().contiguous(), zeros)
-
-
-def nf4_bytes(packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """MatMulBnb4's B (N · K / 2,) uint8 and absmax (N · K / block,) float32."""
-    codes = packed.codes.flatten().to(torch.uint8)
-    return codes[0::2] << 4 | codes[1::2], packed.scale.flatten().contiguous()

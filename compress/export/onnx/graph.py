@@ -45,7 +45,8 @@ def empty_model(folder: Path, dtype: torch.dtype) -> Any:
             f" {', '.join(sorted(kinds - _ATTENTION))}: export this model to another form"
         )
     # Of transformers' ways through a mixture the one with no loop over experts and no shape that depends on the text.
-    options = {"experts_implementation": "batched_mm"} if _has_experts(config) else {}
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    options = {"experts_implementation": "batched_mm"} if any(isinstance(count, int) for count in counts) else {}
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype, **options).eval()
     for module in model.modules():
@@ -57,11 +58,6 @@ def empty_model(folder: Path, dtype: torch.dtype) -> Any:
         for name, parameter in module._parameters.items():
             module._parameters[name] = made.get(parameter)
     return model
-
-
-def _has_experts(config: Any) -> bool:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return any(isinstance(getattr(config, name, None), int) for name in names)
 
 
 # The least that MatMulNBits' neighbours and Split with a number of outputs need; ONNX Runtime reads newer ones, too.

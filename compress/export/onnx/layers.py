@@ -223,9 +223,9 @@ def _takes_floats(packed: PackedWeight) -> bool:
 
 
 def _bnb4(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
-    codes, absmax = onnx_codes.nf4_bytes(packed)
-    n, k = packed.shape
-    inputs = [x, builder.constant("codes", codes), builder.constant("absmax", builder.floats(absmax))]
+    codes, (n, k) = packed.codes.flatten().to(torch.uint8), packed.shape
+    absmax = builder.floats(packed.scale.flatten().contiguous())
+    inputs = [x, builder.constant("codes", codes[0::2] << 4 | codes[1::2]), builder.constant("absmax", absmax)]
     return builder.node("MatMulBnb4", inputs, MICROSOFT, K=k, N=n, block_size=packed.scheme.group_size, quant_type=1)
 
 

@@ -94,8 +94,10 @@ def read(run: Path) -> Facts:
     length, why, pays = _draft_length(run)
     declared = quantization.get("kv_cache_scheme") is not None
     cache = (config.get("specpress") or {}).get("kv_cache", {}).get("kind")
+    about = manifest.read(run)
+    name = f"{Path(str(about.get('model'))).name}-{about.get('recipe')}"
     return Facts(
-        name=_name(run),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-"),
         model_type=re.sub(r"[^A-Za-z0-9_-]", "", str(config.get("model_type", ""))),
         **_packed(quantization),
         cache=cache if cache is not None or not declared else "int8",
@@ -133,11 +135,6 @@ def _forms(folder: Path) -> frozenset[str]:
     from compress.export import ABOUT
 
     return frozenset(path.parent.name for path in folder.glob(f"*/{ABOUT}"))
-
-
-def _name(run: Path) -> str:
-    about = manifest.read(run)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{Path(str(about.get('model'))).name}-{about.get('recipe')}").strip("-")
 
 
 def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,11 +50,14 @@ def section(facts: Facts) -> Section:
     # The buffer is to hold the longest prompt.
     transfer = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": facts.positions}}
     options = {"": "options"}
+    servers = {"context_servers": CONTEXT_PORT, "generation_servers": GENERATION_PORT}
+    routes: dict[str, Any] = {"hostname": HOST, "port": PORT, "backend": "pytorch"}
+    routes |= {name: {"num_instances": 1, "urls": [f"{HOST}:{port}"]} for name, port in servers.items()}
     files = (
         ConfigFile("speculative decoding", _OPTIONS, {"speculative_config": _speculative(facts)} | alone, options),
         ConfigFile("the prefill server", _CONTEXT, alone | transfer, options),
         ConfigFile("the decode server", _GENERATION, transfer, options),
-        ConfigFile("the server in front of both", _ROUTES, _routes(), {"": "disaggregated"}),
+        ConfigFile("the server in front of both", _ROUTES, routes, {"": "disaggregated"}),
     )
     return Section(KEY, TITLE, _lines(facts), (), commands, files)
 
@@ -64,12 +67,6 @@ def _speculative(facts: Facts) -> dict[str, Any]:
         return {"decoding_type": "Draft_Target", "max_draft_len": facts.length, "speculative_model": "./draft"}
     longest = target.longest_ngram()
     return {"decoding_type": "NGram", "max_draft_len": facts.length, "max_matching_ngram_size": longest}
-
-
-def _routes() -> dict[str, Any]:
-    servers = {"context_servers": CONTEXT_PORT, "generation_servers": GENERATION_PORT}
-    routes: dict[str, Any] = {"hostname": HOST, "port": PORT, "backend": "pytorch"}
-    return routes | {name: {"num_instances": 1, "urls": [f"{HOST}:{port}"]} for name, port in servers.items()}
 
 
 def _lines(facts: Facts) -> tuple[str, ...]:

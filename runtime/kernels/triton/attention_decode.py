@@ -75,7 +75,8 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         dim=dim,
         wide=-(-dim // VECTOR) * VECTOR,
         padded=padded(dim),
-        block=key_block(kind, dim),
+        # A block of the cache, or half of one where two tiles would not fit a processor's memory.
+        block=64 if padded(dim) <= (64 if kind == "float32" else 128) else 32,
         split=SPLIT,
         window=heads.window or 0,
         kind=kind,
@@ -91,11 +92,6 @@ def splits_for(tokens: int) -> int:
 def padded(dim: int) -> int:
     """Columns of a tile of keys or values of `dim` dimensions."""
     return triton.next_power_of_2(-(-dim // VECTOR) * VECTOR)
-
-
-def key_block(kind: CacheKind, dim: int) -> int:
-    """Keys of one step: a block of the cache, or half of one where two tiles would not fit a processor's memory."""
-    return 64 if padded(dim) <= (64 if kind == "float32" else 128) else 32
 
 
 def stages(kind: CacheKind, dim: int) -> int:

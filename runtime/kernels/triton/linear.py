@@ -6,6 +6,7 @@ the tiles are wider and the tensor cores' steps the same, which the tests check 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -133,7 +134,16 @@ class TritonLinear(OfWeight):
         target = torch.empty((splits, rows, n), dtype=sums, device=y.device) if apart else y
         programs, inside = (*grid, splits if apart else 1), 1 if apart else splits
         ends = (residual, target, None if picks is None else picks.experts, rows, n)
-        constants = _launch(tiles, picks, paired) | {"PARTIAL": apart}
+        constants: dict[str, Any] = {
+            "COUNT": 1 if picks is None else picks.count,
+            "PAIRED": paired,
+            "PARTIAL": apart,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_T": tiles.block_t,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+            **OPTIONS,
+        }
         if isinstance(x, Tensor) or cut is None:
             assert isinstance(x, Tensor)
             whole, kind = k % tiles.block_k == 0, _FLOATS[w.codes.dtype]
@@ -231,16 +241,3 @@ def _codes(weight: GpuWeight, cut: Cut) -> Codes:
     """How the kernel unpacks."""
     texts = () if interpreted() else unpack.texts(weight.kind, cut.per_byte)
     return Codes(weight.kind, cut.chunk, cut.per_byte, LEFT.get(weight.kind, 0), texts)
-
-
-def _launch(tiles: tile_sizes.Tiles, picks: Picks | None, paired: bool) -> dict[str, int | bool]:
-    """How the kernel finds its rows, and how it is launched."""
-    return {
-        "COUNT": 1 if picks is None else picks.count,
-        "PAIRED": paired,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_T": tiles.block_t,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        **OPTIONS,
-    }

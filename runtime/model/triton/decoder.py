@@ -232,7 +232,12 @@ class TritonDecoder(BaseDecoder):
 
     def _hidden(self, cache: GpuCache, blocks: int, inputs: Inputs, sharing: int, at: Tensor | None) -> Tensor:
         memory = Memory(cache.memory, cache.format.kind, cache.format.key_factor, blocks * KEY_BLOCK, sharing)
-        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles_for(blocks), at)
+        # Always the same tensors for so many blocks: graphs hold their addresses.
+        blocks = max(blocks, _LEAST_TABLE)
+        if blocks not in self._angles:
+            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
+            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
+        return hidden_states(self.parts, self.architecture, inputs, memory, self._angles[blocks], at)
 
     def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
         """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
@@ -242,11 +247,3 @@ class TritonDecoder(BaseDecoder):
         if self._logits is None:
             self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
         return head.product(head.round(hidden), out=self._logits[: len(hidden)])
-
-    def _angles_for(self, blocks: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions in so many blocks, always the same tensors: graphs hold their addresses."""
-        blocks = max(blocks, _LEAST_TABLE)
-        if blocks not in self._angles:
-            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
-            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
-        return self._angles[blocks]
