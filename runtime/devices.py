@@ -62,7 +62,13 @@ def explained(error: BaseException) -> UserError | None:
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
-        return _out_of_memory(str(error))
+        asked, free = _ASKED.search(str(error)), _FREE.search(str(error))
+        needed = f"{asked[1]} more were needed" if asked else "more was needed than there is"
+        left = f", {free[1]} were free" if free else ""
+        return UserError(
+            f"the GPU is out of memory: {needed}{left}; take a scheme of fewer bits, fewer requests, a shorter context"
+            " or a smaller kind of cache, or end what else runs there"
+        )
     # torch's own class for these, where this torch has it; a plain RuntimeError in older ones.
     failure: type[BaseException] = getattr(torch, "AcceleratorError", RuntimeError)
     text = " ".join(str(error).split())
@@ -77,16 +83,6 @@ def explained(error: BaseException) -> UserError | None:
             " driver, or install a torch for an older CUDA"
         )
     return None
-
-
-def _out_of_memory(text: str) -> UserError:
-    asked, free = _ASKED.search(text), _FREE.search(text)
-    needed = f"{asked[1]} more were needed" if asked else "more was needed than there is"
-    left = f", {free[1]} were free" if free else ""
-    return UserError(
-        f"the GPU is out of memory: {needed}{left}; take a scheme of fewer bits, fewer requests, a shorter context or a"
-        " smaller kind of cache, or end what else runs there"
-    )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from runtime.checkpoints.open import open_checkpoint
 _TOKENS = 8192
 
 
+@torch.no_grad()
 def choose_blocks(model: Any, windows: Tensor, count: int, how: Literal["influence", "even"]) -> tuple[int, ...]:
     """Numbers of the `count` blocks to keep, ascending.
 
@@ -30,7 +31,14 @@ def choose_blocks(model: Any, windows: Tensor, count: int, how: Literal["influen
         raise ValueError(f"count must be from 1 to {layers}, found {count}")
     if how == "even":
         return tuple(number * layers // count for number in range(count))
-    found = _influences(model, windows, layers)
+    device = next(model.parameters()).device
+    some = windows[: max(1, _TOKENS // windows.shape[1])].to(device)
+    states = [
+        model(input_ids=window.unsqueeze(0), use_cache=False, output_hidden_states=True).hidden_states
+        for window in some
+    ]
+    # The last block's output comes out of transformers with the final norm applied; ShortGPT measures it like that too.
+    found = [depth.influence((one[block], one[block + 1]) for one in states) for block in range(layers)]
     return tuple(sorted(sorted(range(layers), key=lambda block: (-found[block], block))[:count]))
 
 
@@ -51,15 +59,3 @@ def write_draft(source: Path, kept: tuple[int, ...], out: Path, shard_bytes: int
     names = depth.renumber(checkpoint.names(), structure.blocks_at, dropped)
     tensors = ({new: checkpoint.tensor(old)} for old, new in names.items() if not structure.is_tied(old))
     directory.write_model(tensors, source, out, shard_bytes, changes=short)
-
-
-@torch.no_grad()
-def _influences(model: Any, windows: Tensor, layers: int) -> list[float]:
-    device = next(model.parameters()).device
-    some = windows[: max(1, _TOKENS // windows.shape[1])].to(device)
-    states = [
-        model(input_ids=window.unsqueeze(0), use_cache=False, output_hidden_states=True).hidden_states
-        for window in some
-    ]
-    # The last block's output comes out of transformers with the final norm applied; ShortGPT measures it like that too.
-    return [depth.influence((one[block], one[block + 1]) for one in states) for block in range(layers)]

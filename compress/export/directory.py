@@ -14,7 +14,6 @@ from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, s
 from compress.model import directory
 from compress.quantize.rtn import relative_error
 from runtime import formats
-from runtime.cache import scheme
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import as_stored
 
@@ -80,8 +79,9 @@ def _write(name: str, model: Model, form: Form, out: Path, progress: Progress) -
     UserError for tensors that cannot be read, and ValueError where a form stores what it cannot read: our mistake.
     """
     checkpoint = model.checkpoint
-    taken = _of_layers(model)
-    others = [plain for plain in checkpoint.names() if plain not in taken]
+    packed = {layer.prefix for layer in model.packed}
+    # A linear layer has nothing below it but its own tensors, whose names have a dot or two more.
+    others = [n for n in checkpoint.names() if not any(n.rsplit(".", dots)[0] in packed for dots in (1, 2, 3))]
     scales = form.quantization.get("quant_method") == "compressed-tensors"
     kept = [plain for plain in others if scales or not plain.endswith(CACHE_SCALES)]
     losses: list[Loss] = []
@@ -104,7 +104,7 @@ def _write(name: str, model: Model, form: Form, out: Path, progress: Progress) -
     parts = out / "parts"
     names = safetensors.join(_in_parts(tensors(), parts), out)
     shutil.rmtree(parts)
-    _beside(model, form.quantization, out)
+    directory.write_beside(checkpoint.path, out, form.quantization)
     progress(f"export {name}", len(model.packed), len(model.packed))
     size = sum((out / file).stat().st_size for file in names if file.endswith(".safetensors"))
     left_out = "The cache's static scales, which are compressed-tensors' own, are left out."
@@ -140,7 +140,7 @@ def _copy(model: Model, out: Path, progress: Progress) -> Exported:
     for file in (*checkpoint.shards.files, checkpoint.path / safetensors.INDEX):
         if file.is_file():
             files.copy_synced(file, out / file.name)
-    _beside(model, checkpoint.quantization, out)
+    directory.write_beside(checkpoint.path, out, checkpoint.quantization)
     progress(f"export {name}", 1, 1)
     return Exported(name, checkpoint.bytes_on_disk(), len(model.packed))
 
@@ -151,24 +151,3 @@ def _dense(layer: Facts, weight: PackedWeight, model: Model) -> dict[str, Tensor
     if weight.bias is not None:
         tensors[f"{layer.prefix}.bias"] = as_stored(f"{layer.prefix}.bias", weight.bias, model.dtype)
     return tensors
-
-
-def _of_layers(model: Model) -> set[str]:
-    """Names of all tensors of packed layers."""
-    packed = {layer.prefix for layer in model.packed}
-    return {
-        name
-        for name in model.checkpoint.names()
-        # A linear layer has nothing below it but its own tensors, whose names have a dot or two more.
-        if any(name.rsplit(".", dots)[0] in packed for dots in (1, 2, 3))
-    }
-
-
-def _beside(model: Model, quantization: Mapping[str, Any], out: Path) -> None:
-    """config.json, tokenizer, licence, and our cache's factors."""
-    source = model.checkpoint.path
-    directory.write_config(source, out, quantization)
-    directory.copy_companions(source, out)
-    if (source / scheme.TENSORS).is_file():
-        (out / scheme.TENSORS).parent.mkdir(exist_ok=True)
-        files.copy_synced(source / scheme.TENSORS, out / scheme.TENSORS)

@@ -103,8 +103,13 @@ def copy_model(source: Path, target: Path, weights: Sequence[Path]) -> None:
     index = source / "model.safetensors.index.json"
     if index.is_file() and len(weights) > 1:
         copy_synced(index, target / index.name)
+    write_beside(source, target, None)
+
+
+def write_beside(source: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:
+    """What lies beside a model's weights: config.json, tokenizer, licence, and our cache's factors."""
+    write_config(source, out, quantization)
+    copy_companions(source, out)
     if (source / scheme.TENSORS).is_file():
-        (target / scheme.TENSORS).parent.mkdir(exist_ok=True)
-        copy_synced(source / scheme.TENSORS, target / scheme.TENSORS)
-    write_config(source, target, None)
-    copy_companions(source, target)
+        (out / scheme.TENSORS).parent.mkdir(exist_ok=True)
+        copy_synced(source / scheme.TENSORS, out / scheme.TENSORS)

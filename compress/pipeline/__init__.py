@@ -23,7 +23,7 @@ from compress.artifact import STAGES, Artifact, manifest, safetensors, workspace
 from compress.artifact.files import write_atomic
 from compress.context import RunContext
 from compress.export import serve
-from compress.model.plan import Plan, make_plan
+from compress.model.plan import make_plan
 from compress.pipeline import exports, forecast, forecast_training, passes
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.progress import silent, unsaid
@@ -105,7 +105,12 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
     if planned is not None and not passes.weights_trained(recipe):
         plan = planned.plan
     progress("check", 1, 1)
-    mapped = _preflight(inputs, plan, planned, place.folder)
+    copied = 0 if inputs.draft is None else sum(file.stat().st_size for file in inputs.draft.weight_files)
+    need = forecast.forecast(inputs.target, plan, None if planned is None else planned.blocks, copied)
+    sizes = forecast_training.Sizes.of(inputs.target, plan, inputs.structure, inputs.draft)
+    need = forecast_training.with_training(need, recipe, sizes)
+    mapped = forecast.check(need, place.folder, context.memory_budget)
+    context.note(need.line(mapped))
     samples = _samples(inputs, planned)
     versions = manifest.versions()
     with workspace.opened(place, _fingerprint(inputs, samples, versions)) as journal:
@@ -125,21 +130,6 @@ def _run(context: RunContext, report: Report | None, world: World) -> Artifact:
         world.share(None)
         place.finish(journal)
     return Artifact(place.out)
-
-
-def _preflight(inputs: RunInputs, plan: Plan, planned: passes.Pass | None, folder: Path) -> bool:
-    """Forecasts what the run will take; whether activations are to stay in their file.
-
-    Raises UserError where it cannot fit.
-    """
-    target, draft, context = inputs.target, inputs.draft, inputs.context
-    copied = 0 if draft is None else sum(file.stat().st_size for file in draft.weight_files)
-    need = forecast.forecast(target, plan, None if planned is None else planned.blocks, copied)
-    sizes = forecast_training.Sizes.of(target, plan, inputs.structure, draft)
-    need = forecast_training.with_training(need, context.recipe, sizes)
-    mapped = forecast.check(need, folder, context.memory_budget)
-    context.note(need.line(mapped))
-    return mapped
 
 
 def _samples(inputs: RunInputs, planned: passes.Pass | None) -> dict[str, int]:

@@ -104,9 +104,10 @@ def make_model(planned: Pass | None, inputs: RunInputs, journal: Journal, mapped
     made, out, trained = ModelResult(), inputs.target.path, weights_trained(inputs.context.recipe)
     if planned is not None:
         plain = journal.folder / STAGES / "pruned"
-        wanted: Path | None = plain if trained else model
-        if trained and _is_done(inputs.context.recipe, trained[-1], journal):
-            wanted = None
+        wanted: Path | None = model
+        if trained:
+            last = contract.place(journal.folder, trained[-1], inputs.context.recipe.stages[trained[-1]].kind)
+            wanted = None if last.name in journal.stages else plain
         made = _known(planned.recipe, _run_pass(planned, inputs, journal, mapped, wanted))
         release()
         out = plain if plain.exists() else out
@@ -276,10 +277,6 @@ def _second_journal(journal: Journal) -> Journal:
     folder.mkdir(parents=True, exist_ok=True)
     begun = (folder / journals.NAME).exists()
     return journals.resume(folder, journal.fingerprint) if begun else journals.begin(folder, journal.fingerprint)
-
-
-def _is_done(recipe: Recipe, index: int, journal: Journal) -> bool:
-    return contract.place(journal.folder, index, recipe.stages[index].kind).name in journal.stages
 
 
 def _after(kind: str) -> bool:

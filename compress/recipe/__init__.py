@@ -56,7 +56,10 @@ def sentence(error: ValidationError, fields: Fields) -> str:
     shown = repr(found) if len(repr(found)) <= 60 else repr(found)[:57] + "..."
     kind = first["type"]
     if kind == "extra_forbidden":
-        return _unknown(key, location, fields)
+        allowed = fields(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else "remove it"
+        return f"{key}: unknown key, expected one of {', '.join(allowed)}: {hint}"
     if kind == "missing":
         return f"{key}: expected this key, found none: add it"
     if kind == "literal_error":
@@ -74,14 +77,6 @@ def sentence(error: ValidationError, fields: Fields) -> str:
         .replace("a valid ", "a ")
     )
     return f"{key}: {message}, found {shown}: correct it"
-
-
-def _unknown(key: str, location: tuple[int | str, ...], fields: Fields) -> str:
-    last = str(location[-1])
-    allowed = fields(location[:-1])
-    near = difflib.get_close_matches(last, allowed, n=1)
-    hint = f"did you mean {near[0]}?" if near else "remove it"
-    return f"{key}: unknown key, expected one of {', '.join(allowed)}: {hint}"
 
 
 def _not_allowed(key: str, found: Any, shown: str, expected: str) -> str:

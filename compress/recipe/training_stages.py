@@ -5,9 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from compress.recipe.block_stages import Quantize, Strict, check_patterns
-from compress.recipe.training import TrainingStage
+from compress.recipe.training import Share, TrainingStage
 
-Share = Annotated[float, Field(ge=0, le=1, strict=False)]
 OpenShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
 Temperature = Annotated[float, Field(gt=0, le=100, strict=False)]
 

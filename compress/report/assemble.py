@@ -1,6 +1,5 @@
 """Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +128,9 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
             progress,
             context.seed,
         )
-    sample = make_sample(original, compressed, prompts[0], new_tokens)
+    both = [Speculator(model).generate(prompts[:1], new_tokens)[0].text for model in (original, compressed)]
+    shown = compressed.tokenizer.decode(prompts[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    sample = Sample(prompt=shown, original=both[0], compressed=both[1], new_tokens=new_tokens)
     described_machine = machine.describe(compressed.decoder.device, described(compressed.decoder))
     threads, device = torch.get_num_threads(), str(compressed.decoder.device)
     cache_bytes = (original.decoder.new_cache().bytes_per_token(), compressed.decoder.new_cache(kind).bytes_per_token())
@@ -226,15 +227,6 @@ def make_prompts(
     held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
     found += held_out[: count - len(found), : min(_SHORT_PROMPT, room)].tolist()
     return [prompt for prompt in found if prompt]
-
-
-def make_sample(original: "Model", compressed: "Model", prompt: Sequence[int], new_tokens: int) -> Sample:
-    """The same prompt continued greedily by both, as text."""
-    texts = [
-        Speculator(model).generate([prompt], max_new_tokens=new_tokens)[0].text for model in (original, compressed)
-    ]
-    shown = compressed.tokenizer.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Sample(prompt=shown, original=texts[0], compressed=texts[1], new_tokens=new_tokens)
 
 
 def _head(recipe: Recipe) -> str:

@@ -10,6 +10,7 @@ from runtime.bench.options import (
     JobOptions,
     Json,
     Kernels,
+    Kinds,
     NewTokens,
     OracleOptions,
     Rounds,
@@ -120,11 +121,7 @@ def speculate(options: OracleOptions) -> None:
 @without_traceback()
 def attention(
     shape: ShapeName = "llama-3.1-8b",
-    kind: Annotated[list[str], typer.Option(help="float32, float16, int8 or int4; may be repeated.")] = [  # noqa: B006
-        "float16",
-        "int8",
-        "int4",
-    ],
+    kind: Kinds = ["float16", "int8", "int4"],  # noqa: B006
     context: Annotated[int, typer.Option(help="Tokens of each request.")] = 32_768,
     batch: Annotated[int, typer.Option(help="Requests.")] = 8,
     widths: Widths = "1,5",

@@ -17,8 +17,6 @@ from runtime.errors import UserError
 from runtime.kernels.library_choice import Choice, shown
 
 Figures = Mapping[str, Any]
-# Column: key of a row (a.b: of the mapping at a), heading, format. A key that a row lacks, or None, is shown as "-".
-Column = tuple[str, str, str]
 COLUMNS: dict[str, tuple[str, str]] = {
     "what": ("what", "s"), "name": ("group", "s"), "way": ("way", "s"), "scheme": ("scheme", "s"),
     "layer": ("layer", "s"), "engine": ("engine", "s"), "kernels": ("kernels", "s"), "how": ("run as", "s"),
@@ -38,7 +36,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "latency_ms.p50": ("latency p50", ".1f"), "latency_ms.p90": ("p90", ".1f"), "ttft_ms.p50": ("ttft p50", ".1f"),
     "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),
 }  # fmt: skip
-"""Every figure's key in a row: its heading and format."""
+"""Every figure's key in a row (a.b: in the mapping at a): its heading and format. What a row lacks is shown as "-"."""
 
 
 def console(width: int = 132) -> Console:
@@ -46,20 +44,15 @@ def console(width: int = 132) -> Console:
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Figures], title: str | None = None) -> Table:
-    """A line for each row, a column for each key."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for _, heading, form in columns:
-        found.add_column(heading, justify="left" if form == "s" else "right")
-    for row in rows:
-        found.add_row(*(_shown(_value(row, key), form) for key, _, form in columns))
-    return found
-
-
 def listed(keys: str, rows: Sequence[Figures], title: str | None = None, **headings: str) -> Table:
     """The table of `keys` of COLUMNS, with blanks between them; `headings` other than those of COLUMNS."""
-    columns = [(key, headings.get(key, COLUMNS[key][0]), COLUMNS[key][1]) for key in keys.split()]
-    return table(columns, rows, title)
+    found = Table(title=title, title_justify="left", box=box.SIMPLE)
+    columns = {key: COLUMNS[key] for key in keys.split()}
+    for key, (heading, form) in columns.items():
+        found.add_column(headings.get(key, heading), justify="left" if form == "s" else "right")
+    for row in rows:
+        found.add_row(*(_shown(_value(row, key), form) for key, (_, form) in columns.items()))
+    return found
 
 
 def show_scheme(out: Console, command: str, scheme: str, rows: Sequence[Figures], readings: Sequence[float]) -> None:

@@ -119,7 +119,13 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     if act not in _SILU + _GELU_TANH:
         return None
     head_dim = config.get("head_dim") or hidden // heads
-    _check_rotary(config, head_dim)
+    rope = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if (rotated := int(head_dim * share)) < 2 or rotated % 2:
+        raise UserError(
+            f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"
+            " head_dim times partial_rotary_factor must be even"
+        )
     return Architecture(
         model_type=kind,
         layers=layers,
@@ -148,16 +154,6 @@ def _count(config: dict[str, Any], key: str) -> int:
     if not isinstance(found, int) or found < 1:
         raise UserError(f"config.json: {key} must be a positive integer, found {found!r}")
     return found
-
-
-def _check_rotary(config: dict[str, Any], head_dim: int) -> None:
-    rope = config.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if (rotated := int(head_dim * share)) < 2 or rotated % 2:
-        raise UserError(
-            f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"
-            " head_dim times partial_rotary_factor must be even"
-        )
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:

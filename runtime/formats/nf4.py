@@ -224,7 +224,10 @@ def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> Nf4Weigh
     absmax, nested = fetch(tensors, name, shape=(n * k // block,)), None
     if "nested_offset" in state:
         expect_dtype(name, absmax, torch.uint8)
-        nested = _read_nested(tensors, prefix, absmax, state)
+        inner, size = state["nested_blocksize"], -(-absmax.numel() // state["nested_blocksize"])
+        largest = fetch(tensors, f"{prefix}.weight.nested_absmax", torch.float32, shape=(size,))
+        table = fetch(tensors, f"{prefix}.weight.nested_quant_map", torch.float32, shape=(256,))
+        nested = NestedAbsmax(absmax, largest, table, state["nested_offset"], inner)
         absmax = nested.undo()
     return Nf4Weight(
         scheme(block),
@@ -234,16 +237,6 @@ def from_tensors(tensors: Tensors, prefix: str, unpack: bool = True) -> Nf4Weigh
         nibbles=None if unpack else "high",
         nested=nested,
     )
-
-
-def _read_nested(tensors: Tensors, prefix: str, codes: Tensor, state: dict[str, Any]) -> NestedAbsmax:
-    block = state["nested_blocksize"]
-    names = [f"{prefix}.weight.nested_absmax", f"{prefix}.weight.nested_quant_map"]
-    shapes = [(-(-codes.numel() // block),), (256,)]
-    absmax, table = (
-        fetch(tensors, name, torch.float32, shape=shape) for name, shape in zip(names, shapes, strict=True)
-    )
-    return NestedAbsmax(codes, absmax, table, state["nested_offset"], block)
 
 
 def _read_state(tensors: Tensors, name: str) -> dict[str, Any]:
