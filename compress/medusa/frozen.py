@@ -5,7 +5,6 @@ disk; training is then as quick as the heads are small. Medusa-2 is in joint.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,16 +177,12 @@ class HeadsTask:
         """Mean loss over held-out windows, nats."""
         total, count = 0.0, 0
         for tokens, states in self.text.watched.blocks(windows_at_once(self.text, self.heads)):
-            with self.precision():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 total += float(self._loss(tokens, states)[0]) * len(tokens)
             count += len(tokens)
             if count >= WATCHED:
                 break
         return total / count
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """What evaluation computes in."""
-        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
     def state(self) -> dict[str, Tensor]:
         """The heads."""

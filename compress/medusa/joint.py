@@ -101,7 +101,7 @@ class JointTask(frozen.HeadsTask):
         values, counts = [], []
         watched = self.text.watched.tokens()[: frozen.WATCHED]
         for tokens in watched.split(frozen.windows_at_once(self.text, self.heads)):
-            with self.precision():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 values.append(float(self._both(tokens).value))
             counts.append(len(tokens))
         return sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)

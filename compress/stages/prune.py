@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.moments import Wants
 from compress.calibration.activations import Inputs
@@ -36,17 +36,16 @@ class MaskPrune:
         return dict.fromkeys(block.linears, want)
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
-        for path, linear in block.linears.items():
-            weight = self._pruned(linear.weight.detach(), statistics, path, path in block.starved)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-
-    def _pruned(self, weight: Tensor, statistics: Statistics, path: str, starved: bool) -> Tensor:
         sparsity = _sparsity(self.stage)
-        if self.stage.method == "magnitude" or starved:
-            return weight * masks.magnitude_mask(weight, sparsity)
-        if self.stage.method == "wanda":
-            return weight * masks.wanda_mask(weight, statistics[path].norms, sparsity)
-        return sparsegpt.prune(weight, statistics[path].hessian, sparsity)
+        for path, linear in block.linears.items():
+            weight = linear.weight.detach()
+            if self.stage.method == "magnitude" or path in block.starved:
+                weight = weight * masks.magnitude_mask(weight, sparsity)
+            elif self.stage.method == "wanda":
+                weight = weight * masks.wanda_mask(weight, statistics[path].norms, sparsity)
+            else:
+                weight = sparsegpt.prune(weight, statistics[path].hessian, sparsity)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
 
 
 @dataclass(frozen=True)

@@ -89,24 +89,18 @@ class SmoothRanges:
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
         for fold, paths in _foldable(block, known, statistics, self.model_type):
-            factor = self._factor(block, fold, paths, known, statistics)
-            fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
-
-    def _factor(
-        self, block: Block, fold: Fold, paths: list[str], known: Mapping[str, Layer], statistics: Statistics
-    ) -> Tensor:
-        weights = [block.linears[path].weight.detach() for path in paths]
-        largest = torch.stack([statistics[path].absmax for path in paths]).amax(dim=0)
-        if self.stage.alpha == "search":
-            rows = torch.cat([statistics[group[0]].rows for group in sharing(paths, statistics)])
-            static = SCHEMES[known[paths[0]].scheme].is_static
+            weights = [block.linears[path].weight.detach() for path in paths]
+            largest = torch.stack([statistics[path].absmax for path in paths]).amax(dim=0)
             tie = partial(folding.share, fold, by="max")
-            activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
-            dtype = scale_dtype(block, paths[0])
-            return smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie)
-        inputs_max = folding.share(fold, largest, "max")
-        weights_max = folding.share(fold, smoothquant.weight_absmax(weights), "max")
-        return smoothquant.factors(inputs_max, weights_max, self.stage.alpha)
+            if self.stage.alpha == "search":
+                rows = torch.cat([statistics[group[0]].rows for group in sharing(paths, statistics)])
+                static = SCHEMES[known[paths[0]].scheme].is_static
+                activation: Literal["int8-tensor", "int8-token"] = "int8-tensor" if static else "int8-token"
+                dtype = scale_dtype(block, paths[0])
+                factor = smoothquant.search_alpha(weights, rows, largest, activation, dtype, tie=tie)
+            else:
+                factor = smoothquant.factors(tie(largest), tie(smoothquant.weight_absmax(weights)), self.stage.alpha)
+            fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,10 @@ class StaticRanges:
                 "experts.expert_fallback to all-tokens, or take scheme int8-dynamic"
             )
         if not self._searches:
-            self._observe_scaled(block, statistics, inputs)
+            # The text goes through the block again where a stage before this one has scaled what layers read.
+            wants = {path: want for path, want in self.wants(block).items() if statistics[path].observed is None}
+            if wants and inputs is not None:
+                statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
         for paths in sharing(list(known), statistics):
             weights = [block.linears[path].weight.detach() for path in paths]
             first = statistics[paths[0]]
@@ -144,12 +141,6 @@ class StaticRanges:
     @property
     def _searches(self) -> bool:
         return self.stage.observer == "search"
-
-    def _observe_scaled(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
-        """Sends the text through the block again where a stage before this one has scaled what layers read."""
-        wants = {path: want for path, want in self.wants(block).items() if statistics[path].observed is None}
-        if wants and inputs is not None:
-            statistics.update(collect(block, inputs, wants, self.stage.experts or Experts()))
 
 
 def _foldable(

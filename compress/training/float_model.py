@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +83,7 @@ def held_out_loss(model: Any, windows: Tensor, autocast: bool = False) -> float:
     losses = []
     for rows in portions(windows):
         tokens = rows.to(device)
-        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(input_ids=tokens, use_cache=False).logits
         found = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
         losses.append(float(found))
