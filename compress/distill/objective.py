@@ -126,7 +126,6 @@ class DistilledTask(ModelTask):
             _make_comparable(objective, model, teacher)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
-        """See `Task.loss`."""
         self.model.train()
         return objective_loss(self.objective, self.model, self.teacher, batch)
 

@@ -56,7 +56,6 @@ class Layout:
         return next((why for kind, why in self.refused.items() if kind in kinds), None) if kinds else NOTHING_PACKED
 
     def write(self, model: Path, out: Path, progress: Progress) -> Exported:
-        """See compress.export."""
         found = survey(model)
         if found.method == self.name:
             return _copy(found, out, progress)

@@ -185,11 +185,9 @@ class HeadsTask:
         return total / count
 
     def state(self) -> dict[str, Tensor]:
-        """The heads."""
         return dict(self.heads.state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
         self.heads.load_state_dict(dict(state))
 
     def _loss(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:

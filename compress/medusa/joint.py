@@ -112,7 +112,6 @@ class JointTask(frozen.HeadsTask):
         return heads | {f"model.{name}": parameter.detach() for name, parameter in self._trained.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
         parts = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
         super().load({name.removeprefix("heads."): tensor for name, tensor in parts.items()})
         with torch.no_grad():

@@ -62,7 +62,6 @@ def compress(
 
 
 def run(context: RunContext, report: Report | None = None) -> Artifact:
-    """See `compress`."""
     with joined() as world:
         if not world.leads:
             context = replace(context, progress=silent, note=unsaid)

@@ -39,7 +39,6 @@ class RoundedTask(DistilledTask):
         return groups
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
-        """See `Task.loss`."""
         set_share(self.model, min(1.0, progress / self.ramp) if self.ramp else 1.0)
         return super().loss(batch, progress)
 
@@ -49,7 +48,6 @@ class RoundedTask(DistilledTask):
         return super().evaluate()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
         super().load(state)
         set_share(self.model, 1.0)
 

@@ -36,12 +36,10 @@ class Grid:
 
     @property
     def low(self) -> int:
-        """The lowest code."""
         return -(1 << self.bits - 1)
 
     @property
     def high(self) -> int:
-        """The highest code."""
         return (1 << self.bits - 1) - 1
 
     @property

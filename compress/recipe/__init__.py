@@ -149,12 +149,10 @@ class Recipe(Strict):
 
     @property
     def prunes(self) -> tuple[Prune, ...]:
-        """The pruning stages."""
         return tuple(stage.prune for stage in self.stages if stage.prune is not None)
 
     @property
     def trains(self) -> bool:
-        """Whether any stage trains."""
         return any(stage.trained is not None for stage in self.stages)
 
     @property

@@ -114,11 +114,9 @@ class Training(Strict):
         return self
 
     def budget(self) -> Budget:
-        """How long."""
         return Budget(self.tokens, self.minutes)
 
     def settings(self, seed: int) -> Settings:
-        """How."""
         mine = self.model_dump(exclude={"minutes", "tokens", "source"})
         return Settings(seed=seed, **mine)
 

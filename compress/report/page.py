@@ -16,7 +16,6 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def html(report: Report) -> str:
-    """One self-contained page."""
     return render("report.html.j2", {**_view(report), "plots": all_plots(report)}, autoescape=True)
 
 

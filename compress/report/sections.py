@@ -11,7 +11,6 @@ from compress.report.wording import NOT_MEASURED, megabytes, number, percent, ti
 
 
 def asked(report: Report) -> list[tuple[str, str]]:
-    """What was asked, and of what."""
     corpus, protocol = report.quality.corpus, report.quality.protocol
     head = "as it was" if protocol.head == "keep" else protocol.head
     return [
@@ -223,7 +222,6 @@ def _by_reason(items: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def machine_and_versions(report: Report) -> list[tuple[str, str]]:
-    """Machine and versions."""
     machine = report.machine
     device = "" if machine.device == "cpu" else f"; {machine.device}"
     where = f"{machine.cpu}, {machine.cores} cores, {machine.instruction_path}{device}"

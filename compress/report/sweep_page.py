@@ -28,7 +28,6 @@ def html(found: SweepTable, plot: bytes | None) -> str:
 
 
 def markdown(found: SweepTable) -> str:
-    """The same for GitHub and terminals."""
     return render("sweep.md.j2", _view(found), autoescape=False, cell=cell, fenced=fenced).strip() + "\n"
 
 

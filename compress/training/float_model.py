@@ -37,7 +37,6 @@ class Student:
 
     @classmethod
     def load(cls, folder: Path, device: str) -> "Student":
-        """As `load`."""
         return cls(load(folder, device), open_checkpoint(folder), read_structure(folder))
 
     def freeze_fused(self) -> list[str]:
@@ -131,6 +130,5 @@ class ModelTask:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(state[name])

@@ -53,7 +53,6 @@ class KeyValueCache(ABC):
         return self._store[request]
 
     def length(self, request: int) -> int:
-        """Tokens stored."""
         return self._length[request]
 
     def capacity(self, request: int) -> int:
@@ -61,7 +60,6 @@ class KeyValueCache(ABC):
         return self._store[request].capacity
 
     def truncate(self, request: int, length: int) -> None:
-        """Drops all but the first `length` tokens."""
         if not 0 <= length <= self._length[request]:
             raise ValueError(f"cannot truncate {self._length[request]} tokens to {length}")
         self._length[request] = length

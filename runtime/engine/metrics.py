@@ -58,7 +58,6 @@ class Metrics:
 
     @property
     def drafted(self) -> int:
-        """Drafted tokens."""
         return sum(self.drafted_at)
 
     @property
@@ -210,7 +209,6 @@ class Clock:
         return (self._paused_at if self._paused_at is not None else time.perf_counter()) - self._zero
 
     def pause(self) -> None:
-        """Stops the clock."""
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:

@@ -46,13 +46,11 @@ class OfWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
         found: tuple[Tensor, ...] = self.weight.tensors
         return found
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one product reads."""
         return int(self.weight.nbytes)
 
 

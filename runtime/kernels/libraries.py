@@ -39,12 +39,10 @@ class LibraryLinear:
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Whose products it runs."""
         return (self.implementation,)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one product reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def __call__(self, x: Tensor) -> Tensor:

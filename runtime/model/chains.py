@@ -27,19 +27,15 @@ class ChainCache(SharesNothing):
         return self._add(self.decoder.empty())
 
     def close(self, request: int) -> None:
-        """Frees the request's cache."""
         del self.held[request]
 
     def fork(self, request: int) -> int:
-        """A handle for a request that holds the same."""
         return self._add(self.decoder.copied(self.held[request]))
 
     def length(self, request: int) -> int:
-        """Tokens stored."""
         return self.decoder.length(self.held[request])
 
     def truncate(self, request: int, length: int) -> None:
-        """Drops all but the first `length` tokens."""
         held = self.length(request)
         if not 0 <= length <= held:
             raise ValueError(f"cannot truncate {held} tokens to {length}")

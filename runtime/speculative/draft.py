@@ -181,5 +181,4 @@ class EachText(Generic[Text]):
         """Nothing to learn: the next `propose` reads the texts themselves."""
 
     def close(self, request: Request) -> None:
-        """Forgets the text."""
         self._texts.pop(request.id, None)

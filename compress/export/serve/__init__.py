@@ -22,12 +22,10 @@ ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino", "onnxrunti
 
 
 def module(engine: str) -> ModuleType:
-    """An engine's module."""
     return importlib.import_module(f"compress.export.serve.{engine}")
 
 
 def sections(facts: Facts) -> list[Section]:
-    """Every engine's section for a run."""
     return [module(engine).section(facts) for engine in ENGINES]
 
 

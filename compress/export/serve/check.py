@@ -50,7 +50,6 @@ def check(run: Path) -> list[Checked]:
 
 
 def check_section(section: Section) -> Checked:
-    """Compares one engine's keys."""
     engine = module(section.engine)
     used = dict.fromkeys(_uses(section, engine.TABLES))
     known, against = _known(engine)

@@ -22,7 +22,6 @@ TABLES = {"--spec-type": "spec_type", "models": "models"}
 
 
 def section(facts: Facts) -> Section:
-    """llama.cpp's part of the page."""
     if facts.model_type not in _FAMILIES:
         said = f"llama.cpp reads GGUF only, and models of type {facts.model_type!r} are not exported to it."
         return Section(KEY, TITLE, (said,))

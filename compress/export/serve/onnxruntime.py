@@ -44,7 +44,6 @@ _OVERLAY_USES = (("top", "model"), ("model", "draft"), ("decoder", "filename"))
 
 
 def section(facts: Facts) -> Section:
-    """ONNX Runtime GenAI's part of the page."""
     if "fp8" in facts.kinds:
         said = "ONNX Runtime GenAI runs ONNX graphs only, and fp8 weights are not exported to it."
         return Section(KEY, TITLE, (said,))

@@ -34,7 +34,6 @@ _CODE_USES = tuple(("functions", name) for name in ("LLMPipeline", "draft_model"
 
 
 def section(facts: Facts) -> Section:
-    """OpenVINO GenAI's part of the page."""
     pipeline: dict[str, Any]
     if facts.method is None:
         pipeline = {"models_path": _TARGET, "device": _DEVICE}

@@ -34,7 +34,6 @@ TABLES = dict.fromkeys(("llm_configs", "prefill_config", "decode_config"), "llm_
 
 
 def section(facts: Facts) -> Section:
-    """Ray Serve's part of the page."""
     found = vllm.source(facts)
     if found is None:
         return Section(KEY, TITLE, vllm.lines(facts, found))

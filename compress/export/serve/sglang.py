@@ -14,7 +14,6 @@ TABLES = {"--speculative-algorithm": "algorithm", "--disaggregation-mode": "disa
 
 
 def section(facts: Facts) -> Section:
-    """SGLang's part of the page."""
     found = target.target(facts, _ACCEPTED, _FORMS)
     if found is None:
         return Section(KEY, TITLE, _lines(facts, found))

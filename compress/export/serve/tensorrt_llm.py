@@ -24,7 +24,6 @@ TABLES = {
 
 
 def section(facts: Facts) -> Section:
-    """TensorRT-LLM's part of the page."""
     if facts.method is not None:
         said = (
             "Runs on NVIDIA GPUs only, and reads weights that are plain or were quantised by Model-Optimizer (FP8,"

@@ -37,7 +37,6 @@ def speculative_config(facts: Facts) -> dict[str, Any]:
 
 
 def section(facts: Facts) -> Section:
-    """vLLM's part of the page."""
     found = source(facts)
     if found is None:
         return Section(KEY, TITLE, lines(facts, found))

@@ -51,7 +51,6 @@ class GgufTensors(Shards):
         return Entry(self.header.path, stored.kind.name if stored.kind.plain else "F32", shape)
 
     def entry(self, name: str) -> Entry:
-        """See Shards."""
         if name not in self:
             raise UserError(f"{self.header.path.name}: tensor {name} is missing; the file is incomplete")
         return self._entries[name]

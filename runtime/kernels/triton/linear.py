@@ -171,7 +171,6 @@ class TritonJoined(Joined):
     """Layers of one input that are several products: the input is rounded once where one rounding serves them all."""
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One (T, N_i) tensor per joined layer."""
         return split_outputs(self.products(self.round(x)), self.sizes)
 
     @property

@@ -44,7 +44,6 @@ class IntMmLinear(TritonLinear):
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Whose products it runs."""
         return (_INT_MM,)
 
     def _multiply(
@@ -86,7 +85,6 @@ class MixedLinear:
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Whose products it runs."""
         layers = (*(layer for _, layer in self.parts), self.rest)
         return tuple(dict.fromkeys(name for layer in layers for name in getattr(layer, "libraries", ())))
 

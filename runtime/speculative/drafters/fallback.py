@@ -32,11 +32,9 @@ class ChainedDrafter:
         return drafts
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Tells every drafter."""
         for drafter in self.drafters:
             drafter.observe(outcomes)
 
     def close(self, request: Request) -> None:
-        """Tells every drafter."""
         for drafter in self.drafters:
             drafter.close(request)

@@ -154,7 +154,6 @@ class MedusaDrafter:
                 self._states[outcome.request.id] = (len(outcome.request.tokens), state)
 
     def close(self, request: Request) -> None:
-        """Forgets the request's hidden state."""
         self._states.pop(request.id, None)
 
     def _knows(self, request: Request) -> bool:

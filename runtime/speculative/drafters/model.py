@@ -56,7 +56,6 @@ class DraftModel(EachText[Followed]):
         self._vocab_size = vocab_size if vocab_size is not None else model.decoder.vocab_size
 
     def close(self, request: Request) -> None:
-        """Frees the request's cache."""
         text = self._texts.pop(request.id, None)
         if text is not None:
             self._cache.close(text.handle)

@@ -65,7 +65,6 @@ class ReencodedDrafter(EachText[_Text]):
         return drafts
 
     def close(self, request: Request) -> None:
-        """Frees the request's cache."""
         text = self._texts.pop(request.id, None)
         if text is not None:
             self._model.close(text.shadow)
