@@ -188,7 +188,15 @@ class Recipe(Strict):
             return recipe
         path = _find(str(recipe), Path())
         merged = _merged(path, (), note or (lambda line: warnings.warn(line, FutureWarning, stacklevel=2)))
-        return _validate(merged, path)
+        if merged.pop("draft", None) is not None:
+            raise UserError(
+                f"{_show(path)}: draft: drafts are made by a stage: write the key under stages, or name a draft with "
+                "--draft"
+            )
+        try:
+            return Recipe.model_validate(merged)
+        except ValidationError as error:
+            raise UserError(f"{_show(path)}: {sentence(error, _fields)}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, complete, without `extends`: what recipe.yaml and the report hold."""
@@ -288,18 +296,6 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _over(out[key], value) if both else value
     return out
-
-
-def _validate(data: dict[str, Any], path: Path) -> Recipe:
-    if data.pop("draft", None) is not None:
-        raise UserError(
-            f"{_show(path)}: draft: drafts are made by a stage: write the key under stages, or name a draft with "
-            "--draft"
-        )
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        raise UserError(f"{_show(path)}: {sentence(error, _fields)}") from error
 
 
 def _fields(location: tuple[int | str, ...]) -> list[str]:

@@ -135,7 +135,10 @@ def measure(
         missing |= dict.fromkeys((*(f"speed.{name}" for name in Speculation.model_fields), "lossless"), reason)
     else:
         spoken = timed["speculative"].tokens[0]
-        text = _context(compressed, model, prompts, spoken)
+        text = [token for prompt, new in zip(prompts, spoken, strict=True) for token in (*prompt, *new)]
+        # To time forwards after; it leaves both models room for the widest one.
+        positions = min(m.decoder.max_positions for m in (compressed, model) if m is not None)
+        text = text[: max(1, min(_CONTEXT, positions // 2))]
         if isinstance(draft, MedusaDrafter):
             missing |= dict.fromkeys(_CHAIN_ONLY, "a tree was drafted, and the figure is a chain's")
         if model is None:
@@ -182,15 +185,6 @@ def _cannot_roll_back(target: "Model", prompt: Sequence[int]) -> str | None:
     except UserError as error:
         return str(error)
     return None
-
-
-def _context(
-    compressed: "Model", draft: "Model | None", prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> list[int]:
-    """A text of at most 128 tokens to time forwards after, that leaves both models room for the widest one."""
-    text = [token for prompt, new in zip(prompts, texts, strict=True) for token in (*prompt, *new)]
-    positions = min(m.decoder.max_positions for m in (compressed, draft) if m is not None)
-    return text[: max(1, min(_CONTEXT, positions // 2))]
 
 
 def _speculation(

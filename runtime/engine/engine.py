@@ -133,7 +133,11 @@ class Engine:
         account(batch, drafts, outcomes, times)
         if self._controller is not None and all(part.decoding for part in batch):
             learn(self._controller, batch, drafts, outcomes, times)
-        return self._leave(batch)
+        for part in batch:
+            part.state.drafted = part.budget > 0
+            if part.state.request.finished:
+                self._finish(part.state)
+        return [part.state.request for part in batch if part.samples]
 
     def _admit(self) -> None:
         """Begins waiting requests, in their order, while there is room."""
@@ -276,14 +280,6 @@ class Engine:
                 self._cache.keep(part.state.handle, part.end, outcome.path)
             elif outcome.length < len(draft.tokens):
                 self._cache.truncate(part.state.handle, part.end + outcome.length)
-
-    def _leave(self, batch: Sequence[ScheduledRequest]) -> list[Request]:
-        """Lets go of the requests that have ended; returns those that gained tokens."""
-        for part in batch:
-            part.state.drafted = part.budget > 0
-            if part.state.request.finished:
-                self._finish(part.state)
-        return [part.state.request for part in batch if part.samples]
 
     def _release(self, state: RequestState) -> None:
         """Frees what a running request holds; its prefix stays for others to match."""

@@ -56,7 +56,9 @@ def drafter_by_name(
     Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
     a file that cannot be read, and an unknown name.
     """
-    kinds = name.split("+") if name is not None else [_preferred(target, draft)]
+    alone = "lookup" if target.medusa_path is None else "medusa"
+    default = alone if draft is None and target.draft_path is None else "model"
+    kinds = [default] if name is None else name.split("+")
     uses_draft = "model" in kinds or "tree" in kinds
     uses_heads = "medusa" in kinds and not uses_draft
     own = target.medusa_path if uses_heads else target.draft_path
@@ -81,13 +83,6 @@ def drafter_by_name(
     if kinds == ["nested"]:
         note = " (the target's upper four bits)"
     return NamedDrafter(made, note)
-
-
-def _preferred(target: "Model", draft: str | Path | None) -> str:
-    """The drafter where none is named."""
-    if draft is not None or target.draft_path is not None:
-        return "model"
-    return "lookup" if target.medusa_path is None else "medusa"
 
 
 def make(
