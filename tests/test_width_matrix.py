@@ -112,18 +112,22 @@ class Trial:
 
 def compare(folder: Path, seed: int, kernels: str) -> tuple[int, list[str]]:
     """(rows compared, what differed) of one model on one path."""
-    rng = np.random.default_rng(seed)
     model = draw(seed)
-    model.write(folder)
+    return compare_model(model.write(folder), model.label, model.config["vocab_size"], seed, kernels)
+
+
+def compare_model(model: Path, label: str, vocab: int, seed: int, kernels: str) -> tuple[int, list[str]]:
+    """`compare` of a model that is written; the seed draws the cache, the text and the widths."""
+    rng = np.random.default_rng(seed)
     kinds: list[CacheKind] = ["float32", "float32", "int8", "int4", *(["float16"] if kernels == "reference" else [])]  # type: ignore[list-item]
     kind = kinds[rng.integers(len(kinds))]
     length = int(rng.choice([9, 24, 24, 24, 80]))
-    tokens = torch.from_numpy(rng.integers(1, model.config["vocab_size"], length))
+    tokens = torch.from_numpy(rng.integers(1, vocab, length))
     rows, different, want = 0, [], None
     # torch's threads wait for each other in every operation, which takes long on a machine with other work.
     more = 1 if kernels == "reference" and seed % 10 else 2
     for threads, pages in ((1, None), (more, 16)):
-        decoder = load(folder, kernels=kernels, threads=threads).decoder
+        decoder = load(model, kernels=kernels, threads=threads).decoder
         assert isinstance(decoder, BaseDecoder) and decoder.exact and decoder.kernels == kernels
         trial = Trial(decoder, kind, pages)
         first = trial.alone(trial.fresh(length), tokens)
@@ -133,7 +137,7 @@ def compare(folder: Path, seed: int, kernels: str) -> tuple[int, list[str]]:
         for check in (trial.widths, trial.batch, trial.tree):
             pairs += check(tokens, want, rng)
         rows += sum(len(found) for found, _, _ in pairs)
-        where = f"{model.label}, {kernels}, {kind}, {threads} threads, pages {pages}"
+        where = f"{label}, {kernels}, {kind}, {threads} threads, pages {pages}"
         different += [f"{where}: {what}" for found, right, what in pairs if not torch.equal(found, right)]
     return rows, different
 
