@@ -106,7 +106,6 @@ def _read_directory(directory: Path) -> list[Row]:
 
 
 def _read_file(path: Path) -> Iterable[Row]:
-    """The texts of one file."""
     if not path.exists():
         raise UserError(f"{path} does not exist: name a text file, a directory, a dataset or {STANDARD_LIBRARY!r}")
     name = path.name.lower()

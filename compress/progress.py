@@ -111,7 +111,6 @@ class Bars:
         self.bars.update(self._tasks[stage], completed=done, total=total)
 
     def note(self, line: str) -> None:
-        """A line that stays, above the bars."""
         self.bars.console.print(line, markup=False, highlight=False)
 
 

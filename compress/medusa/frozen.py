@@ -165,7 +165,6 @@ class HeadsTask:
         self.heads, self.stage, self.text, self.autocast = heads, stage, text, autocast
 
     def groups(self) -> list[Group]:
-        """The heads' parameters."""
         return self.heads.groups(self.stage.optimizer)
 
     def loss(self, batch: Tensor, progress: float) -> Loss:
@@ -251,8 +250,6 @@ def assess(stage: Medusa, heads: MedusaHeads, target: Model, text: Text, out: Pa
 def summary(
     stage: Medusa, text: Text, before: HeadsQuality, after: HeadsQuality, trained: TrainingResult
 ) -> dict[str, Any]:
-    """The report's part."""
-
     def both(figure: Callable[[HeadsQuality], Any]) -> dict[str, Any]:
         return {"before": figure(before), "after": figure(after)}
 

@@ -45,11 +45,9 @@ class Size:
         return cls(sum(map(math.prod, shapes.values())), inputs)
 
     def __add__(self, other: "Size") -> "Size":
-        """Of both."""
         return Size(self.weights + other.weights, self.inputs + other.inputs)
 
     def times(self, number: int) -> "Size":
-        """Of so many."""
         return Size(self.weights * number, self.inputs * number)
 
 

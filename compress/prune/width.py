@@ -48,7 +48,13 @@ def choose(weight: Tensor, hessian: Tensor, size: int, keep: int, damping: float
         # A stable sort: of equal groups the first go, whatever the machine.
         order = _costs(columns, inverse, alive, size).argsort(stable=True)
         gone, alive = alive[order[:count]], alive[order[count:].sort().values]
-        _remove(columns, inverse, members(gone, size))
+        # What is left is refitted, and the inverse with it, in place.
+        gone = members(gone, size)
+        rows = inverse[gone]
+        lower = torch.linalg.cholesky(rows[:, gone])
+        half = torch.linalg.solve_triangular(lower, rows, upper=False)
+        inverse.addmm_(half.T, half, alpha=-1)
+        columns.addmm_(half.T, torch.linalg.solve_triangular(lower, columns[gone], upper=False), alpha=-1)
     return alive
 
 
@@ -78,15 +84,6 @@ def _costs(columns: Tensor, inverse: Tensor, alive: Tensor, size: int) -> Tensor
         lower = torch.linalg.cholesky(inverse[here, here])
         found.append(torch.linalg.solve_triangular(lower, columns[here], upper=False).square().sum())
     return torch.stack(found)
-
-
-def _remove(columns: Tensor, inverse: Tensor, gone: Tensor) -> None:
-    """Refits the columns (K, N) and the inverse (K, K) to the inputs that are left, in place."""
-    rows = inverse[gone]
-    lower = torch.linalg.cholesky(rows[:, gone])
-    half = torch.linalg.solve_triangular(lower, rows, upper=False)
-    inverse.addmm_(half.T, half, alpha=-1)
-    columns.addmm_(half.T, torch.linalg.solve_triangular(lower, columns[gone], upper=False), alpha=-1)
 
 
 Config = dict[str, Any]

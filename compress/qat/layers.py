@@ -183,7 +183,6 @@ class BitLinear(nn.Linear):
         norm: float | None = None,
         device: torch.device | str | None = None,
     ):
-        """`norm`: the norm's epsilon; None: no norm."""
         super().__init__(inputs, outputs, bias=bias, device=device)
         self.codes: Codes = codes
         self.stored = stored

@@ -76,7 +76,10 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     # Gemma 2 and 3 norm the attention's output as well, and call the MLP's norm by another name.
     before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else None
     readers = _reading(linears, "mlp.", _MLP_READERS, ("down_proj", *_ROUTERS))
-    others = _mlp_parameters(layer)
+    # Routers and fused experts read the norm, too, and are no linear layers to judge.
+    routers = {f"{router}.weight" for router in _ROUTERS}
+    inside = [name for name, _ in layer.get_submodule("mlp").named_parameters()]
+    others = tuple(f"mlp.{name}" for name in inside if name in routers or _last(name) == "gate_up_proj")
     if readers:
         found.append(Fold(before_mlp or "post_attention_layernorm", readers, others, offset))
     found += [_mlp_output(linears, name) for name in linears if name.startswith("mlp.") and _last(name) == "down_proj"]
@@ -158,16 +161,6 @@ def _reading(
         if _last(name) not in (*readers, *known):
             raise ValueError(f"{name}: not a linear layer that this family is known to have, so nothing is folded")
     return tuple(name for name in inside if _last(name) in readers)
-
-
-def _mlp_parameters(layer: nn.Module) -> tuple[str, ...]:
-    """The MLP's parameters that read the norm and are no linear layers to judge: routers and fused experts."""
-    found = []
-    for name, _ in layer.get_submodule("mlp").named_parameters():
-        owner, _, last = name.rpartition(".")
-        if last == "gate_up_proj" or (last == "weight" and owner in _ROUTERS):
-            found.append(f"mlp.{name}")
-    return tuple(found)
 
 
 def _attention_output(layer: nn.Module, linears: dict[str, nn.Linear]) -> Fold:

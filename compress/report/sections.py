@@ -199,7 +199,6 @@ def _export_figures(name: str, found: ExportFigures) -> Row:
 
 
 def layers(report: Report) -> Table:
-    """Every quantised layer."""
     rows = [(e.name, e.scheme, str(e.group_size or "row"), percent(e.error, 2)) for e in report.quality.layers]
     return Table(("layer", "scheme", "group", "relative error"), rows)
 

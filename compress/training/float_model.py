@@ -125,7 +125,6 @@ class ModelTask:
         return held_out_loss(self.model, self.held_out, self.autocast)
 
     def state(self) -> dict[str, Tensor]:
-        """All weights."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()

@@ -205,14 +205,12 @@ class Clock:
         self._paused_at: float | None = None
 
     def now(self) -> float:
-        """Seconds run so far."""
         return (self._paused_at if self._paused_at is not None else time.perf_counter()) - self._zero
 
     def pause(self) -> None:
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:
-        """Lets a paused clock run on."""
         if self._paused_at is not None:
             self._zero += time.perf_counter() - self._paused_at
             self._paused_at = None

@@ -177,7 +177,12 @@ def add(writer: "GGUFWriter", folder: Path, vocabulary: Vocabulary | None, confi
     if turns:
         writer.add_eot_token_id(turns[0])
     content = read_json(folder / "tokenizer.json")
-    writer.add_add_bos_token(_begins(content, settings, ids))
+    # Whether the tokenizer puts the token that begins a text before every text.
+    steps = _steps(content.get("post_processor"), "processors")
+    templates = (step["single"] for step in steps if step["type"] == "TemplateProcessing")
+    first: dict[str, Any] = next((template[0] for template in templates if template), {})
+    begin = _named(settings.get("bos_token"), ids, None)
+    writer.add_add_bos_token(begin is not None and ids.get(first.get("SpecialToken", {}).get("id")) == begin)
     if template := _template(folder, settings):
         writer.add_chat_template(template)
     writer.add_string(JSON, json.dumps(content, ensure_ascii=False, separators=(",", ":")))
@@ -189,15 +194,6 @@ def _named(token: Any, ids: dict[str, int], default: Any) -> int | None:
     if isinstance(text, str) and text in ids:
         return ids[text]
     return default if isinstance(default, int) else None
-
-
-def _begins(content: dict[str, Any], settings: dict[str, Any], ids: dict[str, int]) -> bool:
-    """Whether the tokenizer puts the token that begins a text before every text."""
-    steps = _steps(content.get("post_processor"), "processors")
-    templates = (step["single"] for step in steps if step["type"] == "TemplateProcessing")
-    first: dict[str, Any] = next((template[0] for template in templates if template), {})
-    begin = _named(settings.get("bos_token"), ids, None)
-    return begin is not None and ids.get(first.get("SpecialToken", {}).get("id")) == begin
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
