@@ -77,18 +77,17 @@ def resume(folder: Path, fingerprint: dict[str, Any]) -> Journal:
     journal = Journal(folder, **{**body, "fingerprint": fingerprint})
     if not journal.finished:
         for record in (*journal.parts.values(), *([journal.inputs] if journal.inputs else [])):
-            _check_file(folder, str(record["file"]), record)
+            name = str(record["file"])
+            path = folder / name
+            if Path(name).name != name or not path.is_file() or path.stat().st_size != record["bytes"]:
+                raise UserError(
+                    f"{path}: expected {record['bytes']} bytes as journalled, found none: start again with --force"
+                )
+            if sha256(path) != record["sha256"]:
+                raise UserError(
+                    f"{path} is damaged: its content does not match the journal's checksum: start again with --force"
+                )
     return journal
-
-
-def _check_file(folder: Path, name: str, record: dict[str, Any]) -> None:
-    path = folder / name
-    if Path(name).name != name or not path.is_file() or path.stat().st_size != record["bytes"]:
-        raise UserError(f"{path}: expected {record['bytes']} bytes as journalled, found none: start again with --force")
-    if sha256(path) != record["sha256"]:
-        raise UserError(
-            f"{path} is damaged: its content does not match the journal's checksum: start again with --force"
-        )
 
 
 def differences(before: Any, now: Any, path: str = "") -> str:

@@ -126,6 +126,8 @@ def describe(config: dict[str, Any]) -> Architecture | None:
             f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"
             " head_dim times partial_rotary_factor must be even"
         )
+    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    dense = tuple(i for i in range(layers) if i in only or (i + 1) % step) if kind == "qwen3_moe" else ()
     return Architecture(
         model_type=kind,
         layers=layers,
@@ -145,7 +147,7 @@ def describe(config: dict[str, Any]) -> Architecture | None:
         fused=kind == "phi3",
         windows=_windows(config, layers),
         experts=_experts(config, kind),
-        dense_layers=_dense_layers(config, kind, layers),
+        dense_layers=dense,
     )
 
 
@@ -184,10 +186,3 @@ def _experts(config: dict[str, Any], kind: str) -> Experts | None:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, and a layer has {count} experts")
     renormalize = kind == "mixtral" or bool(config.get("norm_topk_prob", False))
     return Experts(count, per_token, hidden, renormalize)
-
-
-def _dense_layers(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
-    if kind != "qwen3_moe":
-        return ()
-    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    return tuple(i for i in range(layers) if i in only or (i + 1) % step)
