@@ -15,6 +15,7 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize, int8
 from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.tensors import in_first
 
 
 def with_whole_zeros(packed: PackedWeight) -> PackedWeight:
@@ -39,7 +40,7 @@ def with_scale_in(packed: PackedWeight, *dtypes: torch.dtype) -> PackedWeight:
 
     A scale that becomes 0 or infinite stays as it is, so that whoever writes it says so.
     """
-    if any(torch.equal(packed.scale.to(dtype).float(), packed.scale) for dtype in dtypes):
+    if in_first(packed.scale, *dtypes) is not None:
         return packed
     rounded = packed.scale.to(dtypes[-1]).float()
     scale = torch.where((rounded == 0) | ~torch.isfinite(rounded), packed.scale, rounded)

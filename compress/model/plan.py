@@ -166,7 +166,12 @@ class _Planner:
                     "correct it"
                 )
         if not self.layers:
-            kinds = sorted({why for name, why in self.left if name.endswith(".weight") and self._in_block(name)})
+            inside = (
+                (name, why)
+                for name, why in self.left
+                if name.endswith(".weight") and self.model.block(name) is not None
+            )
+            kinds = sorted({why for name, why in inside if (found := self.model.find(name)) is None or found.is_linear})
             why = "; ".join(kinds[:3]) or "it has none"
             raise UserError(
                 f"no layer of this model can be quantised as {self.stage.scheme or 'the recipe says'} ({why}): change "
@@ -189,10 +194,6 @@ class _Planner:
                     f"tensor {name} would stay as it is ({why}), but beside {stage.scheme} layers transformers "
                     "loads no such experts: use int4 or int8 on all of them, or nf4"
                 )
-
-    def _in_block(self, name: str) -> bool:
-        parameter = self.model.find(name)
-        return self.model.block(name) is not None and (parameter is None or parameter.is_linear)
 
     def _head(self, name: str, module: str) -> Layer | str:
         if self.stage is None:

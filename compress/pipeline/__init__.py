@@ -29,8 +29,10 @@ from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.progress import silent, unsaid
 from compress.recipe import Recipe
 from compress.records import RunFacts
-from compress.training import contract
 from compress.training.parallel import World, current, joined
+
+# What the manifest says of a stage that trains: no times, so that equal runs give equal bytes.
+_UNTIMED = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
 
 Report = Callable[[RunFacts, RunContext], object]
 
@@ -169,7 +171,9 @@ def _record(
     if exported:
         about["exports"] = list(exported)
     if made.reports:
-        about["training"] = {kind: contract.for_manifest(report) for kind, report in made.reports.items()}
+        about["training"] = {
+            kind: {key: report[key] for key in _UNTIMED if key in report} for kind, report in made.reports.items()
+        }
     manifest.write(folder, about)
     context.progress("write", 1, 1)
     return RunFacts(

@@ -137,10 +137,10 @@ def shrink(config: Config, block: Mapping[str, tuple[int, ...]], outside: int, s
     layers = config["num_hidden_layers"]
     total = sum(math.prod(shape) for shape in block.values())
     rows = _rows(before, torch.arange(before.kv_heads), torch.arange(before.intermediate))
-    attention, mlp = (
-        sum(math.prod(shape) for name, shape in block.items() if name.startswith(part) and _shrinks(name, rows))
-        for part in ("self_attn.", "mlp.")
-    )
+    refitted = (f"{O_PROJ}.weight", f"{DOWN_PROJ}.weight")
+    # Tensors that lose rows, or columns as the two refitted weights do.
+    lost = {name: math.prod(s) for name, s in block.items() if name.rpartition(".")[0] in rows or name in refitted}
+    attention, mlp = (sum(n for name, n in lost.items() if name.startswith(part)) for part in ("self_attn.", "mlp."))
     wanted = weights_to_remove(share, layers * total, outside) / layers
     kv_heads = _kv_heads(config, before, share)
     wanted -= attention * (1 - kv_heads / before.kv_heads)
@@ -217,11 +217,6 @@ def _rows(before: Sizes, heads: Tensor, channels: Tensor) -> dict[str, tuple[Ten
         "mlp.up_proj": (channels, width),
         "mlp.gate_up_proj": (torch.cat((channels, width + channels)), 2 * width),
     }
-
-
-def _shrinks(name: str, rows: Mapping[str, object]) -> bool:
-    """Whether a tensor loses rows, or columns as the two refitted weights do."""
-    return name.rpartition(".")[0] in rows or name in (f"{O_PROJ}.weight", f"{DOWN_PROJ}.weight")
 
 
 def _kv_heads(config: Config, before: Sizes, share: float) -> int:

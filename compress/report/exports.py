@@ -83,19 +83,14 @@ def merged(report: Report, made: Sequence[Entry]) -> Report:
     """A finished report with exports that were made after it: new, or in the place of those of their names."""
     missing = {path: why for path, why in report.not_measured.items() if not path.startswith("exports.")}
     entries = {entry.name: entry for entry in report.exports}
-    reasons = {name: _reasons(report, index) for index, name in enumerate(entries)}
+    below = [(path.split(".", 2), why) for path, why in report.not_measured.items() if path.startswith("exports.")]
+    reasons = {name: {p[2]: why for p, why in below if p[1] == str(i)} for i, name in enumerate(entries)}
     for entry in made:
         name = entry["name"]
         entries[name], reasons[name] = ExportEntry(**entry, measured=None), {"measured": _LATER}
     for index, name in enumerate(sorted(entries)):
         missing |= {f"exports.{index}.{path}": why for path, why in reasons[name].items()}
     return Report(**{**dict(report), "exports": [entries[name] for name in sorted(entries)], "not_measured": missing})
-
-
-def _reasons(report: Report, index: int) -> Reasons:
-    """Why figures of one export are missing, by the path below its entry."""
-    start = f"exports.{index}."
-    return {p.removeprefix(start): why for p, why in report.not_measured.items() if p.startswith(start)}
 
 
 def measure(entries: Sequence[Entry], task: Task) -> tuple[list[ExportEntry], Reasons]:

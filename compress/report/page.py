@@ -13,6 +13,8 @@ from compress.report.plots import all_plots
 from compress.report.schema import Report
 
 _TEMPLATES = Path(__file__).parent / "templates"
+# Control characters and their Unicode pictures: models write anything, and files must stay text.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
 
 def html(report: Report) -> str:
@@ -38,15 +40,10 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
-def visible(text: str) -> str:
-    """Text with its control characters as their Unicode pictures: models write anything, and files must stay text."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\t\n" else c for c in text)
-
-
 def _view(report: Report) -> dict[str, Any]:
     return {
         "report": report,
-        "sample": {key: visible(str(text)) for key, text in dict(report.sample or ()).items()},
+        "sample": {key: str(text).translate(_PICTURES) for key, text in dict(report.sample or ()).items()},
         "title": f"{report.recipe} · {report.model}",
         "about": report.asked.recipe.get("about", ""),
         "headlines": wording.headlines(report),

@@ -1,7 +1,7 @@
 """The plot of a sweep: what each recipe costs in quality for what it saves in bytes and gains in speed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -114,7 +114,8 @@ def _names(axes: "Axes", rows: Sequence[Row]) -> None:
         costs = [
             sum(_overlap(box, other) for other in taken)
             + 3 * ((box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, inside))
-            + _MISTAKEN * _near(box, others)
+            # Points right beside a label might be taken for what it names.
+            + _MISTAKEN * sum(box[0] - _LINE < x < box[2] + _LINE and box[1] - 2 < y < box[3] + 2 for x, y in others)
             for box in boxes
         ]
         chosen = costs.index(min(costs))
@@ -143,11 +144,6 @@ def _box(x: float, y: float, dx: float, width: float) -> Box:
     """What a label takes whose anchor is (x, y)."""
     left = x - width / 2 if dx == 0 else x if dx > 0 else x - width
     return left, y - _LINE / 2, left + width, y + _LINE / 2
-
-
-def _near(box: Box, points: Sequence[Any]) -> int:
-    """How many points a label might be taken for the name of: those right beside it."""
-    return sum(box[0] - _LINE < x < box[2] + _LINE and box[1] - 2 < y < box[3] + 2 for x, y in points)
 
 
 def _overlap(a: Box, b: Box) -> float:

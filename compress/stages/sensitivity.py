@@ -118,7 +118,9 @@ def measure(
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name}: expected an nn.Linear, found {type(layer).__name__}")
-    firsts = {unit: _first_block(names, blocks_at) for unit, names in units.items()}
+    # The first block that any of the unit's layers is in; 0 for layers outside of the blocks.
+    place = re.compile(rf"{re.escape(blocks_at)}\.(\d+)\.")
+    firsts = {u: min(int(at[1]) if (at := place.match(name)) else 0 for name in names) for u, names in units.items()}
     rows = max(1, _LOGITS // (int(model.config.vocab_size) * windows.shape[1]))
     batches = windows.split(rows)
     damage = torch.zeros(len(units), len(candidates), dtype=torch.float64)
@@ -172,12 +174,6 @@ def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]
     picks = choose([unit.damage for unit in found.units], sizes, bits_per_weight * weights)
     pairs = zip(found.units, picks, strict=True)
     return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
-
-
-def _first_block(names: Sequence[str], blocks_at: str) -> int:
-    """The number of the first block that any of the layers is in; 0 for layers outside of the blocks."""
-    numbers = [re.match(rf"{re.escape(blocks_at)}\.(\d+)\.", name) for name in names]
-    return min(int(number[1]) if number else 0 for number in numbers)
 
 
 def _recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Any], Tensor]:

@@ -196,9 +196,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def for_manifest(report: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest says of a stage: no times, so that equal runs give equal bytes."""
-    kept = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
-    return {key: report[key] for key in kept if key in report}

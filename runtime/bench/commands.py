@@ -199,10 +199,12 @@ def _model(options: LayerOptions, scheme: str, work: Path | None) -> Iterator[Pa
 
 def _run(plan: Plan, measure: "Measure") -> None:
     """Measures scheme after scheme, prints a table each, and writes the file at the end."""
+    from statistics import median
+
     from rich.console import Console
 
     from runtime.bench.forwards import CONTEXT
-    from runtime.bench.measure import machine, reading_speed
+    from runtime.bench.measure import WARM_UP, machine, reading_speed
     from runtime.bench.output import console, show_scheme, write
 
     options, out = plan.options, console(100)
@@ -225,38 +227,26 @@ def _run(plan: Plan, measure: "Measure") -> None:
         readings[scheme] = memory.readings
         show_scheme(out, plan.command, scheme, found, memory.readings)
     if options.json_file is not None:
-        write(options.json_file, _report(plan, context, rows, readings))
-
-
-def _report(
-    plan: Plan, context: int | None, rows: list[dict[str, Any]], readings: dict[str, list[float]]
-) -> dict[str, Any]:
-    """What goes into the file; bandwidths in bytes per second, null where the native kernels are missing.
-
-    `readings`: of the memory's speed, by scheme.
-    """
-    from statistics import median
-
-    from runtime.bench.measure import WARM_UP, machine
-
-    every = [reading for found in readings.values() for reading in found]
-    return {
-        "machine": machine(),
-        "threads": plan.threads,
-        "kernels": plan.kernel.name,
-        "bandwidth": median(every) if every else None,
-        "protocol": {
-            "command": plan.command,
-            "shape": plan.options.shape,
-            "weights": "random, speed only",
-            "head": plan.options.head,
-            "context": context,
-            "rounds": plan.options.rounds,
-            "warm_up_rounds": WARM_UP,
-            "order": "each round times everything of one scheme once",
-            "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
-            "share_of_bandwidth": "of the better reading before and after each sample; median over the rounds",
-            "bandwidth_by_scheme": {scheme: median(found) if found else None for scheme, found in readings.items()},
-        },
-        "rows": rows,
-    }
+        # Bandwidths in bytes per second, null where the native kernels are missing.
+        every = [reading for found in readings.values() for reading in found]
+        told = {
+            "machine": machine(),
+            "threads": plan.threads,
+            "kernels": plan.kernel.name,
+            "bandwidth": median(every) if every else None,
+            "protocol": {
+                "command": plan.command,
+                "shape": options.shape,
+                "weights": "random, speed only",
+                "head": options.head,
+                "context": context,
+                "rounds": options.rounds,
+                "warm_up_rounds": WARM_UP,
+                "order": "each round times everything of one scheme once",
+                "gb_per_second": "weight bytes as the kernels hold them, without keys and values, over ms_median",
+                "share_of_bandwidth": "of the better reading before and after each sample; median over the rounds",
+                "bandwidth_by_scheme": {scheme: median(found) if found else None for scheme, found in readings.items()},
+            },
+            "rows": rows,
+        }
+        write(options.json_file, told)

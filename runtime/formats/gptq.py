@@ -25,7 +25,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats.codes import group_index, pack_words, read_order, unpack_words, whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.tensors import SCALES, Tensors, check_codes, expect_shape, fetch, read_bias, with_bias
+from runtime.formats.tensors import SCALES, Tensors, check_codes, expect_shape, fetch, in_first, read_bias, with_bias
 
 BITS = (2, 3, 4, 8)
 Layout = Literal["gptq", "gptq_v2"]
@@ -208,7 +208,11 @@ def to_tensors(
     size = own if group_size is None else k if group_size == -1 else group_size
     if own % size or k % size:
         raise ValueError(f"{prefix}: groups of {own} cannot be cut into groups of {size}")
-    scale = _stored_scale(prefix, packed.scale).repeat_interleave(own // size, dim=1)
+    # float16, which every reader takes, or else bfloat16.
+    stored = in_first(packed.scale, torch.float16, torch.bfloat16)
+    if stored is None:
+        raise ValueError(f"{prefix}.scales: neither float16 nor bfloat16 holds these scales exactly")
+    scale = stored.repeat_interleave(own // size, dim=1)
     zeros = zeros.repeat_interleave(own // size, dim=1)
     lowest = 0 if layout == "gptq_v2" else 1
     most = (1 << width) - 1
@@ -225,11 +229,3 @@ def to_tensors(
         f"{prefix}.g_idx": group_index(perm, size),
     }
     return with_bias(tensors, packed, prefix, dtype)
-
-
-def _stored_scale(prefix: str, scale: Tensor) -> Tensor:
-    """The scales in the 16-bit type that holds them all: float16, which every reader takes, or else bfloat16."""
-    for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(scale.to(dtype).float(), scale):
-            return scale.to(dtype)
-    raise ValueError(f"{prefix}.scales: neither float16 nor bfloat16 holds these scales exactly")

@@ -161,3 +161,8 @@ def restore_order(weight: Tensor, perm: Tensor | None) -> Tensor:
     ordered = torch.empty_like(weight)
     ordered[:, perm] = weight
     return ordered
+
+
+def in_first(values: Tensor, *dtypes: torch.dtype) -> Tensor | None:
+    """float32 values in the first of the dtypes that holds all of them exactly; None where none does."""
+    return next((narrow for dtype in dtypes if torch.equal((narrow := values.to(dtype)).float(), values)), None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.formats import dequantize, schemes
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
+from runtime.formats.tensors import in_first
 from runtime.kernels.joined import OfWeight
 from runtime.native.binding import (
     BLOCK,
@@ -125,7 +126,9 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     struct = _struct("nested" if weight.planes else product, n, k, group, groups)
     scale = _per_group("scale", weight.scale, n, groups)
     # Levels are held as level · 127.
-    scale = _narrowest(scale / 127.0 if row.levels else scale)
+    scale = scale / 127.0 if row.levels else scale
+    # In 16 bits where those hold them: scales are read with every product.
+    scale = scale if (narrow := in_first(scale, torch.bfloat16, torch.float16)) is None else narrow
     offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
     bias = None if weight.bias is None else _vector("bias", weight.bias, n)
     perm, static = weight.order(), weight.static_step()
@@ -187,15 +190,6 @@ def _per_group(name: str, values: Tensor, n: int, groups: int) -> Tensor:
     _check(name, values, (n, groups))
     padded = torch.nn.functional.pad(values.float(), (0, 0, 0, -n % BLOCK))
     return padded.view(-1, BLOCK, groups).transpose(1, 2).contiguous()
-
-
-def _narrowest(scale: Tensor) -> Tensor:
-    """The same numbers in 16 bits where those hold every one of them: scales are read with every product."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = scale.to(dtype)
-        if torch.equal(narrow.float(), scale):
-            return narrow
-    return scale
 
 
 def _vector(name: str, values: Tensor, n: int) -> Tensor:

@@ -137,7 +137,8 @@ class MedusaDrafter:
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         """The first nodes of the tree, as many as the budget allows; one pass of the heads for all requests."""
         drafts = [Draft() for _ in requests]
-        ready = [i for i, request in enumerate(requests) if budgets[i] > 0 and self._knows(request)]
+        known = [self._states[r.id][0] == len(r.tokens) if r.id in self._states else False for r in requests]
+        ready = [i for i in range(len(requests)) if budgets[i] > 0 and known[i]]
         if ready:
             logits = host(self._heads.logits(torch.stack([self._states[requests[i].id][1] for i in ready])))
             argmax_tokens(logits.reshape(-1, logits.shape[-1]), "draft")
@@ -155,9 +156,6 @@ class MedusaDrafter:
 
     def close(self, request: Request) -> None:
         self._states.pop(request.id, None)
-
-    def _knows(self, request: Request) -> bool:
-        return request.id in self._states and self._states[request.id][0] == len(request.tokens)
 
     def _draft(self, request: Request, budget: int, logits: Logits) -> Draft:
         """The tree of one request; logits (heads, V)."""
