@@ -44,15 +44,19 @@ def console(width: int = 132) -> Console:
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
+def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Figures], title: str | None = None) -> Table:
+    """A line for each row, a column for each (key, heading, format)."""
+    found = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for _, heading, form in columns:
+        found.add_column(heading, justify="left" if form == "s" else "right")
+    for row in rows:
+        found.add_row(*(_shown(_value(row, key), form) for key, _, form in columns))
+    return found
+
+
 def listed(keys: str, rows: Sequence[Figures], title: str | None = None, **headings: str) -> Table:
     """The table of `keys` of COLUMNS, with blanks between them; `headings` other than those of COLUMNS."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE)
-    columns = {key: COLUMNS[key] for key in keys.split()}
-    for key, (heading, form) in columns.items():
-        found.add_column(headings.get(key, heading), justify="left" if form == "s" else "right")
-    for row in rows:
-        found.add_row(*(_shown(_value(row, key), form) for key, (_, form) in columns.items()))
-    return found
+    return table([(key, headings.get(key, COLUMNS[key][0]), COLUMNS[key][1]) for key in keys.split()], rows, title)
 
 
 def show_scheme(out: Console, command: str, scheme: str, rows: Sequence[Figures], readings: Sequence[float]) -> None:

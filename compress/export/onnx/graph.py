@@ -121,13 +121,19 @@ def trace(folder: Path, dtype: torch.dtype = torch.float32) -> tuple["ir.Model",
     model = empty_model(folder, dtype)
     sizes = _sizes(folder, model)
     names = [f"{{}}.{i}.{part}" for i in range(sizes.layers) for part in ("key", "value")]
+    shape = (_BATCH, sizes.kv_heads, _PAST, sizes.head_dim)
     inputs = ["input_ids", "attention_mask", "position_ids", *(name.format("past_key_values") for name in names)]
     outputs = ["logits", "hidden_states", *(name.format("present") for name in names)]
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
                 _Step(model),
-                kwargs=_example(sizes, dtype),
+                kwargs={
+                    "input_ids": torch.ones(_BATCH, _SEQUENCE, dtype=torch.int64),
+                    "attention_mask": torch.ones(_BATCH, _PAST + _SEQUENCE, dtype=torch.int64),
+                    "position_ids": torch.arange(_PAST, _PAST + _SEQUENCE).repeat(_BATCH, 1),
+                    "past": [tuple(torch.zeros(shape, dtype=dtype) for _ in "kv") for _ in range(sizes.layers)],
+                },
                 dynamic_shapes=_dynamic(sizes),
                 input_names=inputs,
                 output_names=outputs,
@@ -176,16 +182,6 @@ def _sizes(folder: Path, model: Any) -> Sizes:
         )
     vocabulary = model.get_output_embeddings().weight.shape[0]
     return Sizes(config.num_hidden_layers, kv_heads, head_dim, config.hidden_size, vocabulary)
-
-
-def _example(sizes: Sizes, dtype: torch.dtype) -> dict[str, Any]:
-    shape = (_BATCH, sizes.kv_heads, _PAST, sizes.head_dim)
-    return {
-        "input_ids": torch.ones(_BATCH, _SEQUENCE, dtype=torch.int64),
-        "attention_mask": torch.ones(_BATCH, _PAST + _SEQUENCE, dtype=torch.int64),
-        "position_ids": torch.arange(_PAST, _PAST + _SEQUENCE).repeat(_BATCH, 1),
-        "past": [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(sizes.layers)],
-    }
 
 
 def _dynamic(sizes: Sizes) -> dict[str, Any]:
