@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow bench lint map format peers compressors clean
+.PHONY: demo test test-paths test-slow bench lint map format peers compressors clean
 
 demo: .venv/installed
 	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
@@ -17,6 +17,14 @@ demo: .venv/installed
 # threads wait for one another several times longer than they compute. Tests of threads ask for theirs.
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# The suite on each path alone: the library is built without the others, and at the end with all of them again.
+PATHS ?= avx2 portable
+test-paths: .venv/installed
+	@trap '$(BIN)/python setup.py -q build_ext --inplace --force' EXIT; set -e; for path in $(PATHS); do \
+		$(BIN)/python setup.py -q build_ext --inplace --force --paths $$path; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal; \
+	done
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

@@ -7,10 +7,11 @@ import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
+from setuptools.errors import BaseError, CCompilerError, ExecError, OptionError, PlatformError
 
 HERE = "runtime/native"
 # Compiled for each path …
@@ -29,7 +30,24 @@ PATHS = (
 
 
 class BuildKernels(build_ext):
-    """Compiles the paths that the compiler knows; failing that leaves the library out."""
+    """Compiles the paths that the compiler knows; failing that leaves the library out.
+
+    `--paths avx2` compiles no other than those named and the portable one, `--paths portable` that alone: what runs then
+    runs on processors without the rest.
+    """
+
+    user_options: ClassVar = [*build_ext.user_options, ("paths=", None, f"of {', '.join(PATHS)}; default: all")]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.paths = ",".join(PATHS)
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.chosen = {"portable", *(name.strip() for name in self.paths.split(","))}
+        unknown = self.chosen - {"portable", *PATHS}
+        if unknown:
+            raise OptionError(f"--paths: {', '.join(sorted(unknown))} is none of portable, {', '.join(PATHS)}")
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -43,6 +61,8 @@ class BuildKernels(build_ext):
         objects: list[str] = []
         macros: list[tuple[str, str | None]] = []
         for name, flags in {"portable": [], **PATHS}.items():
+            if name not in self.chosen:
+                continue
             try:
                 objects += self._compile(KERNELS, temporary / name, [("SPECPRESS_PATH", name)], flags)
             except CCompilerError:

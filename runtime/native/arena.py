@@ -31,7 +31,9 @@ class Arena:
 
 def large(size: int) -> Tensor:
     """(size,) uint8, zeros, from the start of a large page. What is never touched takes no memory."""
-    memory = mmap.mmap(-1, size + _PAGE)
+    # Private: shared memory, mmap's default, gets no large pages as most systems are set.
+    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size + _PAGE, **kind)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A system without large pages refuses: the small ones work as well, a little slower.
         with contextlib.suppress(OSError):
