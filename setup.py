@@ -32,7 +32,7 @@ PATHS = (
 class BuildKernels(build_ext):
     """Compiles the paths that the compiler knows; failing that leaves the library out.
 
-    `--paths avx2` compiles no other than those named and the portable one, `--paths portable` that alone: what runs then
+    `--paths avx2` compiles those named and the portable one only, `--paths portable` that alone: what then runs is what
     runs on processors without the rest.
     """
 
