@@ -62,6 +62,9 @@ NATIVE := $(wildcard runtime/native/*.cpp runtime/native/*.h)
 
 # llama.cpp, OpenVINO and the like, for examples/compare: their versions contradict ours, so they have an
 # environment of their own. llama.cpp is built from source for this very processor (a C++ compiler, ten minutes).
+# For a comparison held to AVX2 (engines.py --kernels avx2):
+#     make peers PEERS_CMAKE="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+PEERS_CMAKE ?= -DGGML_NATIVE=ON
 PEERS_PIP := .peers/bin/python -m pip install --disable-pip-version-check --quiet \
 	--constraint examples/compare/constraints.txt
 
@@ -70,7 +73,7 @@ peers: .peers/installed
 .peers/installed: examples/compare/constraints.txt
 	$(PYTHON) -m venv .peers
 	$(PEERS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_PIP) --no-binary llama-cpp-python llama-cpp-python gguf
+	CMAKE_ARGS="$(PEERS_CMAKE)" $(PEERS_PIP) --no-binary llama-cpp-python llama-cpp-python gguf
 	$(PEERS_PIP) openvino openvino-genai nncf optimum-intel
 	.peers/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@

@@ -30,10 +30,16 @@ def _openvino(scheme: str) -> Engine:
     return Engine(f"OpenVINO {scheme}", "openvino_engine", True, f"openvino-{scheme}")
 
 
+def llama_bench(kind: str) -> Engine:
+    """A GGUF model in a llama-bench binary that the user names."""
+    return Engine(f"llama-bench {kind}", "llama_bench", False, f"{kind}.gguf")
+
+
+GGUF = {"int4": ("Q4_0", "Q4_K_M"), "int8": ("Q8_0",), "ternary": ("TQ2_0",), "nf4": ()}
 SCHEMES: dict[str, tuple[Engine, ...]] = {
-    "int4": (OURS, _llama_cpp("Q4_0"), _llama_cpp("Q4_K_M"), _openvino("int4")),
-    "int8": (OURS, _llama_cpp("Q8_0"), _openvino("int8")),
-    "ternary": (OURS, _llama_cpp("TQ2_0")),
+    "int4": (OURS, *map(_llama_cpp, GGUF["int4"]), _openvino("int4")),
+    "int8": (OURS, *map(_llama_cpp, GGUF["int8"]), _openvino("int8")),
+    "ternary": (OURS, *map(_llama_cpp, GGUF["ternary"])),
     "nf4": (OURS, Engine("bitsandbytes nf4", "bitsandbytes_engine", False, "bitsandbytes-nf4")),
 }
 TITLES = {

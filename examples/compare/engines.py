@@ -3,14 +3,16 @@
     make peers
     .venv/bin/python examples/compare/engines.py
 
-Each engine runs in a process of its own, the ones of a scheme take turns, and only one computes at any moment.
+Each engine runs in a process of its own, the ones of a scheme take turns, and only one computes at any moment. Another
+build of llama.cpp, or a fork of it such as ik_llama.cpp, takes part by its binary: --llama-bench path/to/llama-bench.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from catalogue import OURS, SCHEMES, Engine
+from catalogue import GGUF, OURS, SCHEMES, Engine, llama_bench
+from llama_bench_binary import bench_binary
 from models import interpreters, require_native_kernels
 
 from runtime.bench.options import numbers, say, writable
@@ -18,7 +20,10 @@ from runtime.cli import without_traceback
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from drive import Plan
+    from llama_bench_binary import Binary
     from models import Workshop
     from tables import Compared
 
@@ -43,6 +48,11 @@ def main(
     work: Annotated[Path, typer.Option(help="Where the peers' models are kept, 6 GB per shape.")] = Path(
         "runs/compare"
     ),
+    kernels: Annotated[str, typer.Option(help="auto, or avx2: every engine keeps to it.")] = "auto",
+    llama_bench_path: Annotated[
+        Path | None, typer.Option("--llama-bench", help="A llama-bench binary, timed beside the others.")
+    ] = None,
+    llama_bench_arguments: Annotated[str, typer.Option(help="More arguments for it, such as '-rtr 1'.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Runs llama.cpp, OpenVINO, bitsandbytes and Specpress on one shape and prints a table per scheme."""
@@ -54,7 +64,11 @@ def main(
             if name not in SCHEMES:
                 raise UserError(f"--scheme: expected one of {', '.join(SCHEMES)}, found {name!r}")
         parsed = numbers("--widths", widths, 16)
-        engines = [engine for name in chosen for engine in SCHEMES[name]]
+        if kernels not in ("auto", "avx2"):
+            raise UserError(f"--kernels: expected auto or avx2, found {kernels!r}")
+        binary = None if llama_bench_path is None else bench_binary(llama_bench_path, llama_bench_arguments)
+        lists = {name: [*SCHEMES[name], *(map(llama_bench, GGUF[name]) if binary else ())] for name in chosen}
+        engines = [engine for name in chosen for engine in lists[name]]
         pythons = interpreters(peer_python, "peers", any(engine.peer for engine in engines))
         writable("--json", json_file)
 
@@ -77,12 +91,13 @@ def main(
         make_peers(shop, [engine.model for engine in engines if engine.model])
         out.print(
             f"{shape}, random weights (speed only); {machine()['cpu']}, {count} threads; context {context}, logits of"
-            f" every row (prefill: of the last one); {rounds} interleaved rounds\n",
+            f" every row (prefill: of the last one); {rounds} interleaved rounds"
+            + (f"; every engine held to {kernels}\n" if kernels != "auto" else "\n"),
             soft_wrap=True,
         )
         compared = []
         for name in chosen:
-            compared.append(_scheme(shop, name, plan))
+            compared.append(_scheme(shop, name, lists[name], plan, kernels, binary))
             print_scheme(out, compared[-1])
         found = [row for one in compared for row in one.rows]
         print_ratios(out, ratios(found))
@@ -90,7 +105,9 @@ def main(
             write(json_file, {"shape": shape, "machine": machine()} | report(plan, compared))
 
 
-def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
+def _scheme(
+    shop: "Workshop", scheme: str, engines: "Sequence[Engine]", plan: "Plan", kernels: str, binary: "Binary | None"
+) -> "Compared":
     """Starts and measures the engines of one scheme; those of another have ended, so that memory holds them all."""
     from drive import measure
     from models import our_model
@@ -99,21 +116,23 @@ def _scheme(shop: "Workshop", scheme: str, plan: "Plan") -> "Compared":
 
     from runtime.bench.measure import reading_speed
 
-    given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")}
+    given = {name: str(getattr(plan, name)) for name in ("context", "prefill", "vocabulary")} | {"kernels": kernels}
 
     def start(engine: Engine, ours: Path) -> Start:
         return Start(
             name=engine.name,
             module=engine.worker,
             python=shop.peer_python if engine.peer else shop.python,
-            options={"model": str(ours if engine is OURS else shop.folder / engine.model)} | given,
+            options={"model": str(ours if engine is OURS else shop.folder / engine.model)}
+            | given
+            | (binary.options() if binary and engine.worker == "llama_bench" else {}),
             log=shop.folder / f"{engine.name.replace(' ', '-')}-{scheme}.log",
         )
 
     shop.say(f"{scheme}: writing our model")
     with our_model(shop, scheme) as ours:
         memory = reading_speed(plan.threads)
-        found = measure([start(engine, ours) for engine in SCHEMES[scheme]], plan, memory, shop.say)
+        found = measure([start(engine, ours) for engine in engines], plan, memory, shop.say)
     return Compared(scheme, tuple(memory.readings), tuple(found), tuple(rows(scheme, found, plan)))
 
 

@@ -93,9 +93,14 @@ def our_model(shop: Workshop, scheme: str) -> Iterator[Path]:
         yield write_shape(shop.shape, scheme, Path(made) / "model", head="int8")
 
 
-def environment(threads: int) -> dict[str, str]:
-    """What makers and workers are started with: the number of threads for all OpenMP code, and no network."""
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def environment(threads: int, kernels: str = "auto") -> dict[str, str]:
+    """What makers and workers are started with: the number of threads for all OpenMP code, and no network.
+
+    kernels  "avx2": oneDNN (OpenVINO's too), MKL and torch keep to it. llama.cpp is built for it.
+    """
+    held = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    given = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | given | (held if kernels == "avx2" else {})
 
 
 def run_maker(shop: Workshop, peer: bool, module: str, *arguments: str) -> None:

@@ -61,7 +61,7 @@ def started(start: Start, threads: int) -> Iterator[Worker]:
         process = subprocess.Popen(
             command,
             cwd=HERE,
-            env=environment(threads),
+            env=environment(threads, start.options.get("kernels", "auto")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -19,7 +19,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         self.path, self.vocabulary = options.model, options.vocabulary
         self.system = llama_cpp.llama_print_system_info().decode()
-        require_native(self.system)
+        require_native(self.system, options.kernels)
         model = llama_cpp.llama_model_load_from_file(
             str(options.model).encode(), llama_cpp.llama_model_default_params()
         )
@@ -80,8 +80,17 @@ class LlamaCpp:
         return np.ctypeslib.as_array(found, (count - logits_from, self.vocabulary))
 
 
-def require_native(system: str) -> None:
-    """A generic build would lose for the wrong reason: RuntimeError where the processor's VNNI is left unused."""
+def require_native(system: str, kernels: str = "auto") -> None:
+    """A generic build would lose for the wrong reason: RuntimeError where the processor's VNNI is left unused.
+
+    kernels  "avx2": a build that uses AVX-512 would win for the wrong reason.
+    """
+    if kernels == "avx2":
+        if "AVX512 = 1" in system or "AVX2 = 1" not in system:
+            raise RuntimeError(
+                f"llama.cpp was not built for AVX2 alone ({system}): make peers PEERS_CMAKE=…, see Makefile"
+            )
+        return
     cpu = Path("/proc/cpuinfo")
     if cpu.is_file() and "avx512_vnni" in cpu.read_text() and "AVX512_VNNI = 1" not in system:
         raise RuntimeError(f"llama.cpp was built without AVX512-VNNI, which this processor has ({system}): make peers")

@@ -4,7 +4,7 @@
     → {"do": "forward", "width": 4, "repeats": 3}  ← {"ms": […]}
     → {"do": "prefill"}                            ← {"ms": [one]}
 
-All engines are timed by the same lines, those of this file.
+All engines are timed by the same lines, those of this file; llama_bench.py's binary times itself.
 """
 
 import argparse
@@ -24,13 +24,14 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is started with; `context` and `prefill` are in tokens."""
+    """What a worker is started with; `context` and `prefill` are in tokens, `kernels` the instructions to keep to."""
 
     model: Path
     threads: int
     context: int
     prefill: int
     vocabulary: int
+    kernels: str
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,20 @@ class Engine(Protocol):
         """The cache is empty; not timed."""
 
 
-def serve(build: Callable[[Options], Engine]) -> None:
-    """Answers requests until stdin ends."""
-    reply = open_channel()
+def arguments() -> argparse.ArgumentParser:
+    """Those of every worker that runs forwards."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     for name in ("threads", "context", "prefill", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    options = Options(**vars(parser.parse_args()))
+    parser.add_argument("--kernels", required=True)
+    return parser
+
+
+def serve(build: Callable[[Options], Engine]) -> None:
+    """Answers requests until stdin ends."""
+    reply = open_channel()
+    options = Options(**vars(arguments().parse_args()))
     engine = build(options)
     draw = np.random.default_rng(0)
 

@@ -16,8 +16,8 @@ class Specpress:
     """An artifact's `model/` directory."""
 
     def __init__(self, options: Options):
-        self.path = options.model
-        self.decoder = load(options.model, threads=options.threads).decoder
+        self.path, self.kernels = options.model, options.kernels
+        self.decoder = load(options.model, threads=options.threads, kernels=options.kernels).decoder
         self.cache = self.decoder.new_cache()
         self.capacity = max(options.prefill, options.context + 64)
         self.request = self.cache.open(self.capacity)
@@ -34,6 +34,7 @@ class Specpress:
         if any(name.startswith("lm_head.") for name in sizes):
             sizes.pop("model.embed_tokens.weight")
         facts = {"version": f"specpress {version('specpress')}", "decoder": type(self.decoder).__name__}
+        facts["kernels"] = self.kernels
         return Description(sum(sizes.values()), facts)
 
     def restore(self, context: Tokens, width: int) -> None:
