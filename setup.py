@@ -3,8 +3,8 @@
 They are optional. Without a C++ compiler the install succeeds, says so in a line, and reference.py runs in their place.
 """
 
-import platform
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -22,11 +22,27 @@ COMMON = ["api", "decoder", "draft", "noise", "pool", "pack"]
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
-PATHS = (
-    {"avx512": _AVX512, "avxvnni": [*_AVX2, "-mavxvnni"], "avx2": _AVX2}
-    if platform.machine() in ("x86_64", "AMD64")
-    else {}
-)
+_DOTPROD = "-march=armv8.2-a+dotprod"
+# Each path of an architecture, and what it is compiled with.
+X86 = {"avx512": _AVX512, "avxvnni": [*_AVX2, "-mavxvnni"], "avx2": _AVX2, "portable": []}
+ARM = {"neon_i8mm": [f"{_DOTPROD}+i8mm"], "neon_dotprod": [_DOTPROD], "portable": []}
+
+
+def paths(platform: str) -> dict[str, list[str]]:
+    """The paths of a platform as sysconfig names it: where wheels are built for another machine, that one's."""
+    if not platform.startswith("macosx"):
+        known = {"x86_64": X86, "amd64": X86, "aarch64": ARM}
+        return known.get(platform.split("-")[-1], {"portable": []})
+    # A universal Python compiles for both architectures in one command. Apple's compiler takes dotprod for granted.
+    found: dict[str, list[str]] = {}
+    for arch, own in {"x86_64": X86, "arm64": {**ARM, "portable": ["-march=armv8-a"]}}.items():
+        if platform.endswith((arch, "universal2")):
+            for path, flags in own.items():
+                found.setdefault(path, []).extend(part for flag in flags for part in (f"-Xarch_{arch}", flag))
+    return found
+
+
+PATHS = paths(sysconfig.get_platform())
 
 
 class BuildKernels(build_ext):
@@ -60,7 +76,7 @@ class BuildKernels(build_ext):
         temporary = Path(self.build_temp)
         objects: list[str] = []
         macros: list[tuple[str, str | None]] = []
-        for name, flags in {"portable": [], **PATHS}.items():
+        for name, flags in PATHS.items():
             if name not in self.chosen:
                 continue
             try:
@@ -102,6 +118,7 @@ setup(
                 f"{HERE}/{name}.h"
                 for name in (
                     "vec",
+                    "neon",
                     "kernels",
                     "paths",
                     "linear",

@@ -31,7 +31,7 @@ def require_native_kernels() -> None:
     from runtime.native import PATHS, usable
 
     if not any(usable(path)[0] for path in PATHS):
-        raise UserError(f"the native kernels, which are to be compared, do not run here: {usable(PATHS[-1])[1]}")
+        raise UserError(f"the native kernels, which are to be compared, do not run here: {usable('portable')[1]}")
 
 
 @dataclass(frozen=True)

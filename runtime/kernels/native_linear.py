@@ -224,7 +224,7 @@ class Runner:
             head=ctypes.pointer(weight.struct),
             embedding_scale=1.0,
         )
-        self.handle = require().specpress_decoder_new(ctypes.byref(model), PATHS.index(path), pool.handle)
+        self.handle = require().specpress_decoder_new(ctypes.byref(model), PATHS[path], pool.handle)
         weakref.finalize(self, require().specpress_decoder_free, self.handle)
 
 

@@ -206,7 +206,7 @@ class _Native:
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
         )
-        self.handle = require().specpress_decoder_new(byref(model), PATHS.index(kernel.name), self._pool.handle)
+        self.handle = require().specpress_decoder_new(byref(model), PATHS[kernel.name], self._pool.handle)
         if self.handle is None:
             raise UserError("config.json: heads, sizes and experts do not belong together, or are beyond the kernels'")
         weakref.finalize(self, require().specpress_decoder_free, self.handle)

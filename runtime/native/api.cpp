@@ -10,6 +10,10 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 using namespace specpress;
@@ -22,8 +26,8 @@ using namespace specpress;
 
 namespace {
 
-// Fastest first; binding.py has the same order.
-enum PathNumber { AVX512 = 0, AVXVNNI = 1, AVX2 = 2, PORTABLE = 3 };
+// binding.py has the same numbers.
+enum PathNumber { AVX512 = 0, AVXVNNI = 1, AVX2 = 2, PORTABLE = 3, NEON_DOTPROD = 4, NEON_I8MM = 5 };
 
 const Path* path_of(int64_t number) {
     switch (number) {
@@ -35,6 +39,12 @@ const Path* path_of(int64_t number) {
 #endif
 #ifdef SPECPRESS_AVX2
         case AVX2: return &avx2::path;
+#endif
+#ifdef SPECPRESS_NEON_DOTPROD
+        case NEON_DOTPROD: return &neon_dotprod::path;
+#endif
+#ifdef SPECPRESS_NEON_I8MM
+        case NEON_I8MM: return &neon_i8mm::path;
 #endif
         case PORTABLE: return &portable::path;
         default: return nullptr;
@@ -53,6 +63,18 @@ bool machine_has(int64_t number) {
         case AVX2: return two;
         default: return number == PORTABLE;
     }
+#elif defined(__aarch64__) && defined(__linux__)
+    // The kernel's numbers (asm/hwcap.h), which older headers do not know: ASIMDDP and I8MM.
+    const bool dot = getauxval(AT_HWCAP) >> 20 & 1, matrix = getauxval(AT_HWCAP2) >> 13 & 1;
+    return number == PORTABLE || (number == NEON_DOTPROD && dot) || (number == NEON_I8MM && dot && matrix);
+#elif defined(__aarch64__) && defined(__APPLE__)
+    auto has = [](const char* name) {
+        int32_t value = 0;
+        size_t size = sizeof(value);
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    };
+    const bool dot = has("hw.optional.arm.FEAT_DotProd"), matrix = has("hw.optional.arm.FEAT_I8MM");
+    return number == PORTABLE || (number == NEON_DOTPROD && dot) || (number == NEON_I8MM && dot && matrix);
 #else
     return number == PORTABLE;
 #endif

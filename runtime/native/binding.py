@@ -14,7 +14,7 @@ from runtime.native.arena import Arena
 
 NAME = "_specpress"
 # Fastest first; the numbers are those of api.cpp.
-PATHS = ("avx512-vnni", "avx-vnni", "avx2", "portable")
+PATHS = {"avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
 KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
 # Inputs that one 64-byte vector holds of each of its 16 outputs.
 STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
@@ -163,11 +163,11 @@ def usable(path: str) -> tuple[bool, str]:
     loaded, why = library()
     if loaded is None:
         return False, why
-    state = int(loaded.specpress_path(PATHS.index(path)))
-    if not state & 1:
-        return False, "the compiler that built specpress does not know these instructions"
+    state = int(loaded.specpress_path(PATHS[path]))
     if not state & 2:
         return False, "this processor lacks the instructions"
+    if not state & 1:
+        return False, "the compiler that built specpress does not know these instructions"
     return True, "compiled, and this processor has the instructions"
 
 

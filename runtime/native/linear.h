@@ -133,11 +133,15 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
     }
 }
 
+// How many inputs a sum of 16 bits is good for; 0: the path or the scheme has none.
+template <class Scheme>
+constexpr int64_t short_inputs = SHORT_SUMS ? Scheme::SHORT : 0;
+
 // The same where registers are few: 16 outputs at a time, of a chunk of inputs, so that both halves of it come from the
 // cache of the first level. Codes that are small enough are summed in 16 bits, and widened once a chunk.
 template <class Scheme, int M>
 inline void narrow_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
-    constexpr int64_t STEP = Scheme::STEP, CHUNK = Scheme::SHORT > 0 ? Scheme::SHORT : 16 * STEP;
+    constexpr int64_t STEP = Scheme::STEP, CHUNK = short_inputs<Scheme> > 0 ? short_inputs<Scheme> : 16 * STEP;
     const int64_t groups = w.groups, size = w.group;
     const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
     const int8_t* x = in.codes + row * in.stride;
@@ -158,6 +162,84 @@ inline void narrow_product(const Weights& w, const Inputs& in, int64_t row, int6
         add_group<M>(scheme, w, at, acc, step + g, sums + g, groups, g == 0, tile);
     }
 }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// Parts I, I + 1 and so on of a vector of codes, eight inputs at a time, times the rows two by two.
+template <class Scheme, int M, int I, class Raw>
+inline void add_pairs_of_rows(const Scheme& scheme, Raw raw, const int8_t* x, int64_t stride, I16Pair (&sums)[(M + 1) / 2]) {
+    if constexpr (I < Scheme::STEP / 4) {
+        const B128 weights = eights(scheme.template part<I>(raw), scheme.template part<I + 1>(raw));
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m += 2) {
+            const int8_t* row = x + m * stride + 4 * I;
+            sums[m / 2] = dot_pair(sums[m / 2], weights, eight(row, m + 1 < M ? row + stride : row));
+        }
+        add_pairs_of_rows<Scheme, M, I + 2>(scheme, raw, x, stride, sums);
+    }
+}
+
+// The same of int8, whose vectors hold four inputs: `count` of the eight are there.
+template <class Scheme, int M>
+inline void add_pairs_of_rows(const Scheme& scheme, const uint8_t* codes, const int8_t* x, int64_t count, int64_t stride,
+                              I16Pair (&sums)[(M + 1) / 2]) {
+    const B128 weights = eights(scheme.read(codes), count > 4 ? scheme.read(codes + 128) : B64());
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m += 2) {
+        const int8_t *row = x + m * stride, *next = m + 1 < M ? row + stride : row;
+        sums[m / 2] = dot_pair(sums[m / 2], weights, count > 4 ? eight(row, next) : four_of_eight(row, next));
+    }
+}
+
+// narrow_product of rows two by two: one instruction multiplies two outputs by two rows, eight inputs each.
+template <class Scheme, int M>
+inline void paired_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+    constexpr int64_t STEP = Scheme::STEP, CHUNK = 16 * STEP;
+    const int64_t groups = w.groups, size = w.group;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const int8_t* x = in.codes + row * in.stride;
+    const float* step = in.step + row * groups;
+    const int32_t* sums = in.sums + row * groups;
+    const Scheme scheme(w);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (block * groups + g) * BLOCK;
+        I16Pair pairs[2][(M + 1) / 2];
+        for (auto& half : pairs)
+            for (I16Pair& pair : half) pair = {seti(0), seti(0)};
+        for (int64_t k = 0; k < size; k += CHUNK) {
+            const int64_t inputs = size - k < CHUNK ? size - k : CHUNK;
+            for (int h = 0; h < 2; h++) {
+                const uint8_t* from = codes + h * 64;
+                I16Pair own[(M + 1) / 2];
+                for (int p = 0; p < (M + 1) / 2; p++) own[p] = pairs[h][p];
+                if constexpr (STEP > 4) {
+                    for (int64_t i = 0; i < inputs; i += STEP, from += 128) {
+                        scheme.fetch(from + AHEAD);
+                        add_pairs_of_rows<Scheme, M, 0>(scheme, scheme.read(from), x + i, in.stride, own);
+                    }
+                } else {
+                    int64_t i = 0;
+                    for (; i + 8 <= inputs; i += 8, from += 256) {
+                        scheme.fetch(from + AHEAD);
+                        scheme.fetch(from + AHEAD + 128);
+                        add_pairs_of_rows<Scheme, M>(scheme, from, x + i, 8, in.stride, own);
+                    }
+                    if (i < inputs) add_pairs_of_rows<Scheme, M>(scheme, from, x + i, 4, in.stride, own);
+                }
+                for (int p = 0; p < (M + 1) / 2; p++) pairs[h][p] = own[p];
+            }
+            codes += inputs / STEP * 128;
+            x += inputs;
+        }
+        I16 acc[M][2];
+        for (int m = 0; m < M; m++)
+            for (int h = 0; h < 2; h++) {
+                const I16 found = m % 2 ? second_row(pairs[h][m / 2]) : first_row(pairs[h][m / 2]);
+                acc[m][h] = addi(scheme.start(w, at + h * LANES, sums[m * groups + g]), found);
+            }
+        add_group<M>(scheme, w, at, acc, step + g, sums + g, groups, g == 0, tile);
+    }
+}
+#endif
 
 template <class Scheme, int M>
 void tile_of_rows(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* y, int64_t stride, bool add_to) {
@@ -223,14 +305,14 @@ struct IntegerScheme {
         const auto& self = static_cast<const Scheme&>(*this);
         I16 sums[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) sums[m] = Scheme::SHORT > 0 ? seti(0) : acc[m][h];
+        for (int m = 0; m < M; m++) sums[m] = short_inputs<Scheme> > 0 ? seti(0) : acc[m][h];
         for (int64_t k = 0; k < inputs; k += INPUTS, codes += 128) {
             self.fetch(codes + AHEAD);
             parts_of_half<M, 0>(self.read(codes), x + k, stride, sums);
         }
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
-            if constexpr (Scheme::SHORT > 0)
+            if constexpr (short_inputs<Scheme> > 0)
                 acc[m][h] = widen_pairs(acc[m][h], sums[m]);
             else
                 acc[m][h] = sums[m];
@@ -244,7 +326,7 @@ struct IntegerScheme {
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
                 const X4 v = four(x + m * stride + 4 * I);
-                if constexpr (Scheme::SHORT > 0)
+                if constexpr (short_inputs<Scheme> > 0)
                     sums[m] = add_pairs(sums[m], part, v);
                 else
                     sums[m] = self.dot(sums[m], part, v);
@@ -254,8 +336,11 @@ struct IntegerScheme {
     }
     template <int M>
     static inline void product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        if constexpr (M > 1) return paired_product<Scheme, M>(w, in, row, block, tile);
+#endif
         // One or two rows of sums that are 32 bits wide have room for both vectors.
-        if constexpr (NARROW && (Scheme::SHORT > 0 || M > 2))
+        if constexpr (NARROW && (short_inputs<Scheme> > 0 || M > 2))
             narrow_product<Scheme, M>(w, in, row, block, tile);
         else
             small_product<Scheme, M>(w, in, row, block, tile);

@@ -1,4 +1,4 @@
-// Sixteen lanes at a time, whatever the machine: one zmm register, two ymm registers, or plain loops.
+// Sixteen lanes at a time, whatever the machine: one zmm register, two ymm registers, four of ARM's, or plain loops.
 //
 // Every operation means the same on every path. Float operations are the IEEE ones, never contracted; `fma` is fused
 // where the machine fuses. Kernels are written once over these and compiled once per path (see setup.py).
@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "neon.h"
 #endif
 
 namespace SPECPRESS_PATH {
@@ -20,6 +22,7 @@ constexpr int LANES = 16;
 // ---------------------------------------------------------------------------------------------- AVX-512 with VNNI
 constexpr int MAX_ROWS = 8;  // rows of one small product: 8 rows x 2 vectors of accumulators, of 32 registers
 constexpr bool NARROW = false;
+constexpr bool SHORT_SUMS = false;
 constexpr bool UNSIGNED_DOT = true;  // the dot instruction takes one unsigned operand
 
 struct F16 { __m512 v; };
@@ -107,10 +110,12 @@ inline I16 dot_activations_unsigned(I16 acc, B64 w, X4 x) { return {_mm512_dpbus
 #if defined(__AVXVNNI__)
 constexpr int MAX_ROWS = 2;
 constexpr bool NARROW = false;
+constexpr bool SHORT_SUMS = false;
 constexpr bool UNSIGNED_DOT = true;
 #else
 constexpr int MAX_ROWS = 4;     // 4 rows x 1 vector of accumulators, which is two registers of 16
 constexpr bool NARROW = true;   // so products take one vector of outputs at a time
+constexpr bool SHORT_SUMS = true;  // sums of 16 bits, two products each: add_pairs, widen_pairs
 constexpr bool UNSIGNED_DOT = false;
 #endif
 
@@ -257,10 +262,11 @@ inline __m256i signed_quads(__m256i acc, __m256i w, __m256i x) {
 }
 inline I16 dot_signed(I16 acc, B64 w, X4 x) { return {signed_quads(acc.a, w.a, x.v), signed_quads(acc.b, w.b, x.v)}; }
 
-#else
+#elif !defined(__ARM_FEATURE_DOTPROD)
 // ------------------------------------------------------------------------------------------------------- portable
 constexpr int MAX_ROWS = 2;
 constexpr bool NARROW = false;
+constexpr bool SHORT_SUMS = false;
 constexpr bool UNSIGNED_DOT = false;
 
 struct F16 { float v[16]; };

@@ -211,6 +211,8 @@ void play(const NamedPath& path, const Shape& s, const Scene& scene, int64_t che
     expect_same(run.attend(two, scene, queries, 0, rows), together, what + " on two threads");
     expect_same(paged.attend(two, scene, queries, 0, rows), together, what + " from pages");
     expect(run.attend(one, scene, queries, 0, 0).empty(), what + " without rows");
+    record(path, "attention" + std::to_string(s.kind), together);
+    for (const Memory& m : memory) record(path, "remember", m.keys.data(), m.keys.size()), record(path, "remember", m.values.data(), m.values.size());
     const int64_t wide = s.heads * s.dim;
     for (int64_t i = 0; i < rows; i++) {
         if (i + 6 < rows && i % std::max<int64_t>(1, rows / checked) != 0) continue;
@@ -268,6 +270,7 @@ void edges(const NamedPath& path, const Shape& s, Random& random) {
         const Floats queries = random.reals(3 * wide, -2.0f, 2.0f);
         const Floats out = run.attend(pool, scene, queries, 0, 3);
         const std::string what = describe(path, s) + " with " + std::to_string(odd);
+        record(path, "attention" + std::to_string(s.kind), out);
         if (std::isnan(odd))
             for (int64_t i = wide; i < 3 * wide; i++) expect(std::isnan(out[i]), what + ": a NaN stays one");
         if (odd == 1e-42f)

@@ -43,6 +43,12 @@ struct NamedPath {
     const specpress::Path* kernels;
 };
 
+// Adds what a path computed to its digest of that name; a NaN counts as one, whatever its bits.
+void record(const NamedPath& path, const std::string& what, const Floats& values);
+void record(const NamedPath& path, const std::string& what, const void* bytes, size_t size);
+// A line for each: its name, its path and 16 hexadecimal digits.
+void print_digests();
+
 // The paths that were compiled in and that this processor runs.
 std::vector<NamedPath> paths();
 

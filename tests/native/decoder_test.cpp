@@ -191,6 +191,8 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
     const std::vector<std::vector<int64_t>> requests = {random_tokens(POSITIONS, random), random_tokens(5, random), random_tokens(40, random)};
     const Result whole = run(path, m, 1, requests, POSITIONS);
     for (float v : whole.logits) expect(std::isfinite(v), what + ": numbers");
+    record(path, "decoder", whole.hidden);
+    record(path, "decoder", whole.logits);
     // Enough rows for the threads to share them.
     expect_same(run(path, m, 2, requests, POSITIONS).logits, whole.logits, what + " on two threads");
     for (int64_t width : {1, 7}) {

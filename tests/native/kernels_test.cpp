@@ -2,6 +2,7 @@
 //
 //   linear rows attention decoder pool    tests, on every path that this processor has; exit 0 when all hold
 //   paths                                 prints the paths' names
+//   digests                               rows, linear, attention and decoder, and a digest of what each path computed
 //   overrun PATH, overflow, race          mistakes on purpose, to see that the sanitizers are awake
 //
 // Under the thread sanitizer (gcc's __SANITIZE_THREAD__) only what threads share is there: decoder, pool and race.
@@ -9,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <numeric>
 
 #include "check.h"
@@ -39,6 +41,28 @@ void expect_same(const Floats& found, const Floats& wanted, const std::string& w
     expect(found.size() == wanted.size(), what + ": sizes differ");
     for (size_t i = 0; i < found.size(); i++)
         if (std::memcmp(&found[i], &wanted[i], 4) != 0) fail(what + ": other bits at " + std::to_string(i));
+}
+
+namespace {
+std::map<std::string, uint64_t> digests;  // by name and path
+}
+
+void record(const NamedPath& path, const std::string& what, const void* bytes, size_t size) {
+    uint64_t& digest = digests[what + " " + path.name];
+    const auto* p = static_cast<const uint8_t*>(bytes);
+    for (size_t i = 0; i < size; i++) digest = (digest ^ p[i]) * 0x100000001b3ull;
+    digest = (digest ^ size) * 0x100000001b3ull;
+}
+
+void record(const NamedPath& path, const std::string& what, const Floats& values) {
+    Floats same = values;
+    for (float& v : same)
+        if (std::isnan(v)) v = std::fabs(NAN);
+    record(path, what, same.data(), same.size() * sizeof(float));
+}
+
+void print_digests() {
+    for (const auto& [name, digest] : digests) std::printf("digest %s %016llx\n", name.c_str(), static_cast<unsigned long long>(digest));
 }
 
 int64_t Random::whole(int64_t low, int64_t high) {
@@ -76,6 +100,12 @@ std::vector<NamedPath> paths() {
 #endif
 #ifdef SPECPRESS_AVX2
     offer(2, "avx2", avx2::path);
+#endif
+#ifdef SPECPRESS_NEON_I8MM
+    offer(5, "neon_i8mm", neon_i8mm::path);
+#endif
+#ifdef SPECPRESS_NEON_DOTPROD
+    offer(4, "neon_dotprod", neon_dotprod::path);
 #endif
     offer(3, "portable", portable::path);
     return found;
@@ -123,6 +153,9 @@ int main(int count, char** arguments) {
         overflow();
     } else if (subjects[0] == "race") {
         race();
+    } else if (subjects[0] == "digests") {
+        for (const char* subject : {"rows", "linear", "attention", "decoder"}) run(subject);
+        print_digests();
     } else {
         for (const std::string& subject : subjects) run(subject);
     }

@@ -49,6 +49,8 @@ void compare(const NamedPath& path, const LayerShape& shape, int64_t rows, Rando
         path.kernels->linear[w.kind](w, in.inputs, block, block + 1, added.data(), w.outputs, true);
     for (size_t i = 0; i < sums.size(); i++) sums[i] = sums[i] + y[i];
     expect_same(added, sums, what + " added");
+    record(path, NAMES[shape.kind], y);
+    record(path, NAMES[shape.kind], added);
 }
 
 std::vector<LayerShape> shapes_of(int64_t kind) {
@@ -102,6 +104,7 @@ void edges(const NamedPath& path, int64_t kind, Random& random, Pool& pool) {
                 }
             }
             expect_same(product(path, layer, in.of(1, 1)), Floats(y.begin() + w.outputs, y.begin() + 2 * w.outputs), what);
+            record(path, NAMES[kind], y);
         }
     }
 }
@@ -123,6 +126,7 @@ void fullest_sums(const NamedPath& path, int64_t kind, Pool& pool) {
         float y = NAN;
         path.kernels->linear[kind](w, in.inputs, 0, 1, &y, 1, false);
         expect_close(y, (kind == UPPER ? -120.0 : -128.0) * INPUTS * sign, 16.0, path.name + " fullest " + NAMES[kind] + " sums");
+        record(path, NAMES[kind], {y});
     }
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "check.h"
+#include "noise.h"
 
 namespace kernels_test {
 
@@ -28,6 +29,7 @@ void norms(const NamedPath& path, Random& random) {
                 const double wanted = x[i] / root * (static_cast<double>(weight[i]) + offset);
                 expect_close(out[i], wanted, 1e-5 * (std::fabs(wanted) + 1e-3), what);
             }
+            record(path, "norm", out);
             // In place, as the heads' norms are.
             Floats same = x;
             path.kernels->norm(same.data(), weight.data(), size, 1e-5f, offset, same.data(), scratch.data());
@@ -36,6 +38,7 @@ void norms(const NamedPath& path, Random& random) {
                 x[size / 2] = odd;
                 path.kernels->norm(x.data(), weight.data(), size, 1e-5f, offset, out.data(), scratch.data());
                 if (odd != 1e30f) expect(std::isnan(out[size / 2]), what + ": a NaN stays one, and an infinity becomes one");
+                record(path, "norm", out);
             }
         }
 }
@@ -55,9 +58,11 @@ void gates(const NamedPath& path, Random& random) {
             path.kernels->gated(gate.data(), up.data(), size, gelu, out.data());
             for (int64_t i = 0; i < size; i++)
                 expect_close(out[i], activation(gate[i], gelu) * up[i], 4e-6 * (1.0 + std::fabs(gate[i] * up[i])), what);
+            record(path, "gated", out);
             for (float odd : {1e30f, -1e30f, 1e-42f, INFINITY, -INFINITY, NAN}) {
                 gate[size - 1] = odd;
                 path.kernels->gated(gate.data(), up.data(), size, gelu, out.data());
+                record(path, "gated", out);
                 if (std::isnan(odd)) expect(std::isnan(out[size - 1]), what + ": a NaN stays one");
                 if (odd == 1e30f) expect_close(out[size - 1], static_cast<double>(odd) * up[size - 1], 1e25, what + " far out");
             }
@@ -72,6 +77,7 @@ void rotations(const NamedPath& path, Random& random) {
             const Floats x = random.reals(heads * dim, -1.0f, 1.0f), cos = random.reals(half, -1.0f, 1.0f), sin = random.reals(half, -1.0f, 1.0f);
             Floats out = x;
             path.kernels->rotate(out.data(), heads, dim, half, cos.data(), sin.data());
+            record(path, "rotate", out);
             for (int64_t i = 0; i < heads * dim; i++) {
                 const int64_t d = i % dim;
                 double wanted = x[i];
@@ -111,6 +117,9 @@ void roundings(const NamedPath& path, Random& random) {
                     }
                     expect(sum == sums[g], what + ": the sum is the codes'");
                 }
+                for (int8_t& code : codes) code = static_cast<int8_t>(turned ? code ^ 0x80 : code);
+                record(path, "quantize", codes.data(), codes.size());
+                record(path, "quantize", step);
             }
 }
 
@@ -129,6 +138,8 @@ void choices(const NamedPath& path, Random& random) {
                 const Floats before = scores;
                 std::vector<int64_t> which(static_cast<size_t>(rows * chosen), -1);
                 path.kernels->choose(scores.data(), rows, experts, chosen, renormalize, which.data());
+                record(path, "choose", scores);
+                record(path, "choose", which.data(), which.size() * sizeof(int64_t));
                 for (int64_t row = 0; row < rows; row++) {
                     double total = 0.0, kept = 0.0, most = -INFINITY;
                     for (int64_t e = 0; e < experts; e++) most = std::max<double>(most, before[row * experts + e]);
@@ -175,10 +186,23 @@ void largest(const NamedPath& path, Random& random) {
         }
 }
 
+// Numbers for sampling: no path's own, but the compiler's.
+void noise(const NamedPath& path, Random& random) {
+    for (int64_t count : {1, 4, 7, 100}) {
+        std::vector<double> out(static_cast<size_t>(count));
+        const auto any = [&] { return static_cast<uint64_t>(random.whole(0, INT64_MAX - 1)); };
+        const uint64_t seed = any(), position = any(), lane = any(), stream = any();
+        uniforms(seed, position, lane, stream, count, out.data());
+        for (double v : out) expect(v > 0.0 && v < 1.0, path.name + " noise is between 0 and 1");
+        record(path, "noise", out.data(), out.size() * sizeof(double));
+    }
+}
+
 }  // namespace
 
 void test_rows(const NamedPath& path) {
     Random random(21);
+    noise(path, random);
     norms(path, random);
     gates(path, random);
     rotations(path, random);

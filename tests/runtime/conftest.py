@@ -192,7 +192,7 @@ def chi_squared() -> Callable[[np.ndarray, np.ndarray], float]:
 
 
 PATHS = [name for name in native.PATHS if native.usable(name)[0]]
-_SKIPPED = pytest.param("", marks=pytest.mark.skip(reason=native.usable(native.PATHS[-1])[1]))
+_SKIPPED = pytest.param("", marks=pytest.mark.skip(reason=native.usable("portable")[1]))
 
 
 @pytest.fixture(scope="session", params=PATHS or [_SKIPPED])

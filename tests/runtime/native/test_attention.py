@@ -86,7 +86,7 @@ def attend(
     )
     out = torch.empty_like(q)
     require().specpress_attend(
-        PATHS.index(path),
+        PATHS[path],
         pool(threads).handle,
         byref(heads),
         LAYER,

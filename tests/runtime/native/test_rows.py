@@ -25,21 +25,21 @@ def generator(seed: int) -> torch.Generator:
 def norm(path: str, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     out = torch.empty_like(x)
     pointers = x.data_ptr(), weight.data_ptr()
-    require().specpress_norm(PATHS.index(path), *pointers, *x.shape, eps, offset, out.data_ptr())
+    require().specpress_norm(PATHS[path], *pointers, *x.shape, eps, offset, out.data_ptr())
     return out
 
 
 def gated(path: str, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = torch.empty_like(gate)
     pointers = gate.data_ptr(), up.data_ptr()
-    require().specpress_gated(PATHS.index(path), *pointers, gate.numel(), gelu, out.data_ptr())
+    require().specpress_gated(PATHS[path], *pointers, gate.numel(), gelu, out.data_ptr())
     return out
 
 
 def rotate(path: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.clone()
     pointers = cos.data_ptr(), sin.data_ptr()
-    require().specpress_rotate(PATHS.index(path), out.data_ptr(), *x.shape, cos.shape[1], *pointers)
+    require().specpress_rotate(PATHS[path], out.data_ptr(), *x.shape, cos.shape[1], *pointers)
     return out
 
 
@@ -120,7 +120,7 @@ def remember(
     )
     store = StoreStruct(*cache.store(request).pointers)
     pointers = slots.data_ptr(), keys.data_ptr(), values.data_ptr()
-    require().specpress_remember(PATHS.index(path), byref(heads), layer, byref(store), len(slots), *pointers)
+    require().specpress_remember(PATHS[path], byref(heads), layer, byref(store), len(slots), *pointers)
 
 
 def contents(cache: ContiguousCache, request: int) -> tuple[Any, ...]:

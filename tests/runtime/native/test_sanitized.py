@@ -4,43 +4,23 @@ Each source is compiled as setup.py compiles it (once per instruction path, with
 """
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-TESTS = ROOT / "tests" / "native"
+from tests.runtime.native.program import ENVIRONMENT, ROOT, Native, command, compile_program, native_of
+
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread"]
 # What kernels_test links under the thread sanitizer.
 THREAD_TESTS = ("kernels_test", "pool_test", "decoder_test", "model", "layer")
-# Leaks are left out: finding them needs rights that containers often withhold.
-ENVIRONMENT = {
-    "ASAN_OPTIONS": "detect_leaks=0",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "halt_on_error=1",
-}
 PRELOADED = ("libasan.so", "libstdc++.so")
 SUBJECTS = ["decoder", "attention", "linear", "rows", "pool"]
-
-
-@dataclass(frozen=True)
-class Native:
-    """What setup.py says of the native sources, and the compiler."""
-
-    compiler: str
-    folder: Path
-    kernels: list[str]
-    common: list[str]
-    flags: list[str]
-    paths: dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +28,7 @@ def native() -> Native:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("setuptools.setup", lambda **_: None)
-        said: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
-    # A path whose instructions the compiler does not know is left out there too.
-    known = {
-        name: flags
-        for name, flags in {**said["PATHS"], "portable": []}.items()
-        if command([compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]).returncode == 0
-    }
-    return Native(compiler, ROOT / said["HERE"], said["KERNELS"], said["COMMON"], said["FLAGS"], known)
+    return native_of(compiler, sysconfig.get_platform())
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +43,6 @@ def thread(native: Native, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(native, tmp_path_factory.mktemp("thread"), {"portable": []}, THREAD)
 
 
-def command(line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=600, env={**os.environ, **ENVIRONMENT}, **options
-    )
-
-
 def build(native: Native, folder: Path, paths: dict[str, list[str]], sanitize: list[str]) -> Path:
     """Compiles and links kernels_test in `folder`; skips the test where a sanitized program does not run at all."""
     probe = folder / "probe.cpp"
@@ -88,33 +53,8 @@ def build(native: Native, folder: Path, paths: dict[str, list[str]], sanitize: l
         pytest.skip(f"no program runs under {sanitize[0]} here: {ran.stderr.strip()[:200]}")
 
     # -g1: a finding names its lines.
-    flags = [*native.flags, "-O1", "-g1", *sanitize, f"-I{native.folder}"]
-    macros = [f"-DSPECPRESS_{name.upper()}" for name in paths]
-    jobs: list[tuple[Path, str, list[str]]] = [
-        (native.folder / f"{source}.cpp", name, [*own, f"-DSPECPRESS_PATH={name}"])
-        for name, own in paths.items()
-        for source in native.kernels
-    ]
-    jobs += [(native.folder / f"{source}.cpp", "common", macros) for source in native.common]
-    tests = [s for s in TESTS.glob("*.cpp") if sanitize != THREAD or s.stem in THREAD_TESTS]
-    jobs += [(source, "test", ["-Wall", "-Wextra", *macros]) for source in tests]
-    # The long ones first, so that none is left alone at the end.
-    jobs.sort(key=lambda job: -job[0].stat().st_size)
-
-    def compile_one(job: tuple[Path, str, list[str]]) -> Path:
-        source, name, own = job
-        out = folder / f"{name}_{source.stem}.o"
-        done = command([native.compiler, *flags, *own, "-c", str(source), "-o", str(out)])
-        assert done.returncode == 0, done.stderr
-        assert source.parent != TESTS or not done.stderr, done.stderr
-        return out
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, jobs))
-    binary = folder / "kernels_test"
-    linked = command([native.compiler, *sanitize, "-pthread", *map(str, objects), "-o", str(binary)])
-    assert linked.returncode == 0, linked.stderr
-    return binary
+    tests = THREAD_TESTS if sanitize == THREAD else ()
+    return compile_program(native, folder, paths, ["-O1", "-g1", *sanitize], sanitize, tests)
 
 
 def run_together(binary: Path, subjects: list[str]) -> None:
