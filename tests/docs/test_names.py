@@ -21,7 +21,7 @@ SOURCES = sorted(
 FILE = re.compile(r"(?<![\w./$*{}<-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h))\b(?![\w(])")
 MODULE = re.compile(r"(?<![\w./-])((?:calib|runtime|compress)(?:\.[a-z_]+)+)\b")
 # Files of others, and endings that are meant as such.
-FOREIGN = {"llama.cpp", "bitnet.cpp", "_test.py", "conftest.py", "setup.py"}
+FOREIGN = {"llama.cpp", "ik_llama.cpp", "bitnet.cpp", "_test.py", "conftest.py", "setup.py"}
 
 
 @cache
