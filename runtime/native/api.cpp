@@ -64,7 +64,7 @@ bool machine_has(int64_t number) {
         default: return number == PORTABLE;
     }
 #elif defined(__aarch64__) && defined(__linux__)
-    // The kernel's numbers (asm/hwcap.h), which older headers do not know: ASIMDDP and I8MM.
+    // Linux's HWCAP_ASIMDDP and HWCAP2_I8MM, which older headers do not know.
     const bool dot = getauxval(AT_HWCAP) >> 20 & 1, matrix = getauxval(AT_HWCAP2) >> 13 & 1;
     return number == PORTABLE || (number == NEON_DOTPROD && dot) || (number == NEON_I8MM && dot && matrix);
 #elif defined(__aarch64__) && defined(__APPLE__)
