@@ -106,8 +106,9 @@ def _read_directory(directory: Path) -> list[Row]:
 
 
 def _read_file(path: Path) -> Iterable[Row]:
-    if not path.exists():
-        raise UserError(f"{path} does not exist: name a text file, a directory, a dataset or {STANDARD_LIBRARY!r}")
+    if not path.is_file():
+        what = "is no file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}: name a text file, a directory, a dataset or {STANDARD_LIBRARY!r}")
     name = path.name.lower()
     if name.endswith(_TEXT_SUFFIXES):
         return [(_read_text(path), "text")]
@@ -126,8 +127,6 @@ def _read_text(path: Path) -> str:
             f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at offset {error.start}: "
             "convert the file to UTF-8"
         ) from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check the file and its permissions") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -103,7 +103,9 @@ def write_prompts(texts: Sequence[str], out: Path) -> None:
         raise UserError(f"{out} is a folder or a device, which no file can replace: name a file")
     beside = out.with_name(out.name + ".partial")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        # Whatever an earlier run left, or somebody put there: opening a pipe would wait.
+        beside.unlink(missing_ok=True)
+        with beside.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts)
             file.flush()
             os.fsync(file.fileno())

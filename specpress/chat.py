@@ -1,8 +1,9 @@
 """`specpress chat`: a conversation with a model in the terminal, answered speculatively and shown as it comes."""
 
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "/reset starts again · Ctrl-C ends an answer · Ctrl-D ends the chat"
 PAGE = 64  # tokens
+LONGEST = 10.0  # seconds for a chat template, which is somebody's program; sound ones take milliseconds
 
 
 def command(
@@ -98,10 +100,28 @@ class Conversation:
             text = "".join("\n" * (m["role"] == "user") + m["content"] for m in self.messages)[1:]
             return list(self.tokenizer(text)["input_ids"])
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        with fault_of("the tokenizer's chat template", "it cannot write this conversation"):
+        where = "the tokenizer's chat template"
+        with fault_of(where, "it cannot write this conversation"), _at_most(LONGEST, where):
             messages = [*first, *self.messages]
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextmanager
+def _at_most(seconds: float, where: str) -> Iterator[None]:
+    """Ends what it holds, in the main thread, after so long. Raises UserError."""
+
+    def stop(*_: object) -> None:
+        raise UserError(f"{where}: it had not ended after {seconds:g} s: correct it, or take another tokenizer")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Again and again: what is raised while jinja computes constants beforehand, it swallows.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import yaml
 from compress.export import told
 from compress.report.schema import Report
 from compress.report.wording import megabytes, number
+from runtime.files import regular
 
 # What config.json's quant_method asks for, as pip knows it.
 _LOADERS = {
@@ -51,7 +52,7 @@ def model_card(
 def read_license(model: Path) -> str | None:
     """The license that a model directory's own card states, if it has a card. Licence texts are not guessed at."""
     try:
-        text = (model / "README.md").read_text(encoding="utf-8")
+        text = regular(model / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     head = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)

@@ -14,6 +14,7 @@ import typer
 
 from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
+from runtime.files import regular
 from specpress.report import find_run
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _card(artifact: "Artifact", repo: str, base: str | None, license_: str | Non
     from compress.report.files import read_report
     from specpress.model_card import model_card, read_license
 
-    text = (artifact.path / "report.md").read_text(encoding="utf-8")
+    text = regular(artifact.path / "report.md").read_text(encoding="utf-8")
     config = json.loads((artifact.model / "config.json").read_text(encoding="utf-8"))
     return model_card(read_report(artifact.path), config, repo, text, base, license_ or read_license(artifact.model))
 

@@ -9,6 +9,7 @@ import typer
 
 from compress.errors import USER_ERRORS, UserError
 from runtime.cli import without_traceback
+from runtime.files import regular
 
 if TYPE_CHECKING:
     from compress.artifact import Artifact
@@ -59,7 +60,7 @@ def _print(artifact: "Artifact") -> None:
     from compress.run import summary_rows, summary_table
 
     report = read_report(artifact.path)
-    text = (artifact.path / "report.md").read_text(encoding="utf-8")
+    text = regular(artifact.path / "report.md").read_text(encoding="utf-8")
     if sys.stdout.isatty():
         Console().print(summary_table(report), Markdown(text))
         return

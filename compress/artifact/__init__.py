@@ -1,13 +1,12 @@
 """A finished run folder, as Python sees it."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from compress.artifact import manifest
-from compress.errors import UserError
+from runtime.files import read_json
 
 # Names within a partial run folder: of the folder of trained stages, and of the checkpoint of one that is not done.
 STAGES, TRAINING = "stages", "training.json"
@@ -43,12 +42,7 @@ class Artifact:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json. Raises UserError where it cannot be read."""
-        file = self.path / "report.json"
-        try:
-            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}): name a folder that a run has finished") from error
-        return content
+        return read_json(self.path / "report.json")
 
     def verify(self) -> None:
         """Raises UserError naming the first file that differs from the manifest."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from compress.errors import UserError
+from runtime.files import regular
 
 PRIVATE = 0o600
 
@@ -109,7 +110,7 @@ def keeping(path: Path, about: Mapping[str, Any]) -> Iterator[Digesting]:
 def kept(path: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """What lies beside a whole file that was made with these keys; None where there is no such file."""
     try:
-        about: dict[str, Any] = json.loads(_beside(path).read_bytes())
+        about: dict[str, Any] = json.loads(regular(_beside(path)).read_bytes())
         same = all(about[name] == value for name, value in key.items()) and sha256(path) == about["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -142,7 +143,7 @@ def read_sealed(path: Path, schema: int, advice: str) -> dict[str, Any]:
     """
     content = b""
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
         data = json.loads(content)
         found, body = data["schema"], data["body"]
         is_whole = isinstance(body, dict) and _sealed(found, body) == content

@@ -1,6 +1,5 @@
 """manifest.json: what an artifact consists of, with checksums. No times and no paths: equal runs give equal bytes."""
 
-import json
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -8,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifact.files import listed, sha256, write_json
-from compress.errors import UserError
+from compress.errors import USER_ERRORS, UserError
+from runtime.files import read_json
 
 NAME = "manifest.json"
 SCHEMA = 1
@@ -38,13 +38,8 @@ def write(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a run folder. Raises UserError where there is none, or it is none of ours."""
     path = folder / NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): name a folder that a run has written") from error
-    except ValueError as error:
-        raise UserError(f"{path}: expected JSON ({error}): the run folder is damaged, run again") from error
-    if not isinstance(content, dict) or not isinstance(content.get("files"), dict) or "schema" not in content:
+    content = read_json(path)
+    if not isinstance(content.get("files"), dict) or "schema" not in content:
         raise UserError(f"{path}: expected the manifest of a run, found something else: name a run folder")
     return content
 
@@ -53,7 +48,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder was written by a run, judged by its manifest."""
     try:
         return "recipe.yaml" in read(folder)["files"]
-    except UserError:
+    except USER_ERRORS:
         return False
 
 

@@ -190,7 +190,8 @@ def opened(workspace: Workspace, fingerprint: dict[str, Any]) -> Iterator[Journa
         if isinstance(error, OSError):
             kept = f"; {folder.name} is kept for --resume" if keep else ""
             where = error.filename if isinstance(error.filename, (str, os.PathLike)) else folder
-            raise UserError(f"{where}: {_reason(error)}{kept}") from error
+            other = f"the system refused it ({error.strerror or error}): check the path"
+            raise UserError(f"{where}: {_REASONS.get(error.errno or 0, other)}{kept}") from error
         if keep:
             error.add_note(f"{folder.name} is kept for --resume")
         raise
@@ -242,10 +243,6 @@ _REASONS = {
     errno.EPERM: "no permission to write there: choose another place with --out",
     errno.EROFS: "the file system is read-only: choose another place with --out",
 }
-
-
-def _reason(error: OSError) -> str:
-    return _REASONS.get(error.errno or 0, f"the system refused it ({error.strerror or error}): check the path")
 
 
 def _remove_empty(folder: Path, top: Path | None) -> None:

@@ -93,7 +93,7 @@ def apply(layer: nn.Module, fold: Fold, factor: Tensor) -> None:
     """
     if factor.dim() != 1 or not bool((torch.isfinite(factor) & (factor > 0)).all()):
         raise ValueError(f"{fold.previous}: factors must be one positive finite number a channel")
-    own = _own(fold, factor)
+    own = factor if fold.sharing == 1 else factor.view(-1, fold.sharing, fold.head_dim)[:, 0].flatten()
     if not torch.equal(spread(fold, own), factor):
         raise ValueError(f"{fold.previous}: {fold.sharing} query heads read one value head, so they share factors")
     with torch.no_grad():
@@ -142,10 +142,6 @@ def spread(fold: Fold, own: Tensor) -> Tensor:
         return own
     heads = own.view(-1, 1, fold.head_dim)
     return heads.expand(-1, fold.sharing, -1).flatten()
-
-
-def _own(fold: Fold, factor: Tensor) -> Tensor:
-    return factor if fold.sharing == 1 else factor.view(-1, fold.sharing, fold.head_dim)[:, 0].flatten()
 
 
 def _last(name: str) -> str:

@@ -83,7 +83,10 @@ class Checkpoints:
         last = self._write(f"checkpoint-{standing.step:08d}.safetensors", tensors)
         body = {"identity": self.identity, "standing": asdict(standing), "checkpoint": last, "best": self._best}
         files.write_sealed(self.folder / TRAINING, _SCHEMA, body)
-        self._sweep({record["file"] for record in (last, self._best) if record})
+        kept = {record["file"] for record in (last, self._best) if record}
+        for path in sorted(path for pattern in _PATTERNS for path in self.folder.glob(pattern)):
+            if path.name not in kept:
+                files.remove(path)
 
     def load(self) -> tuple[TrainingState, dict[str, Tensor], dict[str, Tensor]]:
         """Where training stands, its weights and its optimisers' moments.
@@ -128,12 +131,6 @@ class Checkpoints:
         from safetensors.torch import load_file
 
         return load_file(self._check(record))
-
-    def _sweep(self, kept: set[str]) -> None:
-        for pattern in _PATTERNS:
-            for path in sorted(self.folder.glob(pattern)):
-                if path.name not in kept:
-                    files.remove(path)
 
 
 def moments(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
 def _model(options: LayerOptions, scheme: str, work: Path | None) -> Iterator[Path]:
     """A model directory: written for this run, or kept in `work`. Raises UserError for a foreign one there."""
     from runtime.bench.random_models import model_config, write_shape
-    from runtime.checkpoints.safetensors import read_json
+    from runtime.files import read_json
 
     shape, head = options.shape, options.head
     if work is None:

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import cycle, islice
 
 import torch
-from torch import Tensor
 
 from runtime.bench.measure import CPU, Row, cache_bytes, interleaved, row
 from runtime.bench.random_models import SHAPES, block_layers, random_weight
@@ -80,7 +79,9 @@ def time_layers(
     inputs = {(kind.name, width): torch.randn(width, kind.inputs) for kind in kinds for width in widths}
 
     def task(name: str, width: int) -> Callable[[], float]:
-        calls = [_on(product, inputs[kind, width]) for kind, product in passes[name]]
+        parts = [(product, inputs[kind, width]) for kind, product in passes[name]]
+        # As a decoder calls its layers: with nothing to check or to allocate.
+        calls = [each.on(x) if isinstance(each, NativeLinear) else partial(each, x) for each, x in parts]
         return CPU.task(lambda: [call() for call in calls], calls=units[name])
 
     with torch.inference_mode():
@@ -89,11 +90,6 @@ def time_layers(
     return [
         row(name, scheme, width, taken, read[name], samples.get((name, 1))) for (name, width), taken in samples.items()
     ]
-
-
-def _on(product: Linear, x: Tensor) -> Callable[[], Tensor]:
-    """As a decoder calls its layers: with nothing to check or to allocate."""
-    return product.on(x) if isinstance(product, NativeLinear) else partial(product, x)
 
 
 def _forwards(kinds: Sequence[Layer], made: dict[str, list[Linear]], count: int) -> list[tuple[str, Linear]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import UserError
+from runtime.files import regular
 
 # Spec-Bench (2401.07851) counts the eight categories of MT-bench as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -29,7 +30,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompt a line. Raises UserError for a file without prompts or with a line that is none of these.
     """
     try:
-        raw = path.read_bytes()
+        raw = regular(path).read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise UserError(f"--prompts: {path} cannot be read ({error}); give a text or .jsonl file in UTF-8") from error

@@ -14,8 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from runtime.checkpoints.open import open_checkpoint
-from runtime.checkpoints.safetensors import Shards, inside, read_json
+from runtime.checkpoints.safetensors import Shards, inside
 from runtime.errors import UserError
+from runtime.files import read_json
 
 VERSION = 1
 DESCRIPTION, WEIGHTS = "medusa.json", "medusa.safetensors"

@@ -7,8 +7,9 @@ from typing import Any
 from runtime import formats
 from runtime.checkpoints import model_config
 from runtime.checkpoints.directory import Checkpoint
-from runtime.checkpoints.safetensors import Shards, inside, read_json
+from runtime.checkpoints.safetensors import Shards, inside
 from runtime.errors import UserError
+from runtime.files import read_json
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What `from_pretrained` needs of a repository; no pickles, and nothing from its subfolders.

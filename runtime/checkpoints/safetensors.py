@@ -1,14 +1,13 @@
 """The safetensors files of a model directory as one lazy mapping of tensors; nothing outside the directory is read."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,21 +38,6 @@ def inside(directory: Path, name: str, said_by: str) -> Path:
     if not is_file:
         raise UserError(f"{shown}: the file {name} is missing; fetch the model again, or copy the file there")
     return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError naming the file, and the line where it is no JSON."""
-    shown = f"{path.parent.name}/{path.name}"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{shown} is not valid JSON: {error.msg} at line {error.lineno}; fetch it again") from error
-    except (OSError, ValueError, RecursionError) as error:
-        # ValueError: bytes that are no UTF-8, and numbers of more digits than Python reads.
-        raise UserError(f"{shown} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{shown} must hold a JSON object, found {type(value).__name__}")
-    return value
 
 
 @dataclass(frozen=True)

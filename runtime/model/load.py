@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from runtime.checkpoints import model_config
 from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
 from runtime.checkpoints.open import open_checkpoint
-from runtime.checkpoints.safetensors import inside, read_json
+from runtime.checkpoints.safetensors import inside
 from runtime.contract import Decoder
 from runtime.devices import explaining, resolve, use_threads
 from runtime.errors import UserError
+from runtime.files import read_json
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph

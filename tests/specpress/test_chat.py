@@ -16,6 +16,7 @@ import pytest
 
 from compress.model.source import default_pair
 from runtime import Speculator, load
+from runtime.errors import UserError
 from specpress.chat import Conversation
 
 TEMPLATE = (
@@ -75,6 +76,19 @@ def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) 
     done = specpress("chat", target, "--context", "64", input="word " * 200 + "\n")
     assert done.returncode == 2 and "start again" in done.stderr
     assert specpress("chat", "nowhere", input="x\n").returncode == 2
+
+
+@pytest.mark.parametrize("template", ["{% for i in range(9999) %}" * 4 + "{% endfor %}" * 4, "{{ 9 ** (9 ** 9) }}"])
+def test_a_template_without_end_is_ended(target: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr("specpress.chat.LONGEST", 0.3)
+    tokenizer = load(target, threads=1).tokenizer
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"template: it had not ended after 0\.3 s"):
+        Conversation(tokenizer).ask("hello")
+    # The clock is off again.
+    tokenizer.chat_template = TEMPLATE
+    assert Conversation(tokenizer).ask("hello")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 class Terminal:

@@ -23,7 +23,7 @@ from runtime.checkpoints.gguf.tokenizer import (
     USER_DEFINED,
     Split,
 )
-from runtime.checkpoints.safetensors import read_json
+from runtime.files import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoints import model_config
-from runtime.checkpoints.safetensors import inside, read_json
+from runtime.checkpoints.safetensors import inside
 from runtime.errors import UserError
+from runtime.files import read_json
 from runtime.model.chains import ChainDecoder
 from runtime.model.onnx import graph
 from runtime.model.onnx.graph import Signature, signature

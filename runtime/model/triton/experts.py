@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.kernels.triton.elementwise import Activation, gated
 from runtime.kernels.triton.expert_rows import Picks, add_experts_kernel
 from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outputs, triton_linear
-from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounded, Rounding, gated_quantize, quantize, rounding
+from runtime.kernels.triton.quantize_inputs import OPTIONS, Rounding, gated_quantize, quantize, rounding
 from runtime.model.layers import Mixture, Mlp
 
 # Numbers of a row that one program adds.
@@ -37,7 +37,8 @@ class StackedLinear:
 
     def __call__(self, x: Tensor, picks: Picks) -> Tensor:
         """x (T, K), or (pairs, K), float32."""
-        return self.layer.product(self._round(x, picks), picks=picks)
+        rounded = x if self.layer.how is None else quantize(x, self.layer.how, self._rounding(picks))
+        return self.layer.product(rounded, picks=picks)
 
     def after(self, gate: Tensor, up: Tensor, activation: Activation, picks: Picks) -> Tensor:
         """The product with act(gate) · up, each (pairs, K) float32 with rows of stride 1."""
@@ -49,9 +50,6 @@ class StackedLinear:
     def upper(self) -> "StackedLinear":
         """The layer on the upper planes of its weights; one without planes as it is."""
         return replace(self, layer=self.layer.upper()) if self.layer.has_planes else self
-
-    def _round(self, x: Tensor, picks: Picks) -> Rounded | Tensor:
-        return x if self.layer.how is None else quantize(x, self.layer.how, self._rounding(picks))
 
     def _rounding(self, picks: Picks) -> Picks | None:
         return picks if self.by_expert else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.medusa import DESCRIPTION
 from runtime.errors import UserError
+from runtime.files import regular
 from runtime.model.load import load
 from runtime.sampling.detokenize import encode_plain, require_same_vocabulary
 from runtime.speculative.draft import Drafter
@@ -140,7 +141,7 @@ def _heads_folder(target: "Model", named: Path | None) -> Path:
 
 def _tokens(target: "Model", corpus: Path) -> list[int]:
     try:
-        text = corpus.read_text(encoding="utf-8")
+        text = regular(corpus).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--corpus: {corpus} is not a text file that can be read; give a UTF-8 file.") from error
     return encode_plain(target.tokenizer, text)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compress.artifact import manifest
-from compress.errors import UserError
+from compress.errors import USER_ERRORS, UserError
 
 ABOUT = {"recipe": "nf4", "seed": 1}
 
@@ -59,7 +59,7 @@ def test_only_run_folders_count(tmp_path: Path) -> None:
     (tmp_path / "web" / manifest.NAME).write_text('{"name": "app", "icons": []}')
     assert not manifest.is_run_folder(tmp_path / "web")
     (tmp_path / "web" / manifest.NAME).write_text("{")
-    with pytest.raises(UserError, match="expected JSON"):
+    with pytest.raises(USER_ERRORS, match="is not valid JSON"):
         manifest.read(tmp_path / "web")
 
 
