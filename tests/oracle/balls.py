@@ -75,6 +75,8 @@ class Choices:
 
     given  site → what a cache holds there (T, heads, d): codes, or floats as they are.
     near   choice → distance from the half over what is allowed: below 1.
+    sure   rows of mixtures whose experts the scores' errors leave no choice of, and all rows of mixtures.
+    windows, start  which choices in `near` each of `off` depends on, first and last; the first for what comes next.
     off    (T, n) each: how far a row's numbers are from all that round to what is given, over what is allowed.
     """
 
@@ -82,12 +84,20 @@ class Choices:
     given: Mapping[str, Array] = field(default_factory=dict)
     near: dict[Choice, float] = field(default_factory=dict)
     off: list[Array] = field(default_factory=list)
+    sure: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    start: int = 0
 
-    def check(self, x: Array, low: Array, high: Array, slack: Array) -> None:
-        """Notes in `off` how far x (T, …) is from low … high, what is rounded to what is given; slack as in `round`."""
+    def check(self, x: Array, low: Array, high: Array, slack: Array, pins: bool = False) -> None:
+        """Notes in `off` how far x (T, …) is from low … high, what is rounded to what is given; slack as in `round`.
+
+        pins  what follows is computed of what is given, so that choices made before show nowhere else.
+        """
         out = np.maximum(np.maximum(low - x, x - high), 0)
         over = np.divide(out, slack, out=np.where(out > 0, np.inf, 0.0), where=slack > 0)
         self.off.append(over.reshape(len(x), -1))
+        self.windows.append((self.start, len(self.near)))
+        self.start = len(self.near) if pins else self.start
 
     def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
         """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
@@ -100,6 +110,29 @@ class Choices:
             if choice in self.other:
                 codes[row, place] += 1 if t[row, place] > codes[row, place] else -1
         return np.copysign(np.minimum(codes, limit), x)
+
+    def top(self, site: str, scores: Ball, k: int) -> Array:
+        """(T, k) experts of the largest scores (T, E), which ours takes after a softmax in float32.
+
+        Expert i may be left out for j where their scores differ by no more than both errors, what the softmax rounds
+        off each (the difference from the largest, e^x within 4u, a quotient) included.
+        """
+        chosen = np.argsort(-scores.x, axis=1, kind="stable")[:, :k]
+        slack = scores.e + U * (np.ptp(scores.x, axis=1, keepdims=True) + 2 * scores.e) + gamma(6)
+        open_rows = set()
+        for row, mine in enumerate(chosen):
+            for place, i in enumerate(mine):
+                for j in np.setdiff1d(np.arange(scores.x.shape[1]), mine):
+                    gap, allowed = scores.x[row, i] - scores.x[row, j], slack[row, i] + slack[row, j]
+                    if gap > allowed:
+                        continue
+                    choice = (f"{site} experts", row, (float(i), float(j)))
+                    self.near[choice] = float(gap / allowed)
+                    open_rows.add(row)
+                    if choice in self.other:
+                        chosen[row, place] = j
+        self.sure.append((len(chosen) - len(open_rows), len(chosen)))
+        return chosen
 
 
 def _digits(value: float) -> float:
@@ -175,9 +208,33 @@ def rms_norm(ball: Ball, weight: Array, eps: float) -> Ball:
     turned = ball.r / k**0.5 / (least * root)
     carried = np.abs(weight) * (ball.e / least[..., None] + np.abs(ball.x) * turned[..., None])
     along = np.abs(weight).max() * ball.r / least
-    # Squares, their sum, the mean and eps go through a root, which halves them; then root, inverse and three products.
-    own = gamma((np.ceil(np.log2(k)) + 3) / 2 + 6)
+    own = _norm_rounding(k)
     return Ball(y, carried + own * (np.abs(y) + carried), along + own * (norm(y) + along))
+
+
+def _norm_rounding(k: int) -> float:
+    # Squares, their sum, the mean and eps go through a root, which halves them; then root, inverse and three products.
+    return gamma((np.ceil(np.log2(k)) + 3) / 2 + 6)
+
+
+def between(ball: Ball, hidden: Array, weight: Array, eps: float) -> tuple[Ball, Ball]:
+    """What x (T, K) is, and x / sqrt(mean(x²) + eps), where the norm of it with `weight` is known: `hidden`.
+
+    hidden / weight is the other decoder's own quotient but for the norm's roundings: its direction is known number by
+    number. Its length is not: sqrt(mean(x²) + eps) moves by no more than r / √K, the radius of ours.
+    """
+    own = _norm_rounding(ball.x.shape[-1]) * (1 + 1e-6)
+    quotient = hidden / weight
+    unit = Ball(quotient, own * np.abs(quotient))
+    length, far = np.sqrt((ball.x**2).mean(axis=-1) + eps)[:, None], (ball.r / ball.x.shape[-1] ** 0.5)[:, None]
+    return Ball(length * quotient, np.abs(quotient) * (far + own * (length + far))), unit
+
+
+def scaled(unit: Ball, weight: Array) -> Ball:
+    """The norm with a weight of what `between` gave, computed in float32 from the numbers themselves."""
+    y, own = unit.x * weight, _norm_rounding(unit.x.shape[-1])
+    carried = np.abs(weight) * unit.e
+    return Ball(y, carried + own * (np.abs(y) + carried))
 
 
 def gated(gate: Ball, up: Ball, kind: str) -> Ball:

@@ -4,20 +4,27 @@ Nothing here is the project's code: what is read, rotated, attended and mixed is
 """
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracle.balls import Ball, Choices, attention, gamma, gated, linear, rms_norm, rotate, steps
+from tests.oracle.balls import Ball, Choices, attention, between, gamma, gated, linear, rms_norm, rotate, scaled, steps
 from tests.oracle.files import Array, U, Weight, read_tensors, read_weight
+from tests.oracle.gguf import read_gguf
 
 
 class Oracle:
-    """A model directory of the tests."""
+    """A model directory of the tests, or a GGUF file."""
 
     def __init__(self, folder: Path):
+        self.weights: dict[str, Weight] = {}
+        if folder.suffix == ".gguf":
+            self.config, self.tensors, self.weights = read_gguf(folder)
+            self.quantization, self.gemma = None, self.config["model_type"] == "gemma"
+            return
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.tensors = read_tensors(folder / "model.safetensors")
         self.quantization = self.config.get("quantization_config")
@@ -26,24 +33,33 @@ class Oracle:
         for group in (self.quantization or {}).get("config_groups", {}).values():
             for prefix in group["targets"]:
                 self.tensors[f"{prefix}.bits"] = np.array(group["weights"]["num_bits"])
-        self.weights: dict[str, Weight] = {}
 
     def logits(self, tokens: Array, cache: str, choices: Choices) -> tuple[Array, Array]:
         """(T, V) logits of a text, and how far float32 arithmetic with the same choices may lie from each.
 
-        cache  "float32", "float16", "int8" or "int4": how keys and values are held.
+        cache    "float32", "float16", "int8" or "int4": how keys and values are held.
+        choices  given `model.layers.N hidden` (T, K) it goes on from there: what the model's first N + 1 blocks alone
+                 have behind the final norm.
         """
         x = self.tensors["model.embed_tokens.weight"][tokens]
         if self.gemma:
             x = x * self.config["hidden_size"] ** 0.5
-        ball = Ball(x, (2 * U if self.gemma else 0) * np.abs(x))
+        # A product and a difference where the table is of blocks; the scale, and the product with it.
+        blocks = self.weight("model.embed_tokens").scale is not None
+        ball = Ball(x, ((2 * U if blocks else 0) + (2 * U if self.gemma else 0)) * np.abs(x))
+        unit, weight = None, self._norm_weight("model.norm", self.gemma)
         for number in range(self.config["num_hidden_layers"]):
-            ball = self._block(ball, number, cache, choices)
+            ball = self._block(ball, unit, number, cache, choices)
+            hidden = choices.given.get(f"model.layers.{number} hidden")
+            if hidden is not None:
+                normed = rms_norm(ball, weight, self.config["rms_norm_eps"])
+                choices.check(normed.x, hidden, hidden, normed.e, pins=True)
+                ball, unit = between(ball, hidden, weight, self.config["rms_norm_eps"])
         name = "model.embed_tokens" if self.config["tie_word_embeddings"] else "lm_head"
         normed = self._norm(ball, "model.norm", self.gemma)
         bias = self.tensors.get("lm_head.bias")
         head = self.weight(name)
-        found = linear(normed, Weight(head.codes, bias=bias), choices, "head")
+        found = linear(normed, replace(head, bias=bias), choices, "head")
         return found.x, found.e
 
     def weight(self, prefix: str) -> Weight:
@@ -52,13 +68,20 @@ class Oracle:
             self.weights[prefix] = read_weight(self.tensors, self.quantization, prefix)
         return self.weights[prefix]
 
-    def _norm(self, ball: Ball, name: str, plus_one: bool) -> Ball:
-        weight = self.tensors[f"{name}.weight"] + (1.0 if plus_one else 0.0)
-        return rms_norm(ball, weight, self.config["rms_norm_eps"])
+    def _norm_weight(self, name: str, plus_one: bool) -> Array:
+        return self.tensors[f"{name}.weight"] + (1.0 if plus_one else 0.0)
 
-    def _block(self, ball: Ball, number: int, cache: str, choices: Choices) -> Ball:
+    def _norm(self, ball: Ball, name: str, plus_one: bool) -> Ball:
+        return rms_norm(ball, self._norm_weight(name, plus_one), self.config["rms_norm_eps"])
+
+    def _block(self, ball: Ball, unit: Ball | None, number: int, cache: str, choices: Choices) -> Ball:
+        """unit: the stream over its length, where that is known better than the stream."""
         base = f"model.layers.{number}"
-        normed = self._norm(ball, f"{base}.input_layernorm", self.gemma)
+        name = f"{base}.input_layernorm"
+        if unit is None:
+            normed = self._norm(ball, name, self.gemma)
+        else:
+            normed = scaled(unit, self._norm_weight(name, self.gemma))
         ball = ball + self._attend(normed, number, cache, choices)
         normed = self._norm(ball, f"{base}.post_attention_layernorm", self.gemma)
         for experts in (f"{base}.block_sparse_moe", f"{base}.mlp"):
@@ -79,7 +102,7 @@ class Oracle:
     def _mix(self, ball: Ball, base: str, choices: Choices) -> Ball:
         """Top k of a softmax over the router. Shares move as attention's weights do: by e^±2D of the scores' error.
 
-        That both decoders choose the same experts is taken for granted; other ones would be far out of the bound.
+        Which experts are chosen is for our scores to say, where their errors leave no choice (`Choices.top`).
         """
         config = self.config
         mixtral = config["model_type"] == "mixtral"
@@ -87,7 +110,7 @@ class Oracle:
         odds = np.exp(scores.x - scores.x.max(axis=1, keepdims=True))
         odds /= odds.sum(axis=1, keepdims=True)
         k, count = config["num_experts_per_tok"], odds.shape[1]
-        chosen = np.argsort(-odds, axis=1, kind="stable")[:, :k]
+        chosen = choices.top(base, scores, k)
         share = np.take_along_axis(odds, chosen, axis=1)
         if mixtral or config.get("norm_topk_prob"):
             share = share / share.sum(axis=1, keepdims=True)
