@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runtime.kernels.reference import integer_product
+
 NAME = "pretended GPU"
 _COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to}
 # CUDA reads these arguments' indices from the host where they lie there.
@@ -73,7 +75,10 @@ class _Pretence(TorchDispatchMode):
             kwargs.pop("pin_memory", None)
         if operation is torch.ops.aten.copy_.default:
             on_device = isinstance(args[0], OnDevice)
-        out = operation(*tree_map(_held, args), **tree_map(_held, kwargs))
+        held = tree_map(_held, args)
+        # A GPU's product of integers is exact; torch's on a CPU saturates without VNNI.
+        is_product = on_device and operation is torch.ops.aten._int_mm.default
+        out = integer_product(*held) if is_product else operation(*held, **tree_map(_held, kwargs))
         if not on_device:
             return out
         # What changed a tensor in place gives that tensor back.

@@ -14,6 +14,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels import libraries
 from runtime.kernels.libraries import LibraryLinear
 from runtime.kernels.library_choice import Choice
+from runtime.kernels.reference import integer_product
 from runtime.kernels.triton.expert_rows import Picks
 from runtime.kernels.triton.linear import TritonLinear, add
 from runtime.kernels.triton.quantize_inputs import Rounded
@@ -57,7 +58,9 @@ class IntMmLinear(TritonLinear):
         w = self.weight
         codes = torch.nn.functional.pad(x.codes, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
         # Rows that were filled in lie behind the others, which is all that the next kernel looks at.
-        sums = torch._int_mm(codes, w.codes.t())
+        # Triton's interpreter is on the CPU, where torch's own product saturates without VNNI.
+        multiply = torch._int_mm if codes.is_cuda else integer_product
+        sums = multiply(codes, w.codes.t())
         return add(sums.unsqueeze(0), y, residual, w.bias, w.scale, w.offset, x)
 
 

@@ -206,6 +206,7 @@ def test_a_library_that_fails_is_refused_or_left_out(
     weight = on(packed("int8", 16, 64), device)
     own, table = triton_linear(gpu_weight(weight, None, device)), wanted("torch-int-mm")
     monkeypatch.setattr(torch, "_int_mm", fails)
+    monkeypatch.setattr("runtime.kernels.triton.with_libraries.integer_product", fails)
     with pytest.raises(
         UserError, match=r"torch-int-mm: no product of int8 layers of 16 outputs and 64 inputs .*CUBLAS"
     ):
