@@ -57,7 +57,7 @@ def draw(seed: int, deepest: int = 3) -> Drawn:
         for name, size in norms.items():
             made.tensors[f"model.layers.{number}.{name}.weight"] = plain(size, spread=0.1, middle=1 - offset)
     packer = _Packer(rng, library, dtype)
-    for prefix, outputs, inputs in _linears(config):
+    for prefix, outputs, inputs in linears(config):
         part = prefix.rsplit(".", 1)[-1]
         routed = ".experts." in prefix or part == "gate"
         packed = None if part in ("lm_head", "gate") or rng.random() < 0.1 else packer.pack(prefix, outputs, inputs)
@@ -131,7 +131,7 @@ def _rope(family: str, head_dim: int, rng: np.random.Generator) -> dict[str, Any
     return rope
 
 
-def _linears(config: dict[str, Any]) -> list[tuple[str, int, int]]:
+def linears(config: dict[str, Any]) -> list[tuple[str, int, int]]:
     """(prefix, outputs, inputs) of every linear layer that the checkpoint stores by itself."""
     hidden, family, size = config["hidden_size"], config["model_type"], config["intermediate_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))

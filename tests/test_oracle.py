@@ -6,24 +6,25 @@ bits, say what the stream is behind the final norm, and the oracle checks that a
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from runtime import load, native
 from runtime.cache.contiguous import ContiguousCache
 from runtime.contract import CacheKind, Rows
 from tests import random_gguf
-from tests.oracle.balls import Choice, Choices, norm
+from tests.oracle.balls import PROBE, Choice, Choices, norm
 from tests.oracle.files import Array, Weight
 from tests.oracle.model import Oracle
-from tests.random_checkpoints import draw
+from tests.random_checkpoints import draw, linears
 
 PATHS = ("reference", *(name for name in native.PATHS if native.usable(name)[0]))
 KINDS: tuple[CacheKind, ...] = ("float32", "float32", "int8", "int4", "float16")
@@ -162,9 +163,12 @@ def ours(folder: Path, kernels: str, kind: CacheKind, tokens: Array) -> Found:
     config, held = folder / "config.json", dict(found.held)
     count = json.loads(config.read_text())["num_hidden_layers"] if config.exists() else 1
     for blocks in range(1, count):
-        first, hidden = run(beginning(folder, blocks), kernels, kind, tokens)
-        assert all(np.array_equal(part, held[site]) for site, part in first.held.items())
-        held[f"model.layers.{blocks - 1} hidden"] = hidden
+        for name, probe in (("hidden", False), ("probed", True)):
+            first, hidden = run(beginning(folder, blocks, probe), kernels, kind, tokens)
+            for number, part in product(range(blocks), ("keys", "values")):
+                site = f"model.layers.{number}.self_attn {part}"
+                assert np.array_equal(first.held[site], found.held[site])
+            held[f"model.layers.{blocks - 1} {name}"] = hidden
     return Found(found.logits, kind, held)
 
 
@@ -190,20 +194,34 @@ def run(folder: Path, kernels: str, kind: CacheKind, tokens: Array) -> tuple[Fou
     return Found(out.logits.double().numpy(), kind, held), out.hidden.double().numpy()
 
 
-def beginning(folder: Path, blocks: int) -> Path:
-    """The model's first blocks, on the same file of weights, as a model."""
-    made = folder / f"first{blocks}"
-    if not made.exists():
-        made.mkdir()
-        os.link(folder / "model.safetensors", made / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": blocks}
-        for key, kept in {
-            "layer_types": lambda v: v[:blocks],
-            "mlp_only_layers": lambda v: [i for i in v if i < blocks],
-        }.items():
-            if key in config:
-                config[key] = kept(config[key])
-        (made / "config.json").write_text(json.dumps(config))
+def beginning(folder: Path, blocks: int, probe: bool) -> Path:
+    """The model's first blocks as a model; with a probe one more block, which adds PROBE to each row's first number."""
+    made = folder / f"first{blocks}{probe}"
+    if made.exists():
+        return made
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": blocks + probe}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: blocks + probe]
+    if "mlp_only_layers" in config:
+        config["mlp_only_layers"] = [number for number in config["mlp_only_layers"] if number < blocks]
+    kept = tuple(f"model.layers.{number}." for number in range(blocks))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith("model.layers.") or n.startswith(kept)}
+    for group in config.get("quantization_config", {}).get("config_groups", {}).values():
+        group["targets"] = [n for n in group["targets"] if not n.startswith("model.layers.") or n.startswith(kept)]
+    if probe:
+        base, dtype = f"model.layers.{blocks}.", tensors["model.norm.weight"].dtype
+        for prefix, outputs, inputs in linears(config):
+            if prefix.startswith(base):
+                tensors[f"{prefix}.weight"] = torch.zeros(outputs, inputs, dtype=dtype)
+        for name in [name for name in tensors if name.startswith("model.layers.0.") and "norm" in name]:
+            tensors[name.replace("model.layers.0.", base)] = tensors[name].clone()
+        adds = torch.zeros(config["hidden_size"], dtype=dtype)
+        adds[0] = PROBE
+        tensors[f"{base}self_attn.o_proj.bias"] = adds
+    made.mkdir()
+    save_file(tensors, made / "model.safetensors")
+    (made / "config.json").write_text(json.dumps(config))
     return made
 
 

@@ -217,17 +217,30 @@ def _norm_rounding(k: int) -> float:
     return gamma((np.ceil(np.log2(k)) + 3) / 2 + 6)
 
 
-def between(ball: Ball, hidden: Array, weight: Array, eps: float) -> tuple[Ball, Ball]:
-    """What x (T, K) is, and x / sqrt(mean(x²) + eps), where the norm of it with `weight` is known: `hidden`.
+# What `between` knows to be added to the first number of the stream.
+PROBE = 16.0
 
-    hidden / weight is the other decoder's own quotient but for the norm's roundings: its direction is known number by
-    number. Its length is not: sqrt(mean(x²) + eps) moves by no more than r / √K, the radius of ours.
+
+def between(hidden: Array, probed: Array, weight: Array) -> tuple[Ball, Ball, Array]:
+    """What x (T, K) is, x / c with c = sqrt(mean(x²) + eps), and c (T, 1), of two norms with `weight`.
+
+    hidden, probed  the norms of x, and of x with PROBE added to its first number.
+
+    hidden / weight is x / c number by number, to within a norm's roundings. That is the direction; c follows from the
+    other one: of its numbers 0 and j the quotient is (x_0 + PROBE) / x_j; times x_j / c that is PROBE / c more than
+    x_0 / c.
     """
-    own = _norm_rounding(ball.x.shape[-1]) * (1 + 1e-6)
-    quotient = hidden / weight
-    unit = Ball(quotient, own * np.abs(quotient))
-    length, far = np.sqrt((ball.x**2).mean(axis=-1) + eps)[:, None], (ball.r / ball.x.shape[-1] ** 0.5)[:, None]
-    return Ball(length * quotient, np.abs(quotient) * (far + own * (length + far))), unit
+    own = _norm_rounding(hidden.shape[-1]) * (1 + 1e-4)
+    unit = hidden / weight
+    largest = 1 + np.abs(unit[:, 1:]).argmax(axis=1, keepdims=True)
+    first, other = (np.take_along_axis(probed / weight, at, axis=1) for at in (0 * largest, largest))
+    sum_ = np.take_along_axis(unit, largest, axis=1) * first / other
+    gap = sum_ - unit[:, :1]
+    # Three norms' roundings, the sum's with PROBE.
+    loose = (np.abs(sum_) * (3 * own + 2 * U) + own * np.abs(unit[:, :1])) / np.abs(gap) * (1 + 1e-4)
+    length = PROBE / gap
+    x = length * unit
+    return Ball(x, np.abs(x) * (loose + own) * (1 + 1e-4)), Ball(unit, own * np.abs(unit)), length
 
 
 def scaled(unit: Ball, weight: Array) -> Ball:

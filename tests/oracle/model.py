@@ -38,8 +38,8 @@ class Oracle:
         """(T, V) logits of a text, and how far float32 arithmetic with the same choices may lie from each.
 
         cache    "float32", "float16", "int8" or "int4": how keys and values are held.
-        choices  given `model.layers.N hidden` (T, K) it goes on from there: what the model's first N + 1 blocks alone
-                 have behind the final norm.
+        choices  given `model.layers.N hidden` and `probed` (T, K) it goes on from there: what the model's first N + 1
+                 blocks alone have behind the final norm, and with PROBE added to each row's first number before it.
         """
         x = self.tensors["model.embed_tokens.weight"][tokens]
         if self.gemma:
@@ -50,11 +50,16 @@ class Oracle:
         unit, weight = None, self._norm_weight("model.norm", self.gemma)
         for number in range(self.config["num_hidden_layers"]):
             ball = self._block(ball, unit, number, cache, choices)
-            hidden = choices.given.get(f"model.layers.{number} hidden")
-            if hidden is not None:
-                normed = rms_norm(ball, weight, self.config["rms_norm_eps"])
-                choices.check(normed.x, hidden, hidden, normed.e, pins=True)
-                ball, unit = between(ball, hidden, weight, self.config["rms_norm_eps"])
+            if (hidden := choices.given.get(f"model.layers.{number} hidden")) is not None:
+                eps, probed = self.config["rms_norm_eps"], choices.given[f"model.layers.{number} probed"]
+                normed, before = rms_norm(ball, weight, eps), ball
+                ball, unit, length = between(hidden, probed, weight)
+                # A root mean square moves by no more than this.
+                far = before.r[:, None] / before.x.shape[1] ** 0.5 + length * (ball.e / np.abs(ball.x)).max(1)[:, None]
+                ours = np.sqrt((before.x**2).mean(axis=1, keepdims=True) + eps)
+                off = np.concatenate((normed.x - hidden, ours - length), axis=1)
+                zero = np.zeros(off.shape)
+                choices.check(off, zero, zero, np.concatenate((normed.e, far), axis=1), pins=True)
         name = "model.embed_tokens" if self.config["tie_word_embeddings"] else "lm_head"
         normed = self._norm(ball, "model.norm", self.gemma)
         bias = self.tensors.get("lm_head.bias")
