@@ -67,23 +67,21 @@ class Lines:
         if stage != self._stage or (self._ended and done < total):
             self._stage, self._begun, self._shown, self._ended = stage, now, now, False
             if done < total:
-                self._print(f"{title} …")
+                self.note(f"{title} …")
                 return
         if done >= total:
             if not self._ended:
-                self._print(f"{title}: done in {now - self._begun:.0f} s")
+                self.note(f"{title}: done in {now - self._begun:.0f} s")
             self._ended = True
         elif now - self._shown >= _EVERY:
-            left = f", about {_left(now - self._begun, done, total)} left" if done else ""
-            self._print(f"{title}: {done} of {total}{left}")
+            seconds = (now - self._begun) / max(done, 1) * (total - done)
+            left = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+            self.note(f"{title}: {done} of {total}" + (f", about {left} left" if done else ""))
             self._shown = now
 
     def note(self, line: str) -> None:
         """A line that stays."""
-        self._print(line)
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(line, file=self._stream, flush=True)
 
 
 class Bars:
@@ -123,8 +121,3 @@ def show(stream: TextIO | None = None) -> Iterator[Lines | Bars]:
     bars = Bars()
     with bars.bars:
         yield bars
-
-
-def _left(elapsed: float, done: int, total: int) -> str:
-    seconds = elapsed / done * (total - done)
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

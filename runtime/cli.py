@@ -83,7 +83,7 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
         _end(f"{error.filename or 'a file'} cannot be used ({reason}): check it and its permissions", error)
     except BaseException as error:
         fault = next((told for kind, part, told in _FAULTS if isinstance(error, kind) and part in str(error)), None)
-        sentence: object = _memory(error) or fault or _refused(error)
+        sentence: object = fault or _refused(error)
         if sentence is None and isinstance(error, RuntimeError):
             sentence = explained(error)
         if sentence is None:
@@ -93,7 +93,10 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
 
 # What names and texts that no file can have come to, deep in Python or a library: class, part of its message, sentence.
 _HALF = "a name or text holds half a character (a lone surrogate), which is no Unicode: correct it"
+_FULL = "this machine is out of memory: take a smaller model or fewer tokens at once, or end what else runs here"
 _FAULTS: tuple[tuple[type[Exception], str, str], ...] = (
+    (MemoryError, "", _FULL),
+    (Exception, "DefaultCPUAllocator", _FULL),
     (UnicodeEncodeError, "surrogates not allowed", _HALF),
     (TypeError, "TextEncodeInput", _HALF),
     (ValueError, "embedded null byte", "a file name holds a NUL, which no file system takes: correct it"),
@@ -124,13 +127,6 @@ def _flush_or_discard() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def _memory(error: BaseException) -> str | None:
-    """The sentence for main memory that ran out; None for other errors."""
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        return "this machine is out of memory: take a smaller model or fewer tokens at once, or end what else runs here"
-    return None
 
 
 def _end(sentence: str, error: BaseException, code: int = 2) -> None:

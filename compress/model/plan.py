@@ -178,21 +178,23 @@ class _Planner:
                 "the recipe"
             )
         check_apart(self.model, _codes(self.stage))
-        self._check_experts(self.stage)
+        self._check_parts(self.stage)
         shared = set(self.model.tied.values())
         for layer in self.layers.values():
             if f"{layer.module}.weight" in shared:
                 raise UserError(f"tensor {layer.tensor} is shared by several layers: add it to the recipe's ignore")
 
-    def _check_experts(self, stage: Quantize) -> None:
-        """compressed-tensors' loader cannot fuse plain experts: such a model would be written and never load."""
-        if _codes(stage).library != "compressed-tensors":
-            return
-        for name, why in self.left:
-            if self.model.find(name) is None and _EXPERT.search(name):
+    def _check_parts(self, stage: Quantize) -> None:
+        """compressed-tensors' loader joins no plain tensors (experts, convolutions): the model would never load."""
+        codes = _codes(stage)
+        for name, why in self.left if codes.library == "compressed-tensors" else ():
+            is_expert = _EXPERT.search(name) is not None
+            joined = self.model.names.place(name).is_part and name.endswith(".weight")
+            if joined and (is_expert or not codes.is_float):
+                others = "int4 or int8 on all of them, or nf4" if is_expert else "nf4 or fp8"
                 raise UserError(
-                    f"tensor {name} would stay as it is ({why}), but beside {stage.scheme} layers transformers "
-                    "loads no such experts: use int4 or int8 on all of them, or nf4"
+                    f"tensor {name} would stay as it is ({why}), but beside {stage.scheme} layers transformers joins "
+                    f"no such tensors into one: use {others}"
                 )
 
     def _head(self, name: str, module: str) -> Layer | str:
@@ -225,7 +227,7 @@ class _Planner:
         if why := refusal(self.model, name, parameter, codes):
             return why
         if shape[0] % codes.outputs:
-            return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} stores in a byte"
+            return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} asks for"
         group = _group(shape[0] if transposed else shape[1], self.stage)
         if isinstance(group, str):
             return group

@@ -125,9 +125,11 @@ def read_structure(folder: Path) -> ModelStructure:
     count = getattr(config, "num_hidden_layers", None)
     blocks_at = _blocks(model, count)
     if blocks_at is None:
+        name = type(model).__name__
+        found = f"none in a {name}" if count else f"a {name} made of {' and '.join(config.sub_configs)}"
         raise UserError(
-            f"{folder.name}/config.json: expected a model of {count} equal blocks, found none in a "
-            f"{type(model).__name__}: this architecture is not supported"
+            f"{folder.name}/config.json: expected {f'{count} equal blocks' if count else 'a language model alone'}, "
+            f"found {found}: this architecture is not supported"
         )
     said = dict(getattr(model, "all_tied_weights_keys", None) or {})
     # Of two names that share a parameter, transformers says itself which one is stored.

@@ -6,7 +6,7 @@ A key that is absent or null is left to the family's default, and keys that are 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from runtime.errors import UserError
 
@@ -71,13 +71,9 @@ _GENERATION_KEYS: list[tuple[Any, str]] = [
 ]
 
 
-def _schema(name: str, keys: list[tuple[Any, str]]) -> type[BaseModel]:
-    fields: Any = {key: (kind | None, None) for kind, names in keys for key in names.split()}
-    return create_model(name, __config__=ConfigDict(extra="ignore"), **fields)
-
-
 _CONFIG, _ROPE, _GENERATION = (
-    _schema(*pair) for pair in (("Config", _KEYS), ("Rope", _ROPE_KEYS), ("Generation", _GENERATION_KEYS))
+    create_model("Keys", **dict[str, Any]((key, (kind | None, None)) for kind, names in keys for key in names.split()))
+    for keys in (_KEYS, _ROPE_KEYS, _GENERATION_KEYS)
 )
 
 

@@ -43,7 +43,7 @@ class CodeKind:
     levels       codes are places in the format file's LEVELS, and in its INT8_LEVELS, which are in 127ths.
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
-    outputs      a file takes multiples of so many outputs.
+    outputs      the library takes multiples of so many outputs (bitsandbytes on processors with AVX-512).
     product      the kind whose integer products multiply these codes; "": its own.
     scale_bytes  what a stored scale takes; `one_scale`: the tensor has a single one.
     more_bytes   tables and descriptions beside codes and scales.
@@ -109,6 +109,7 @@ KINDS: Mapping[Kind, CodeKind] = {
         no_experts="bitsandbytes leaves fused experts alone",
         nibbles=True,
         levels=True,
+        outputs=32,
         scale_bytes=1 + 4 / 256,
         more_bytes=4 * (16 + 256),
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,11 @@ from torch import Tensor
 from runtime.errors import UserError, fault_of
 from runtime.model.chains import ChainDecoder
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
+# With transformers' cache these give other logits than without one, or break off.
+_WITHOUT_CACHE = ("cpmant", "prophetnet", "recurrent_gemma")
+# Of these several tokens on top of a state begin it anew.
+_ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ FLOAT32 = Through()
 
 @dataclass
 class State:
-    """A request's cache, and its tokens: a cache of recurrent states alone cannot count them."""
+    """A request's cache (where the model takes none, its tokens), and how many: recurrent states cannot count them."""
 
     cache: Any
     tokens: int = 0
@@ -54,8 +59,12 @@ class Adapter(ChainDecoder):
         config = model.config
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.hidden_size: int = config.hidden_size
-        self.max_positions: int = getattr(config, "max_position_embeddings", 2048)
+        self.max_positions: int = max(getattr(config, "max_position_embeddings", 2048), 0) or 2048  # XLNet's: −1
         self.device: torch.device = model.device
+        takes = [name for name in ("past_key_values", "cache_params") if name in signature(model.forward).parameters]
+        # Other arguments are ignored without a word: such a model reads all of a text again at each forward.
+        serves = model._supports_default_dynamic_cache() and config.model_type not in _WITHOUT_CACHE
+        self.cache_name = takes[0] if takes and serves else None
         through = f"{type(model).__name__} runs through transformers"
         self.no_kinds = (
             f"{through}, whose caches are neither quantised nor paged here; leave out the kind of cache and the pages."
@@ -68,9 +77,10 @@ class Adapter(ChainDecoder):
         return torch.get_num_threads()
 
     def empty(self) -> State:
-        """A cache of transformers', which grows."""
         from transformers import DynamicCache
 
+        if self.cache_name is None:
+            return State(torch.empty(0, dtype=torch.int64))
         return State(DynamicCache(config=self.model.config))
 
     def length(self, state: State) -> int:
@@ -80,6 +90,8 @@ class Adapter(ChainDecoder):
         """See ChainDecoder. Raises UserError where this model's cache cannot roll back."""
         if length == 0:
             return self.empty()
+        if self.cache_name is None:
+            return State(state.cache[:length], length)
         why = f"the cache of {type(self.model).__name__} cannot be rolled back"
         try:
             state.cache.crop(length - state.tokens)
@@ -91,7 +103,9 @@ class Adapter(ChainDecoder):
         return State(state.cache, length)
 
     def bytes_per_token(self) -> int:
-        """Keys and values over all layers, in the model's dtype."""
+        """Keys and values over all layers, in the model's dtype; tokens, where it takes no cache."""
+        if self.cache_name is None:
+            return torch.int64.itemsize
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
         if not heads:
@@ -100,16 +114,23 @@ class Adapter(ChainDecoder):
         return 2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize
 
     def run(self, tokens: Tensor, state: State, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        if state.tokens and len(tokens) > 1 and self.model.config.model_type in _ONE_BY_ONE:
+            steps = [self.run(token, state, [0] if row in at else []) for row, token in enumerate(tokens.split(1))]
+            return [found for step in steps for found in step]
         name = type(self.model).__name__
+        held: dict[str, Any] = {self.cache_name: state.cache, "use_cache": True} if self.cache_name else {}
+        if not held:
+            at = [state.tokens + row for row in at]
+            state.cache = tokens = torch.cat([state.cache, tokens.cpu()])
+            state.tokens = 0
         try:
             out = self.model(
                 input_ids=tokens.view(1, -1).to(self.device),
-                past_key_values=state.cache,
-                use_cache=True,
                 output_hidden_states=True,
                 logits_to_keep=torch.tensor(at or [0], device=self.device),
+                **held,
             )
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, RuntimeError) and self.device.type != "cpu":
                 raise  # what the device says is explained elsewhere
             raise UserError(f"{name} does not run token by token on transformers' cache that grows: {error}") from error
@@ -132,7 +153,7 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
     from transformers import AutoModelForCausalLM
 
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    given: dict[str, Any] = {"dtype": _DTYPES[through.dtype]}
+    given: dict[str, Any] = {"dtype": getattr(torch, through.dtype)}
     if through.device_map is not None:
         if find_spec("accelerate") is None:
             raise UserError(

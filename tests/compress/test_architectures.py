@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compress import compress
 from compress.errors import USER_ERRORS
 from runtime import load
-from runtime.contract import Rows
-from tests.compress.tiny_architectures import make
+from runtime.contract import Decoder, Rows
+from tests.compress.tiny_architectures import NotBuiltError, make
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,6 +24,8 @@ LIMITS = {
     **{("falcon", recipe): PLAIN_WEIGHT for recipe in RECIPES[2:]},
     ("falcon", "nf4"): "a FalconLinear, which bitsandbytes does not replace",
 }
+# A token's logits depend on what follows it, too.
+LOOKING_AHEAD = ("cpmant", "prophetnet", "xlm", "xlnet")
 SLICE = {("gpt2", "nf4"), ("phimoe", "int4-gptq"), ("falcon", "int4-rtn")}
 TOKENS = torch.tensor([5, 9, 17, 300, 41, 7, 88, 1000])
 
@@ -47,10 +50,39 @@ def check(folder: Path) -> None:
             parameter.data = parameter.data.float()
     expected = model.eval()(input_ids=TOKENS[None]).logits[0]
     decoder = load(folder / "model", threads=1).decoder
+    counts = (8,) if model.config.model_type in LOOKING_AHEAD else (5, 2, 1)
+    # Our own kernels round the inputs of int4 and int8 layers to int8; transformers does so for int8 alone.
+    bound = 1e-3 if decoder.kernels == "transformers" else 0.02
+    assert distance(decode(decoder, *counts), expected) < bound
+
+
+def decode(decoder: Decoder, *counts: int) -> Tensor:
+    """The logits of TOKENS, so many to each forward."""
     cache = decoder.new_cache()
-    rows = Rows.chains([(cache.open(len(TOKENS)), 0, len(TOKENS))])
-    found = decoder.forward(TOKENS, rows, cache).logits
-    assert float((found - expected).norm() / expected.norm()) < 1e-3
+    request, found = cache.open(len(TOKENS)), [torch.empty(0, decoder.vocab_size)]
+    for count in counts:
+        first = cache.length(request)
+        rows = Rows.chains([(request, first, count)])
+        found.append(decoder.forward(TOKENS[first : first + count], rows, cache).logits)
+    return torch.cat(found)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "openai-gpt", "minimax", "recurrent_gemma"])
+def test_a_text_in_parts_has_the_logits_of_the_whole(family: str, tmp_path: Path) -> None:
+    """Also where transformers calls its cache otherwise, has none, wants one of its own, or one that is wrong."""
+    make(family, tmp_path)
+    decoder = load(tmp_path, threads=1).decoder
+    whole = decode(decoder, 8)
+    assert distance(decode(decoder, 5, 2, 1), whole) < 1e-5
+    cache = decoder.new_cache()
+    request = cache.open(8)
+    decoder.forward(TOKENS[:3], Rows.chains([(request, 0, 3)]), cache)
+    alone = decoder.forward(TOKENS[3:], Rows.chains([(cache.open(5), 0, 5)]), cache).logits
+    assert distance(alone, whole[3:]) > 0.01  # a forward that forgets what came before
 
 
 @pytest.mark.parametrize(
@@ -64,7 +96,7 @@ def check(folder: Path) -> None:
 def test_report_or_limit(family: str, recipe: str, tmp_path: Path) -> None:
     if recipe == "nf4":
         pytest.importorskip("bitsandbytes")
-    assert make(family, tmp_path / "source")
+    make(family, tmp_path / "source")
     if (family, recipe) in LIMITS:
         with pytest.raises(USER_ERRORS, match=LIMITS[family, recipe]):
             run(tmp_path / "source", recipe, tmp_path / "run")
@@ -78,8 +110,10 @@ def test_report_or_limit(family: str, recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_architecture_that_transformers_builds(family: str, recipe: str, tmp_path: Path) -> None:
     """Whatever is refused is refused in a sentence, and before anything is written."""
-    if not make(family, tmp_path / "source"):
-        pytest.skip("not built in a small size")
+    try:
+        make(family, tmp_path / "source")
+    except NotBuiltError as error:
+        pytest.skip(str(error))
     try:
         folder = run(tmp_path / "source", recipe, tmp_path / "run")
     except USER_ERRORS as error:

@@ -1,7 +1,8 @@
 """Tiny random models of any causal language model that transformers builds, with the shipped pair's tokenizer."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,64 +57,112 @@ _SIZES: dict[int, tuple[str, ...]] = {
     4096: ("vocab_size", "vocab_size_per_layer_input"),
 }
 _SMALL = {name: size for size, names in _SIZES.items() for name in names}
-_ATTENTION = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_LAYERS = {"num_hidden_layers": 2}
+_LINEAR = _LAYERS | {"layer_types": ["linear_attention", "full_attention"]}
+_INDEXED = _LINEAR | {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 16, "indexer_compress_ratio": 2},
+}
+_WIDE = {"attention_hidden_size": 128, "attention_head_dim": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What some architectures want besides; the first with which one can be built and run is taken.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
     {"num_hidden_layers": 4},
-    _ATTENTION,
-    _ATTENTION | {"num_key_value_heads": 4},
+    _LINEAR,
+    _LINEAR | {"num_key_value_heads": 4},
     {"num_hidden_layers": 3, "layer_types": ["recurrent", "recurrent", "attention"]},
-    {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
-    {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    _LAYERS | {"layer_types": ["mamba", "attention"]},
+    _LAYERS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     {"attn_layer_indices": [1]},
     {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     {"attention_types": [[["global", "local"], 1]]},
     {"num_experts_per_tok": 1},
     {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    {"head_dim": 16},
+    {"text_config": _LINEAR},
 )
+# What one architecture alone wants.
+_OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR | {"num_key_value_heads": 4, "n_group": 2},
+    "blt": {
+        **{"use_cache": False, "encoder_hash_byte_group_vocab": 512},
+        "patcher_config": {"vocab_size": 4096},
+        "encoder_config": {"vocab_size": 4096, "hidden_size_global": 64},
+        "decoder_config": {"vocab_size": 4096, "hidden_size_global": 64},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [4, 2, 2]}}},
+    "cpmant": {"init_std": 0.02},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 128},
+    },
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "longcat_flash": {"num_key_value_heads": 4, "expert_ffn_hidden_size": 64, "moe_topk": 2, "zero_expert_num": 2},
+    "mamba2": {"head_dim": 32},
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
+    "xlm": {"emb_dim": 64},
+    "xmod": {"default_language": "en_XX"},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "zamba": _WIDE | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": _WIDE | {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
+}
 
 
-def make(model_type: str, out: Path) -> bool:
-    """Writes a random bfloat16 model of a `model_type`; False where none of a small size can be built and run."""
-    from transformers import AutoModelForCausalLM
+class NotBuiltError(Exception):
+    """No model of a small size could be built and run: why."""
 
-    for config in _configurations(model_type):
+
+def make(model_type: str, out: Path) -> None:
+    """Writes a random bfloat16 model of a `model_type`. Raises NotBuiltError with each variant's reason."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = CONFIG_MAPPING[model_type]
+    reasons: dict[str, None] = {}
+    variants = (_OWN[model_type],) if model_type in _OWN else _VARIANTS
+    for variant, dtype in product(variants, (torch.bfloat16, torch.float32)):
         try:
+            given = kind().to_dict()
+            if "text_config" in variant and "text_config" not in given:
+                continue
+            config = kind(**_merge(_shrunk(given), variant))
+            if hasattr(config, "is_decoder"):
+                config.is_decoder = True
             torch.manual_seed(0)
             with torch.device("meta"):
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if size > LARGEST:
-                continue
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+                raise ValueError(f"{size:,} weights")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
             with torch.inference_mode():
                 model(input_ids=torch.tensor([[5, 9, 17]]))
-        except Exception:
+        except Exception as error:  # somebody else's classes raise whatever their layers do
+            reasons[f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"] = None
             continue
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(out)
+        model.to(torch.bfloat16).save_pretrained(out)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(PAIR / name, out)
-        return True
-    return False
+        return
+    raise NotBuiltError(f"{model_type} is not built in a small size: {'; '.join(reasons)}")
 
 
-def _configurations(model_type: str) -> Iterator[Any]:
-    from transformers import CONFIG_MAPPING
-
-    kind = CONFIG_MAPPING[model_type]
-    for variant in _VARIANTS:
-        try:
-            config = kind(**_shrunk(kind().to_dict()) | variant)
-            if hasattr(config, "is_decoder"):
-                config.is_decoder = True
-        except Exception:
-            continue
-        yield config
+def _merge(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `others` in their place, in nested configurations, too."""
+    nested = {k: _merge(values.get(k, {}), v) if k.endswith("_config") else v for k, v in others.items()}
+    return {**values, **nested}
 
 
 def _shrunk(values: Mapping[str, Any]) -> dict[str, Any]:

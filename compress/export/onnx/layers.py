@@ -201,6 +201,9 @@ def _nbits(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
     if blocks.zeros is not None:
         zeros = blocks.zeros if blocks.zeros.dtype == torch.uint8 else blocks.zeros.to(builder.dtype)
         inputs.append(builder.constant("zero_points", zeros))
+    # Ternary layers' inputs are rounded, too (per block, ours per token): with floats the operator has no kernel of its
+    # own for 2 bits, and a step of the embedded pair's target took 17 times as long.
+    floats = packed.scheme.kind != "ternary" and packed.scheme.activation != "int8-group"
     return builder.node(
         "MatMulNBits",
         inputs,
@@ -209,17 +212,8 @@ def _nbits(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:
         N=blocks.outputs,
         bits=blocks.bits,
         block_size=blocks.block,
-        accuracy_level=_FLOAT_SUMS if _takes_floats(packed) else _INT8_INPUTS,
+        accuracy_level=_FLOAT_SUMS if floats else _INT8_INPUTS,
     )
-
-
-def _takes_floats(packed: PackedWeight) -> bool:
-    """Whether a layer's inputs stay floats: as its scheme has it, but for ternary codes, whose rounding is finer here.
-
-    Our kernels round those per token, the operator per block. With float inputs it has no kernel of its own for 2 bits:
-    a step of the embedded pair's target took 17 times as long.
-    """
-    return packed.scheme.kind != "ternary" and packed.scheme.activation != "int8-group"
 
 
 def _bnb4(builder: Builder, x: ir.Value, packed: PackedWeight) -> ir.Value:

@@ -37,7 +37,11 @@ class LookupDrafter(EachText[_Index]):
     def _draft(self, request: Request, budget: int) -> Draft:
         tokens = request.tokens
         index = self._texts.setdefault(request.id, _Index())
-        self._extend(index, tokens)
+        # An n-gram that ends at the text's end is the suffix itself: it waits for its continuation.
+        for end in range(index.indexed, len(tokens)):
+            for n in range(1, min(self.max_ngram, end) + 1):
+                index.ends[tuple(tokens[end - n : end])] = end
+        index.indexed = max(index.indexed, len(tokens))
         if budget <= 0:
             return Draft()
         for n in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
@@ -46,10 +50,3 @@ class LookupDrafter(EachText[_Index]):
                 period = len(tokens) - start
                 return Draft.chain([tokens[start + i % period] for i in range(budget)])
         return Draft()
-
-    def _extend(self, index: _Index, tokens: list[int]) -> None:
-        # An n-gram that ends at the text's end is the suffix itself: it waits for its continuation.
-        for end in range(index.indexed, len(tokens)):
-            for n in range(1, min(self.max_ngram, end) + 1):
-                index.ends[tuple(tokens[end - n : end])] = end
-        index.indexed = max(index.indexed, len(tokens))

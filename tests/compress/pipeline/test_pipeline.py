@@ -189,7 +189,7 @@ def test_fp8_is_loaded_exactly_and_counted(tiny: Tiny, go: Any) -> None:
 
 def test_fp8_leaves_mixtures_and_other_forms_alone(tiny: Tiny, go: Any, tmp_path: Path) -> None:
     message = refusal(tmp_path, lambda: go(tiny("mixtral"), "fp8"))
-    assert "beside fp8 layers transformers loads no such experts" in message
+    assert "beside fp8 layers transformers joins no such tensors" in message
     artifact, _ = go(tiny("llama"), "fp8")
     for form in FORMATS:
         if form != "compressed-tensors":
@@ -204,14 +204,16 @@ def test_rows_that_no_group_divides_stay_and_load(tiny: Tiny, go: Any, tmp_path:
 
     model = tiny("llama", intermediate_size=200)
     tokens = torch.tensor([[5, 99, 14, 300]])
-    for scheme in ("nf4", "int4-rtn"):
+    for scheme, layers in (("nf4", 8), ("int4-rtn", 12)):
         artifact, facts = go(model, scheme, out=tmp_path / scheme)
-        assert len(facts.layers) == 12
+        assert len(facts.layers) == layers
         why = {entry.layer: entry.why for entry in facts.left_alone}
         assert "200 weights are no multiple of" in why["model.layers.*.mlp.down_proj.weight (2)"]
         loaded = AutoModelForCausalLM.from_pretrained(artifact.model, dtype=torch.float32)
         assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
-        assert torch.isfinite(loaded(tokens).logits).all()
+        # Without gradients bitsandbytes runs kernels of its own, which take outputs in thirty-twos.
+        with torch.inference_mode():
+            assert torch.isfinite(loaded(tokens).logits).all()
     _, facts = go(tiny("llama", intermediate_size=160), "int4-rtn", out=tmp_path / "small")
     assert {layer.group_size for layer in facts.layers} == {64, 32}
 

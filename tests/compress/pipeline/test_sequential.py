@@ -563,7 +563,7 @@ CALIBRATED: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
 def test_every_method_gives_a_model_that_reads_back(tiny: Tiny, go: Any, name: str, kind: str) -> None:
     if kind == "mixtral" and name in ("asymmetric", "static", "smooth", "hqq"):
-        with pytest.raises(UserError, match="transformers loads no such experts"):
+        with pytest.raises(UserError, match="transformers joins no such tensors"):
             go(tiny(kind), *CALIBRATED[name])
         return
     out, facts = go(tiny(kind), *CALIBRATED[name])
