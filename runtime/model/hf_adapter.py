@@ -79,9 +79,7 @@ class Adapter(ChainDecoder):
     def empty(self) -> State:
         from transformers import DynamicCache
 
-        if self.cache_name is None:
-            return State(torch.empty(0, dtype=torch.int64))
-        return State(DynamicCache(config=self.model.config))
+        return State(DynamicCache(config=self.model.config) if self.cache_name else torch.empty(0, dtype=torch.int64))
 
     def length(self, state: State) -> int:
         return state.tokens
@@ -103,13 +101,11 @@ class Adapter(ChainDecoder):
         return State(state.cache, length)
 
     def bytes_per_token(self) -> int:
-        """Keys and values over all layers, in the model's dtype; tokens, where it takes no cache."""
-        if self.cache_name is None:
-            return torch.int64.itemsize
+        """Keys and values over all layers, in the model's dtype."""
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-        if not heads:
-            return 0  # states that do not grow
+        if not heads or self.cache_name is None:
+            return 0  # states that do not grow, or tokens alone
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize
 
