@@ -12,7 +12,6 @@ from typing import Any
 
 from runtime.native.arena import Arena
 
-NAME = "_specpress"
 # Fastest first; the numbers are those of api.cpp.
 PATHS = {"avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
 KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
@@ -139,8 +138,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 @cache
 def library() -> tuple[Any | None, str]:
     """The library, or None and why there is none."""
-    here = Path(__file__).parent
-    found = next((path for suffix in EXTENSION_SUFFIXES if (path := here / f"{NAME}{suffix}").is_file()), None)
+    named = (Path(__file__).with_name(f"_specpress{suffix}") for suffix in EXTENSION_SUFFIXES)
+    found = next((path for path in named if path.is_file()), None)
     if found is None:
         return None, "the native kernels were not compiled when specpress was installed (no C++ compiler?)"
     try:
@@ -164,11 +163,10 @@ def usable(path: str) -> tuple[bool, str]:
     if loaded is None:
         return False, why
     state = int(loaded.specpress_path(PATHS[path]))
-    if not state & 2:
-        return False, "this processor lacks the instructions"
-    if not state & 1:
-        return False, "the compiler that built specpress does not know these instructions"
-    return True, "compiled, and this processor has the instructions"
+    if state == 3:
+        return True, "compiled, and this processor has the instructions"
+    built = "the compiler that built specpress does not know these instructions"
+    return False, built if state & 2 else "this processor lacks the instructions"
 
 
 def require() -> Any:
@@ -180,14 +178,11 @@ def require() -> Any:
 
 
 class Pool:
-    """Kernel threads: the caller and `threads` − 1 others, which sleep while there is nothing to do.
-
-    `arena` is the memory that the weights of its models lie in.
-    """
+    """Kernel threads: the caller and `threads` − 1 others, which sleep while there is nothing to do."""
 
     def __init__(self, threads: int):
         self.threads = threads
-        self.arena = Arena()
+        self.arena = Arena()  # where the weights of its models lie
         self.handle = require().specpress_pool_new(threads)
         weakref.finalize(self, require().specpress_pool_free, self.handle)
 
@@ -201,12 +196,10 @@ def pool(threads: int) -> Pool:
 @cache
 def default_threads() -> int:
     """Physical cores that this process may run on: threads of one core share the units that the kernels fill."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:
+    if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
-    for cpu in allowed:
+    for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
             cores.add(siblings.read_text().strip())
@@ -220,7 +213,6 @@ def bandwidth_reader(threads: int, size: int = 1 << 28) -> Callable[[], float]:
 
     `size` is to be well above what the caches hold. Raises RuntimeError where the native library is missing.
     """
-    data = Arena().allocate(size).fill_(1)
-    kept = c_int64()
+    data, kept = Arena().allocate(size).fill_(1), c_int64()
     own, read = pool(threads), require().specpress_read
     return lambda: float(read(own.handle, data.data_ptr(), size, byref(kept)))

@@ -245,7 +245,7 @@ def test_an_install_without_a_compiler_works_and_says_so(
 
 
 def test_a_damaged_library_is_as_good_as_none(elsewhere: Path) -> None:
-    (elsewhere / f"{binding.NAME}{binding.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    (elsewhere / f"_specpress{binding.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
     binding.library.cache_clear()
     usable, why = native.usable("portable")
     assert not usable and "cannot be loaded" in why and "install specpress again" in why

@@ -1,16 +1,39 @@
 """The ARM paths on a machine of another kind: cross-compiled, run by qemu, and the same bits as here."""
 
+import os
 import platform
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.native.program import command, compile_program, native_of
+from tests.runtime.native.program import ROOT, command, compile_program, native_of
 
 pytestmark = pytest.mark.slow
 COMPILER = "aarch64-linux-gnu-g++"
+# As docs/kernels.md says that a wheel is made.
+CROSS = {
+    "_PYTHON_HOST_PLATFORM": "linux-aarch64",
+    "SETUPTOOLS_EXT_SUFFIX": ".so",
+    "CC": COMPILER,
+    "CXX": COMPILER,
+    "LDCXXSHARED": f"{COMPILER} -shared",
+}
+# Bits 0 and 1 of what the library says of the paths from 0 on: compiled in, and known to the processor.
+LOADER = """
+#include <dlfcn.h>
+#include <cstdint>
+#include <cstdio>
+int main(int, char** arguments) {
+    void* library = dlopen(arguments[1], RTLD_NOW);
+    if (!library) return std::puts(dlerror()), 1;
+    auto state = reinterpret_cast<int64_t (*)(int64_t)>(dlsym(library, "specpress_path"));
+    for (int path = 0; path < 6; path++) std::printf("%d", static_cast<int>(state(path)));
+}
+"""
 NEON = ("neon_i8mm", "neon_dotprod")
 # What is rounded as IEEE 754 says, operation by operation, and has the same bits on every path …
 EXACT = ["choose", "gated", "int4", "int8", "nested", "nf4", "noise", "norm", "quantize", "remember", "rotate"]
@@ -33,10 +56,15 @@ class Emulated:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-    if shutil.which(COMPILER) is None or qemu is None:
+def qemu() -> str:
+    found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if shutil.which(COMPILER) is None or found is None:
         pytest.skip(f"needs {COMPILER} and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user-static)")
+    return found
+
+
+@pytest.fixture(scope="module")
+def emulated(qemu: str, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     native = native_of(COMPILER, "linux-aarch64")
     assert list(native.paths) == [*NEON, "portable"]
     return Emulated(qemu, compile_program(native, tmp_path_factory.mktemp("arm"), native.paths, [], ["-static"]))
@@ -74,3 +102,27 @@ def test_every_scheme_has_the_bits_that_it_has_on_x86(emulated: Emulated, tmp_pa
         assert {what: arm[path][what] for what in EXACT} == {what: x86["portable"][what] for what in EXACT}
         if "avx2" in x86:
             assert arm[path] == x86["avx2"]
+
+
+def test_setup_builds_a_library_for_arm_on_another_machine(qemu: str, tmp_path: Path) -> None:
+    line = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path / "temp"),
+    ]
+    subprocess.run(line, cwd=ROOT, env={**os.environ, **CROSS}, check=True, capture_output=True)
+    library = tmp_path / "runtime" / "native" / "_specpress.so"
+    header = library.read_bytes()[:20]
+    # The ELF number of AArch64.
+    assert header[:4] == b"\x7fELF" and int.from_bytes(header[18:], "little") == 183
+    (tmp_path / "loader.cpp").write_text(LOADER)
+    made = command([COMPILER, str(tmp_path / "loader.cpp"), "-o", str(tmp_path / "loader"), "-ldl"])
+    assert made.returncode == 0, made.stderr
+    libc = Path(command([COMPILER, "-print-file-name=libc.so.6"]).stdout.strip()).resolve()
+    for processor, states in {"max": "000333", "neoverse-n1": "000331", "cortex-a72": "000311"}.items():
+        root = ["-cpu", processor, "-L", str(libc.parents[1])]
+        assert command([qemu, *root, str(tmp_path / "loader"), str(library)]).stdout == states
