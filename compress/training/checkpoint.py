@@ -83,10 +83,7 @@ class Checkpoints:
         last = self._write(f"checkpoint-{standing.step:08d}.safetensors", tensors)
         body = {"identity": self.identity, "standing": asdict(standing), "checkpoint": last, "best": self._best}
         files.write_sealed(self.folder / TRAINING, _SCHEMA, body)
-        kept = {record["file"] for record in (last, self._best) if record}
-        for path in sorted(path for pattern in _PATTERNS for path in self.folder.glob(pattern)):
-            if path.name not in kept:
-                files.remove(path)
+        self._sweep({record["file"] for record in (last, self._best) if record})
 
     def load(self) -> tuple[TrainingState, dict[str, Tensor], dict[str, Tensor]]:
         """Where training stands, its weights and its optimisers' moments.
@@ -131,6 +128,11 @@ class Checkpoints:
         from safetensors.torch import load_file
 
         return load_file(self._check(record))
+
+    def _sweep(self, kept: set[str]) -> None:
+        for path in sorted(path for pattern in _PATTERNS for path in self.folder.glob(pattern)):
+            if path.name not in kept:
+                files.remove(path)
 
 
 def moments(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
