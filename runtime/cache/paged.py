@@ -136,13 +136,16 @@ class PagedCache(KeyValueCache):
                 self._put(request, block, self._pages.take())
             elif self._pages.holders(held[block]) > 1:
                 page = self._pages.take()
-                for part in self._memory.parts:
-                    if part.numel():
-                        part[:, page] = part[:, held[block]]
+                self._copy(held[block], page)
                 self._pages.release(held[block])
                 self._put(request, block, page)
             else:
                 self._pages.forget(held[block])
+
+    def _copy(self, source: int, target: int) -> None:
+        for part in self._memory.parts:
+            if part.numel():
+                part[:, target] = part[:, source]
 
     def _add_held(self, blocks: int, held: Sequence[int], length: int) -> int:
         """A request of at most `blocks` blocks, holding pages that were taken for it."""
