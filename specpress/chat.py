@@ -109,7 +109,13 @@ class Conversation:
 
 @contextmanager
 def _at_most(seconds: float, where: str) -> Iterator[None]:
-    """Ends what it holds, in the main thread, after so long. Raises UserError."""
+    """Ends what it holds, in the main thread, after so long: where the system has alarms, as Windows has not.
+
+    Raises UserError.
+    """
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
 
     def stop(*_: object) -> None:
         raise UserError(f"{where}: it had not ended after {seconds:g} s: correct it, or take another tokenizer")
