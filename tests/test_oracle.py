@@ -8,7 +8,7 @@ bits, say what the stream is behind the final norm, and the oracle checks that a
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,12 +31,15 @@ KINDS: tuple[CacheKind, ...] = ("float32", "float32", "int8", "int4", "float16")
 MODELS, CHUNK, LENGTH = 1000, 100, 10
 # One of every library's layouts.
 QUICK_DEEP = (15, 48, 62)
-# One of every kind of blocks.
-QUICK_GGUF = (0, 8, 16, 24, 32, 40, 48, 50, 57, 65)
+# One of every kind of blocks, and one with several codes on the half.
+QUICK_GGUF = (0, 8, 16, 24, 32, 40, 48, 50, 57, 65, 438)
 QUICK = (6, 9, 18, 27, 36, 45, 48, 60)
 # The native kernels keep the codes of a layer's inputs to themselves, so that those are searched. Of codes near a half
 # so many are tried as the other one, the nearest first; the best few of these with one more each.
-_NEAREST, _BEAM, _DEEP = 60, 3, 4
+_NEAREST, _BEAM, _DEEP = 60, 3, 8
+# Codes as near as this lie on the half, and float32 turns them either way (inputs that are codes themselves, 1 of 2
+# largest: 63.5). Several at once are the rule, one alone may make things worse: all subsets of so many are tried first.
+_ON_THE_HALF, _MOST = 1e-6, 8
 
 
 @dataclass(frozen=True)
@@ -87,30 +90,37 @@ def _explain(row: int, oracle: Oracle, tokens: Array, found: Found, other: froze
     Errors of several codes add up, in directions of their own: each right one makes the sum of squares less. Of the
     logits, that is: in a cache of codes most are hidden; but what only keys are made of may show nowhere else.
     """
-    beam, nearest = [other], np.inf
-    before = None
+
+    def off(chosen: frozenset[Choice]) -> tuple[list[Array], dict[Choice, float]]:
+        """The row's errors over their bounds, and the codes that the first one that failed depends on, nearest first.
+
+        They come with their distances from the half over what is allowed.
+        """
+        choices = Choices(chosen, found.held)
+        parts = [part[row] for part in ratios(found, oracle, tokens, choices)]
+        windows = [*choices.windows, (choices.start, len(choices.near))]
+        able = list(choices.near.items())[slice(*windows[min(first_failed(parts), len(parts) - 1)])]
+        near = sorted(((far, code) for code, far in able if code[1] == row and code not in chosen))
+        return parts, {code: far for far, code in near[:_NEAREST]}
+
+    parts, near = off(other)
+    before, nearest = first_failed(parts), np.inf
+    halves = [code for code, far in near.items() if far < _ON_THE_HALF][:_MOST]
+    more = [other.union(some) for count in range(1, len(halves) + 1) for some in combinations(halves, count)]
+    beam = {other: near}
     for _ in range(_DEEP):
-        tried: dict[frozenset[Choice], list[Array]] = {}
-        for chosen in beam:
-            choices = Choices(chosen, found.held)
-            parts = [part[row] for part in ratios(found, oracle, tokens, choices)]
-            failed = first_failed(parts)
-            before = failed if before is None else before
-            window = [*choices.windows, (choices.start, len(choices.near))][failed]
-            able = list(choices.near)[slice(*window)]
-            near = sorted((c for c in able if c[1] == row and c not in chosen), key=choices.near.__getitem__)
-            for more in {chosen | {code} for code in near[:_NEAREST]} - tried.keys():
-                tried[more] = [part[row] for part in ratios(found, oracle, tokens, Choices(more, found.held))]
+        more = more or [chosen | {code} for chosen, near in beam.items() for code in near]
+        tried = {chosen: off(chosen) for chosen in dict.fromkeys(more)}
         if not tried:
             break
-        assert before is not None
-        size = {chosen: float(norm(np.concatenate(parts))) for chosen, parts in tried.items()}
-        best = min(tried, key=lambda chosen: (-first_failed(tried[chosen]), size[chosen]))
-        if first_failed(tried[best]) > before:
+        size = {chosen: float(norm(np.concatenate(parts))) for chosen, (parts, _) in tried.items()}
+        best = min(tried, key=lambda chosen: (-first_failed(tried[chosen][0]), size[chosen]))
+        if first_failed(tried[best][0]) > before:
             return best
-        nearest = float(tried[best][before].max())
-        sums = (size, {chosen: float(norm(parts[before])) for chosen, parts in tried.items()})
-        beam = [chosen for sizes in sums for chosen in sorted(sizes, key=sizes.__getitem__)[:_BEAM]]
+        nearest = float(tried[best][0][before].max())
+        sums = (size, {chosen: float(norm(parts[before])) for chosen, (parts, _) in tried.items()})
+        beam = {chosen: tried[chosen][1] for sizes in sums for chosen in sorted(sizes, key=sizes.__getitem__)[:_BEAM]}
+        more = []
     raise AssertionError(f"row {row} is {nearest:.3g} bounds away, whichever codes near a half are the other one")
 
 
