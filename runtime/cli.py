@@ -1,13 +1,17 @@
 """What commands share, on this floor and those above: how they end errors, and options as dataclasses."""
 
 import os
+import signal
 import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 
 import typer
@@ -64,7 +68,8 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        yield
+        with interrupts_wait_for_imports():
+            yield
         sys.stdout.flush()
     except (typer.Exit, typer.Abort):
         raise  # typer's own ways to end
@@ -89,6 +94,35 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
         if sentence is None:
             raise
         _end(str(sentence), error)
+
+
+@contextmanager
+def interrupts_wait_for_imports() -> Iterator[None]:
+    """Holds Ctrl-C back while a module is being imported; else it is KeyboardInterrupt as ever.
+
+    Libraries are not made for it there: torch aborts the process, transformers says that its install is broken. Nothing
+    changes off the main thread, or where somebody else handles the signal.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _unless_importing)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _unless_importing(_number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            later = threading.Timer(0.05, interrupt_main)
+            later.daemon = True
+            later.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 # What names and texts that no file can have come to, deep in Python or a library: class, part of its message, sentence.

@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from runtime.cli import interrupts_wait_for_imports
+
 
 class Entry(NamedTuple):
     """Where a command is (module, and its typer app or its function) and what it is for, in a line of the help."""
@@ -90,4 +92,5 @@ def _top(
 
 def main() -> None:
     """Runs the command line; `python -m specpress` completes and helps under the same name."""
-    app(prog_name="specpress")
+    with interrupts_wait_for_imports():
+        app(prog_name="specpress")

@@ -6,9 +6,9 @@ bits, say what the stream is behind the final norm, and the oracle checks that a
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +37,9 @@ QUICK = (6, 9, 18, 27, 36, 45, 48, 60)
 # The native kernels keep the codes of a layer's inputs to themselves, so that those are searched. Of codes near a half
 # so many are tried as the other one, the nearest first; the best few of these with one more each.
 _NEAREST, _BEAM, _DEEP = 60, 3, 8
-# Codes as near as this lie on the half, and float32 turns them either way (inputs that are codes themselves, 1 of 2
-# largest: 63.5). Several at once are the rule, one alone may make things worse: all subsets of so many are tried first.
-_ON_THE_HALF, _MOST = 1e-6, 8
+# What is closer to the half than this part of the bound, float32 turns either way: inputs that are codes themselves
+# often lie on it (1 of 2 largest: 63.5). One of several may make things worse, so that many sets are tried first.
+_CLOSE, _SETS = 0.01, 500
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,8 @@ def _explain(row: int, oracle: Oracle, tokens: Array, found: Found, other: froze
 
     parts, near = off(other)
     before, nearest = first_failed(parts), np.inf
-    halves = [code for code, far in near.items() if far < _ON_THE_HALF][:_MOST]
-    more = [other.union(some) for count in range(1, len(halves) + 1) for some in combinations(halves, count)]
-    beam = {other: near}
+    more = [other | some for some in islice(_sets([code for code, far in near.items() if far < _CLOSE]), _SETS)]
     for _ in range(_DEEP):
-        more = more or [chosen | {code} for chosen, near in beam.items() for code in near]
         tried = {chosen: off(chosen) for chosen in dict.fromkeys(more)}
         if not tried:
             break
@@ -119,9 +116,21 @@ def _explain(row: int, oracle: Oracle, tokens: Array, found: Found, other: froze
             return best
         nearest = float(tried[best][0][before].max())
         sums = (size, {chosen: float(norm(parts[before])) for chosen, (parts, _) in tried.items()})
-        beam = {chosen: tried[chosen][1] for sizes in sums for chosen in sorted(sizes, key=sizes.__getitem__)[:_BEAM]}
-        more = []
+        beam = [chosen for sizes in sums for chosen in sorted(sizes, key=sizes.__getitem__)[:_BEAM]]
+        more = [chosen | {code} for chosen in beam for code in tried[chosen][1]]
     raise AssertionError(f"row {row} is {nearest:.3g} bounds away, whichever codes near a half are the other one")
+
+
+def _sets(codes: Sequence[Choice]) -> Iterator[frozenset[Choice]]:
+    """Subsets of codes, the smallest of each step's first. Of equal steps, larger numbers do not get smaller codes."""
+    steps: dict[tuple[str, float], list[Choice]] = {}
+    for code in sorted(codes):
+        steps.setdefault((code[0], code[2][1]), []).append(code)
+    runs = [
+        sorted({frozenset(some[first:last]) for last in range(len(some) + 1) for first in range(last + 1)}, key=len)
+        for some in steps.values()
+    ]
+    return (frozenset[Choice]().union(*chosen) for chosen in product(*runs))
 
 
 def first_failed(parts: Sequence[Array]) -> int:

@@ -101,7 +101,8 @@ class Choices:
 
     def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
         """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
-        t = np.divide(np.abs(x), step, out=np.zeros_like(x), where=step > 0)
+        # What is one number in float32 has to round alike where it lies on the half.
+        t = np.round(np.divide(np.abs(x), step, out=np.zeros_like(x), where=step > 0), 6)
         codes = np.rint(t)
         distance = 0.5 - np.abs(t - codes)
         for row, place in zip(*np.nonzero((distance < slack) & (t < limit)), strict=True):

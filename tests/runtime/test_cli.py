@@ -1,8 +1,10 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,19 @@ def test_what_to_do_after_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), without_traceback(stopped="go on"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "error: stopped by Ctrl-C; go on\n"
+
+
+def test_ctrl_c_waits_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "takes_long.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(typer.Exit) as exit_, without_traceback():
+        import takes_long
+
+        assert takes_long.whole
+        time.sleep(30)
+    assert exit_.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours"), typer.Exit(1)])
