@@ -191,7 +191,7 @@ class _Planner:
             is_expert = _EXPERT.search(name) is not None
             joined = self.model.names.place(name).is_part and name.endswith(".weight")
             if joined and (is_expert or not codes.is_float):
-                others = "int4 or int8 on all of them, or nf4" if is_expert else "nf4 or fp8"
+                others = "int4 or int8 on all of them, or nf4" if is_expert else "nf4, or fp8 in models without experts"
                 raise UserError(
                     f"tensor {name} would stay as it is ({why}), but beside {stage.scheme} layers transformers joins "
                     f"no such tensors into one: use {others}"
