@@ -27,7 +27,9 @@ def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """
     beside = path.with_name(path.name + ".tmp")
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        # Whatever an earlier run left, or somebody put there: opening a pipe would wait.
+        beside.unlink(missing_ok=True)
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             sync(file)
         rename(beside, path)

@@ -177,7 +177,9 @@ def write_text(path: Path, text: str, option: str) -> None:
     """Beside, synced, then renamed: the file is whole or as it was. Raises UserError where the disk refuses."""
     beside = path.with_name(f".{path.name}.partial")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        # Whatever an earlier run left, or somebody put there: opening a pipe would wait.
+        beside.unlink(missing_ok=True)
+        with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
