@@ -88,13 +88,12 @@ def code_prompts(text: str) -> list[str] | None:
 
 def prose_prompts(text: str) -> list[str]:
     """The first halves of the paragraphs of a text, without the short ones (headings, list items)."""
-    found = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        words = list(re.finditer(r"\S+", paragraph))
-        if len(words) >= _MIN_PARAGRAPH_WORDS:
-            last = words[min(_MAX_WORDS, len(words) // 2) - 1]
-            found.append(paragraph[words[0].start() : last.end()])
-    return found
+    paragraphs = [(paragraph, list(re.finditer(r"\S+", paragraph))) for paragraph in re.split(r"\n\s*\n", text)]
+    return [
+        paragraph[words[0].start() : words[min(_MAX_WORDS, len(words) // 2) - 1].end()]
+        for paragraph, words in paragraphs
+        if len(words) >= _MIN_PARAGRAPH_WORDS
+    ]
 
 
 def write_prompts(texts: Sequence[str], out: Path) -> None:

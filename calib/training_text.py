@@ -10,6 +10,7 @@ it.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -225,16 +226,9 @@ def _encoded(
 
 
 def _batched(documents: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    ends = itertools.accumulate(map(len, documents))
+    for _, batch in itertools.groupby(zip(documents, ends, strict=True), lambda text_end: text_end[1] // _CHARACTERS):
+        yield [text for text, _ in batch]
 
 
 def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

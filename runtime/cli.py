@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from io import TextIOWrapper
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 
@@ -98,31 +99,25 @@ def without_traceback(user_errors: tuple[type[Exception], ...] = (UserError,), s
 
 @contextmanager
 def interrupts_wait_for_imports() -> Iterator[None]:
-    """Holds Ctrl-C back while a module is being imported; else it is KeyboardInterrupt as ever.
+    """Holds Ctrl-C back while a module is being imported: torch aborts, transformers says that its install is broken.
 
-    Libraries are not made for it there: torch aborts the process, transformers says that its install is broken. Nothing
-    changes off the main thread, or where somebody else handles the signal.
+    Nothing changes off the main thread, or where somebody else handles the signal.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _unless_importing)
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, _unless_importing)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def _unless_importing(_number: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            later = threading.Timer(0.05, interrupt_main)
-            later.daemon = True
-            later.start()
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
+    if not any(one.f_code.co_filename.startswith("<frozen importlib") for one, _ in walk_stack(frame)):
+        raise KeyboardInterrupt
+    threading.Timer(0.05, interrupt_main).start()
 
 
 # What names and texts that no file can have come to, deep in Python or a library: class, part of its message, sentence.

@@ -99,10 +99,8 @@ def differences(before: Any, now: Any, path: str = "") -> str:
 
 def _compare(before: Any, now: Any, path: str) -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
-        out = []
-        for key in sorted(before.keys() | now.keys()):
-            out += _compare(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
-        return out
+        both = ((key, f"{path}.{key}" if path else str(key)) for key in sorted(before.keys() | now.keys()))
+        return [change for key, at in both for change in _compare(before.get(key), now.get(key), at)]
     if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
         return [c for i, (a, b) in enumerate(zip(before, now, strict=True)) for c in _compare(a, b, f"{path}.{i}")]
     return [] if before == now else [f"{path} was {before!r} and is {now!r}"]

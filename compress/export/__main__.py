@@ -52,10 +52,8 @@ def _export(artifact: str, to: str, out: Path | None, force: bool) -> None:
     if not names:
         raise UserError(f"--to: expected at least one of {', '.join(FORMATS)}, found none: name one")
     place = exports.place(artifact, out)
-    made = []
     with show() as progress:
-        for name in names:
-            made.append(export.run(name, place.model, place.exports / name, progress, force))
+        made = [export.run(name, place.model, place.exports / name, progress, force) for name in names]
     if place.run is not None:
         exports.add(place.run, made)
     # A draft's forms lie outside exports/, and the page of its run names them.

@@ -7,7 +7,7 @@ already. It is rough on purpose and a little on the safe side; nothing in the re
 import math
 import re
 import shutil
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,12 +230,7 @@ def _seconds_per_weight(plan: Plan) -> float:
 
 def _shortest(work: Callable[[], object]) -> float:
     """Seconds of the quickest of some tries: beside other programs a single one can take twenty times as long."""
-    taken = []
-    for _ in range(_TRIES):
-        begun = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - begun)
-    return max(min(taken), 1e-9)
+    return max(min(timeit.repeat(work, number=1, repeat=_TRIES)), 1e-9)
 
 
 def _shown(size: float) -> str:

@@ -1,5 +1,6 @@
 """Puts the report together: loads both models from disk, measures, writes report.json, report.md and report.html."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,12 +219,10 @@ def make_prompts(
     room = max(1, model.decoder.max_positions - new_tokens)
     found: list[list[int]] = []
     for wanted in range(count, 0, -1):
-        try:
+        with suppress(CorpusError):
             texts = cut_prompts(corpus, wanted, seed)
-        except CorpusError:
-            continue
-        found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
-        break
+            found = [list(model.tokenizer(text, verbose=False)["input_ids"])[-room:] for text in texts]
+            break
     held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
     found += held_out[: count - len(found), : min(_SHORT_PROMPT, room)].tolist()
     return [prompt for prompt in found if prompt]

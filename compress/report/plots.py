@@ -45,13 +45,9 @@ def all_plots(report: Report) -> dict[str, str]:
         "layers": layer_errors,
         "training": loss_curves,
     }
-    out = {}
     with matplotlib.rc_context(STYLE):
-        for name, make in makers.items():
-            figure = make(report)
-            if figure is not None:
-                out[name] = svg_uri(svg(figure))
-    return out
+        figures = {name: make(report) for name, make in makers.items()}
+        return {name: svg_uri(svg(figure)) for name, figure in figures.items() if figure is not None}
 
 
 def size_bars(report: Report) -> "Figure":
