@@ -76,12 +76,27 @@ def test_ctrl_c_waits_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(typer.Exit) as exit_, without_traceback():
-        import takes_long
+    # As in a terminal: a shell's background jobs ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(typer.Exit) as exit_, without_traceback():
+            import takes_long
 
-        assert takes_long.whole
-        time.sleep(30)
-    assert exit_.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert takes_long.whole
+            time.sleep(30)
+        assert exit_.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with without_traceback():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours"), typer.Exit(1)])

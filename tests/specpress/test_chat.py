@@ -98,6 +98,8 @@ class Terminal:
         pid, self.file = pty.fork()
         if pid == 0:
             os.environ["TERM"] = "dumb"
+            # A shell's background jobs, such as tests may be, ignore it, and so would all that they start.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(sys.executable, [sys.executable, "-m", "specpress", "chat", *words])
         self.pid = pid
         self.shown = ""
