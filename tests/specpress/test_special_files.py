@@ -50,7 +50,7 @@ PLACES = (
     *((name, f"compress --recipe nf4 --model plain --out x {_FEW}") for name in ("x", "x.partial")),
     *((name, "export run --to gptq --out x") for name in ("x", "x/model", "x/config.json")),
     ("x", "bench kernels --shape pair --scheme int8 --widths 1 --rounds 1 --threads 1 --json x"),
-    ("x", "sweep --recipes nf4 --model ./gone --threads 1 --out x"),
+    ("x", f"sweep --recipes nf4 --model plain --out x {_FEW}"),
 )
 # Pipes at one place of each reader and writer of files.
 QUICK = ("run/report.json", "run/report.md", "run/manifest.json", "run/model/config.json", "run/model/tokenizer.json")
