@@ -101,7 +101,7 @@ class Choices:
 
     def round(self, site: str, x: Array, step: Array, slack: Array, limit: float) -> Array:
         """Codes of x (T, n) / step (T, n); slack (T, n): how far another decoder's quotients may lie."""
-        # What is one number in float32 has to round alike where it lies on the half. Six places move a quotient by 5e-7.
+        # What is one number in float32 has to round alike where it lies on the half. Six places move quotients by 5e-7.
         t = np.round(np.divide(np.abs(x), step, out=np.zeros_like(x), where=step > 0), 6)
         slack = slack + 5e-7
         codes = np.rint(t)
