@@ -93,12 +93,12 @@ class Capture:
                 except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                     problem = f": {' '.join(str(error).split())[:100]}"
             shapes = {tuple(hidden.shape) for hidden, _ in seen}
-            if len(seen) == len(self._layers) and len(shapes) == 1 and seen[0][0].ndim == 3:
+            if len(seen) == len(self._layers) and shapes == {(1, len(row), seen[0][0].shape[-1])}:
                 self._forms = (form,)
                 return seen[0][0].to(torch.float32), [call for _, call in seen]
         raise UserError(
-            f"{type(self._body).__name__}: expected a forward that hands hidden states from layer to layer, found "
-            f"another ({len(seen)} of {len(self._layers)} layers called{problem}): use a recipe that looks at no text"
+            f"{type(self._body).__name__}: expected a token's hidden states to go from layer to layer, found "
+            f"{sorted(shapes)} in {len(seen)} of {len(self._layers)} layers{problem}: use a recipe that looks at no text"
         )
 
 

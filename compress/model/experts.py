@@ -6,7 +6,7 @@ router; those that do not are named, never passed over in silence.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, cast
 
 import torch
@@ -147,13 +147,13 @@ def _problem(module: Any, parameters: Mapping[str, nn.Parameter]) -> str | None:
         return "another order of the same weights"
     if getattr(module, "has_post_expert_norm", False) or not callable(getattr(module, "act_fn", None)):
         return "more than gate, up, activation and down"
-    if hasattr(module, "_apply_gate"):
-        # Some architectures clamp or shift between gate and up. Trying it tells, whatever it is called.
-        probe = torch.linspace(-40, 40, 4 * down[2], device="cpu").view(2, 2 * down[2])
-        gate, up = probe.chunk(2, dim=-1)
-        if not torch.allclose(module._apply_gate(probe), module.act_fn(gate) * up):
-            return "a gate of its own"
-    return None
+    # Some architectures clamp or shift between gate and up, or activate both at once. Trying it tells.
+    probe = torch.linspace(-40, 40, 4 * down[2], device="cpu").view(2, 2 * down[2])
+    gate, up = probe.chunk(2, dim=-1)
+    with suppress(TypeError, RuntimeError):
+        if not hasattr(module, "_apply_gate") or torch.allclose(module._apply_gate(probe), module.act_fn(gate) * up):
+            return None
+    return "a gate of its own"
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -107,6 +107,13 @@ def test_report_or_limit(family: str, recipe: str, tmp_path: Path) -> None:
         check(run(tmp_path / "source", recipe, tmp_path / "run"))
 
 
+def test_a_model_that_puts_rows_before_the_text_is_not_calibrated(tmp_path: Path) -> None:
+    make("cpmant", tmp_path / "source")
+    with pytest.raises(USER_ERRORS, match=r"from layer to layer, found \[\(1, 64, 64\)\] .* looks at no text"):
+        run(tmp_path / "source", "int4-gptq", tmp_path / "run")
+    check(run(tmp_path / "source", "int4-rtn", tmp_path / "run"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int4-rtn", "int4-gptq"])
 @pytest.mark.parametrize("family", sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))

@@ -112,6 +112,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXED,
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
     "xlm": {"emb_dim": 64},
+    "youtu": {"num_key_value_heads": 4, "initializer_range": 0.02},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0},
     "zamba": _WIDE | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1},

@@ -236,9 +236,18 @@ def transposed(module: nn.Module) -> None:
     module.down_proj = nn.Parameter(torch.randn(2, 6, 8))
 
 
+def activating_both(module: nn.Module) -> None:
+    module.act_fn = nn.Bilinear(6, 6, 6)
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
-    [(lambda m: None, "a gate of its own"), (with_bias, "down_proj_bias"), (transposed, r"\(2, 6, 8\)")],
+    [
+        (lambda m: None, "a gate of its own"),
+        (activating_both, "a gate of its own"),
+        (with_bias, "down_proj_bias"),
+        (transposed, r"\(2, 6, 8\)"),
+    ],
 )
 def test_other_forms_are_refused(change: Callable[[nn.Module], None], found: str) -> None:
     block = nn.ModuleDict({"experts": Clamped()})
