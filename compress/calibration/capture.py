@@ -78,8 +78,7 @@ class Capture:
     def release(self) -> None:
         """Lets go of the weights."""
         for module, leaf in self._filled:
-            parameter = getattr(module, leaf)
-            setattr(module, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+            setattr(module, leaf, nn.Parameter(getattr(module, leaf).to("meta"), requires_grad=False))
         for hook in self._hooks:
             hook.remove()
 
@@ -97,8 +96,9 @@ class Capture:
                 self._forms = (form,)
                 return seen[0][0].to(torch.float32), [call for _, call in seen]
         raise UserError(
-            f"{type(self._body).__name__}: expected a token's hidden states to go from layer to layer, found "
-            f"{sorted(shapes)} in {len(seen)} of {len(self._layers)} layers{problem}: use a recipe that looks at no text"
+            f"{type(self._body).__name__}: expected every token's hidden states to go from layer to layer, "
+            f"found {sorted(shapes)} in {len(seen)} of {len(self._layers)} layers{problem}: "
+            "use a recipe that looks at no text"
         )
 
 
