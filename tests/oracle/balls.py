@@ -170,8 +170,8 @@ def linear(ball: Ball, weight: Weight, choices: Choices, site: str) -> Ball:
         ball = Ball(ball.x[:, weight.order], ball.e[:, weight.order], ball.r)
     (n, groups), count = weight.scale.shape, len(ball.x)
     if weight.step is None:
-        named = "" if weight.order is None else f" {hash(weight.order.tobytes())}"
-        codes, step, error = quantize(ball, groups, choices, f"{site} {groups}{named}")
+        # Layers of one input share its codes where they share the step, whatever their groups and order.
+        codes, step, error = quantize(ball, groups, choices, site)
     else:
         step, error = np.full((count, groups), weight.step), np.zeros((count, groups))
         slack, wide = ball.e / weight.step + U * np.abs(ball.x / weight.step), np.full_like(ball.x, weight.step)
