@@ -24,7 +24,13 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
 _DOTPROD = "-march=armv8.2-a+dotprod"
 # Each path of an architecture, and what it is compiled with.
-X86 = {"avx512": _AVX512, "avxvnni": [*_AVX2, "-mavxvnni"], "avx2": _AVX2, "portable": []}
+X86 = {
+    "amx_int8": [*_AVX512, "-mamx-tile", "-mamx-int8"],
+    "avx512": _AVX512,
+    "avxvnni": [*_AVX2, "-mavxvnni"],
+    "avx2": _AVX2,
+    "portable": [],
+}
 ARM = {"neon_i8mm": [f"{_DOTPROD}+i8mm"], "neon_dotprod": [_DOTPROD], "portable": []}
 
 
@@ -123,6 +129,7 @@ setup(
                     "paths",
                     "linear",
                     "float_linear",
+                    "amx",
                     "cache",
                     "pool",
                     "pack",

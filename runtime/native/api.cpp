@@ -10,6 +10,13 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
+#if defined(__GNUC__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -27,10 +34,13 @@ using namespace specpress;
 namespace {
 
 // binding.py has the same numbers.
-enum PathNumber { AVX512 = 0, AVXVNNI = 1, AVX2 = 2, PORTABLE = 3, NEON_DOTPROD = 4, NEON_I8MM = 5 };
+enum PathNumber { AVX512 = 0, AVXVNNI = 1, AVX2 = 2, PORTABLE = 3, NEON_DOTPROD = 4, NEON_I8MM = 5, AMX_INT8 = 6 };
 
 const Path* path_of(int64_t number) {
     switch (number) {
+#ifdef SPECPRESS_AMX_INT8
+        case AMX_INT8: return &amx_int8::path;
+#endif
 #ifdef SPECPRESS_AVX512
         case AVX512: return &avx512::path;
 #endif
@@ -51,14 +61,34 @@ const Path* path_of(int64_t number) {
     }
 }
 
+#if defined(__x86_64__) && defined(__GNUC__)
+// AMX's tiles with products of bytes: leaf 7's bits 24 and 25 of EDX.
+bool processor_has_tiles() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;
+}
+
+// Linux saves tiles for processes only that have asked for it: ARCH_REQ_XCOMP_PERM of component 18, since 5.16.
+bool may_use_tiles() {
+#if defined(__linux__)
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 bool machine_has(int64_t number) {
 #if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
     __builtin_cpu_init();
     const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool wide = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     switch (number) {
-        case AVX512:
-            return two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+#if defined(__x86_64__)
+        case AMX_INT8: return wide && processor_has_tiles();
+#endif
+        case AVX512: return wide;
         case AVXVNNI: return two && __builtin_cpu_supports("avxvnni");
         case AVX2: return two;
         default: return number == PORTABLE;
@@ -82,8 +112,15 @@ bool machine_has(int64_t number) {
 
 }  // namespace
 
-// Bit 0: compiled in; bit 1: this machine has the instructions.
-SPECPRESS_API int64_t specpress_path(int64_t number) { return (path_of(number) ? 1 : 0) | (machine_has(number) ? 2 : 0); }
+// Bit 0: compiled in; bit 1: this machine has the instructions; bit 2: the operating system lets this process use them.
+SPECPRESS_API int64_t specpress_path(int64_t number) {
+    const bool has = machine_has(number);
+    bool may = true;
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (has && number == AMX_INT8) may = may_use_tiles();
+#endif
+    return (path_of(number) ? 1 : 0) | (has ? 2 : 0) | (may ? 4 : 0);
+}
 
 // Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {

@@ -13,28 +13,30 @@ from typing import Any
 from runtime.native.arena import Arena
 
 # Fastest first; the numbers are those of api.cpp.
-PATHS = {"avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
+PATHS = {"amx-int8": 6, "avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
 KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
 # Inputs that one 64-byte vector holds of each of its 16 outputs.
 STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
 BLOCK = 32
+# What a path lacks, where a bit of specpress_path is not set.
+_LACKS = {
+    2: "this processor lacks the instructions",
+    1: "the compiler that built specpress does not know these instructions",
+    4: "the operating system does not let this process use these instructions",
+}
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 
 
-def _numbers(*names: str) -> list[tuple[str, Any]]:
-    return [(name, c_int64) for name in names]
-
-
-def _pointers(*names: str) -> list[tuple[str, Any]]:
-    return [(name, c_void_p) for name in names]
+def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
 
 
 class WeightsStruct(Structure):
     """kernels.h, Weights."""
 
     _fields_ = [
-        *_numbers("kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
-        *_pointers("codes", "scale", "offset", "sums", "bias", "perm", "input_scale"),
+        *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
+        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale"),
     ]
 
 
@@ -48,7 +50,7 @@ class MixtureStruct(Structure):
     """decoder.h, Mixture."""
 
     _fields_ = [
-        *_numbers("experts", "chosen", "renormalize"),
+        *_all(c_int64, "experts", "chosen", "renormalize"),
         ("router", POINTER(WeightsStruct)),
         ("gate_up", POINTER(ProjectionStruct)),
         ("down", POINTER(POINTER(WeightsStruct))),
@@ -59,7 +61,7 @@ class LayerStruct(Structure):
     """decoder.h, Layer."""
 
     _fields_ = [
-        *_pointers("input_norm", "mlp_norm", "query_norm", "key_norm"),
+        *_all(c_void_p, "input_norm", "mlp_norm", "query_norm", "key_norm"),
         ("qkv", ProjectionStruct),
         ("out", POINTER(WeightsStruct)),
         ("window", c_int64),
@@ -72,7 +74,7 @@ class LayerStruct(Structure):
 class HeadsStruct(Structure):
     """kernels.h, Heads."""
 
-    _fields_ = [*_numbers("heads", "kv_heads", "dim", "rotated", "cache_kind"), *_pointers("key_factor")]
+    _fields_ = [*_all(c_int64, "heads", "kv_heads", "dim", "rotated", "cache_kind"), *_all(c_void_p, "key_factor")]
 
 
 class ModelStruct(Structure):
@@ -80,7 +82,7 @@ class ModelStruct(Structure):
 
     _fields_ = [
         ("heads", HeadsStruct),
-        *_numbers("layers", "hidden", "intermediate", "vocabulary", "gelu"),
+        *_all(c_int64, "layers", "hidden", "intermediate", "vocabulary", "gelu"),
         ("norm_eps", c_float),
         ("norm_offset", c_float),
         ("embedding_scale", c_float),
@@ -96,7 +98,7 @@ class ModelStruct(Structure):
 class StoreStruct(Structure):
     """kernels.h, Store."""
 
-    _fields_ = [*_pointers("keys", "values", "key_scale", "value_scale"), ("blocks", c_int64), ("table", c_void_p)]
+    _fields_ = [*_all(c_void_p, "keys", "values", "key_scale", "value_scale"), ("blocks", c_int64), ("table", c_void_p)]
 
 
 class BatchStruct(Structure):
@@ -104,7 +106,7 @@ class BatchStruct(Structure):
 
     _fields_ = [
         ("rows", c_int64),
-        *_pointers("tokens", "request", "position", "slot", "tail_from", "tail_at", "tail"),
+        *_all(c_void_p, "tokens", "request", "position", "slot", "tail_from", "tail_at", "tail"),
         ("stores", POINTER(StoreStruct)),
     ]
 
@@ -162,11 +164,8 @@ def usable(path: str) -> tuple[bool, str]:
     loaded, why = library()
     if loaded is None:
         return False, why
-    state = int(loaded.specpress_path(PATHS[path]))
-    if state == 3:
-        return True, "compiled, and this processor has the instructions"
-    built = "the compiler that built specpress does not know these instructions"
-    return False, built if state & 2 else "this processor lacks the instructions"
+    why = next((why for bit, why in _LACKS.items() if not loaded.specpress_path(PATHS[path]) & bit), "")
+    return not why, why or "compiled, and this processor has the instructions"
 
 
 def require() -> Any:

@@ -150,7 +150,7 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
             want.stride = (w.group + 15) / 16 * 16 + 16;
             grow(want.values, rows * want.stride);
         } else {
-            grow(want.codes, rows * want.stride);
+            grow(want.codes, rows * want.stride + LINE);
             grow(want.step, rows * w.groups);
             grow(want.sums, rows * w.groups);
         }
@@ -165,7 +165,7 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
                 std::memcpy(to, values, static_cast<size_t>(w.inputs) * 4);
                 for (int64_t k = w.inputs; k < w.group; k++) to[k] = 0.0f;
             } else {
-                path_.quantize(w, values, want.codes.data() + row * want.stride, want.step.data() + row * w.groups,
+                path_.quantize(w, values, want.first_code() + row * want.stride, want.step.data() + row * w.groups,
                                want.sums.data() + row * w.groups, scratch(thread));
             }
         }
@@ -189,8 +189,8 @@ void Decoder::multiply(const Projection& p, int64_t rows, float* y, int64_t stri
             const Weights& w = *p.weights[i];
             const int64_t blocks = blocks_of(w), first = std::max<int64_t>(begin - base, 0), last = std::min(end - base, blocks);
             if (first < last) {
-                const Want& want = wants_[want_of_[i]];
-                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.codes.data(), want.step.data(), want.sums.data()};
+                Want& want = wants_[want_of_[i]];
+                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.first_code(), want.step.data(), want.sums.data()};
                 path_.linear[w.kind](w, in, first, last, y + column, stride, add);
             }
             base += blocks, column += w.outputs;

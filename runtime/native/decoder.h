@@ -64,6 +64,8 @@ void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const s
     });
 }
 
+constexpr int64_t LINE = 64;  // bytes
+
 class Decoder {
    public:
     Decoder(const Model& model, const Path& path, Pool& pool);
@@ -90,6 +92,8 @@ class Decoder {
         std::vector<float> step;
         std::vector<int32_t> sums;
         int64_t stride;
+        // At the beginning of a line of the cache: loads of 64 codes then touch one each.
+        int8_t* first_code() { return codes.data() + (LINE - reinterpret_cast<uintptr_t>(codes.data()) % LINE) % LINE; }
     };
     using RowSource = const float* (*)(Decoder&, int thread, int64_t row, const void* context);
     // The rows that a draft feeds itself: one per request that still grows.

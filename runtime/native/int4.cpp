@@ -7,7 +7,7 @@ namespace SPECPRESS_PATH {
 struct Int4 : IntegerScheme<Int4, 8> {
     using IntegerScheme::IntegerScheme;
     static constexpr int SHORT = 32;
-    I16 start(const Weights& w, int64_t, int32_t sum) const { return seti(-static_cast<int32_t>(w.zero) * sum); }
+    int above(const Weights& w) const { return static_cast<int>(w.zero); }
     template <int I>
     B64 part(B64 raw) const {
         return field<4 * I>(raw, 15);
@@ -16,7 +16,7 @@ struct Int4 : IntegerScheme<Int4, 8> {
 };
 
 void linear_int4(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Int4>(w, in, first, last, y, stride, add_to);
+    integer_linear<Int4>(w, in, first, last, y, stride, add_to);
 }
 
 }  // namespace SPECPRESS_PATH

@@ -6,6 +6,7 @@ namespace SPECPRESS_PATH {
 struct Int8 : IntegerScheme<Int8, 4> {
     using IntegerScheme::IntegerScheme;
     // With an unsigned operand the inputs are stored as x + 128, which adds 128 Σ q.
+    static constexpr bool UNSIGNED_INPUTS = UNSIGNED_DOT;
     I16 start(const Weights& w, int64_t at, int32_t) const {
         if constexpr (!UNSIGNED_DOT) return seti(0);
         return loadi(w.sums + at);
@@ -24,7 +25,7 @@ struct Int8 : IntegerScheme<Int8, 4> {
 };
 
 void linear_int8(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Int8>(w, in, first, last, y, stride, add_to);
+    integer_linear<Int8>(w, in, first, last, y, stride, add_to);
 }
 
 }  // namespace SPECPRESS_PATH

@@ -268,16 +268,38 @@ void linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, flo
     }
 }
 
-// What the integer schemes share. Derived: STEP, start(w, at, sum of x), part<I>(raw), dot(acc, weights, x).
+#if defined(__AMX_INT8__)
+// amx.h
+constexpr int64_t TILED_ROWS = 16;  // fewer are as fast without tiles
+template <class Scheme>
+void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
+#endif
+
+// The same of an integer scheme: many rows in tiles, where the path has them.
+template <class Scheme>
+void integer_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+#if defined(__AMX_INT8__)
+    if (in.rows >= TILED_ROWS) return tiled_linear<Scheme>(w, in, first, last, y, stride, add_to);
+#endif
+    linear<Scheme>(w, in, first, last, y, stride, add_to);
+}
+
+// What the integer schemes share. Derived: STEP, part<I>(raw), dot(acc, weights, x), and what parts are above the weights
+// that they stand for.
 template <class Scheme, int INPUTS>
 struct IntegerScheme {
     static constexpr int STEP = INPUTS;
+    // Whether the inputs are stored as x + 128, and not the weights so.
+    static constexpr bool UNSIGNED_INPUTS = false;
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
     // 2^15. 0: not even four of them do.
     static constexpr int SHORT = 0;
     explicit IntegerScheme(const Weights&) {}
     void fetch(const uint8_t* codes) const { prefetch(codes); }
     B64 read(const uint8_t* codes) const { return load64(codes); }
+    int above(const Weights&) const { return 0; }
+    // `sum`: of the row's inputs.
+    I16 start(const Weights& w, int64_t, int32_t sum) const { return seti(-static_cast<const Scheme&>(*this).above(w) * sum); }
     I16 total(I16 acc, int32_t) const { return acc; }
 
     template <int M, int SETS, class Raw>
@@ -348,3 +370,7 @@ struct IntegerScheme {
 };
 
 }  // namespace SPECPRESS_PATH
+
+#if defined(__AMX_INT8__)
+#include "amx.h"
+#endif

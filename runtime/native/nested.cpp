@@ -17,7 +17,7 @@ struct Nested : IntegerScheme<Nested, 8> {
     }
     Planes read(const uint8_t* codes) const { return {load64(codes), load64(codes + apart)}; }
     // Joined nibbles are the code plus 128; with an unsigned operand they stay so, which adds 128 Σ x.
-    I16 start(const Weights&, int64_t, int32_t sum) const { return seti(UNSIGNED_DOT ? -128 * sum : 0); }
+    int above(const Weights&) const { return UNSIGNED_DOT ? 128 : 0; }
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     template <int I>
     B64 part(Planes raw) const {
@@ -38,7 +38,7 @@ struct Nested : IntegerScheme<Nested, 8> {
 struct Upper : IntegerScheme<Upper, 8> {
     using IntegerScheme::IntegerScheme;
     static constexpr int SHORT = 32;
-    I16 start(const Weights&, int64_t, int32_t sum) const { return seti(-8 * sum); }
+    int above(const Weights&) const { return 8; }
     template <int I>
     B64 part(B64 raw) const {
         return field<4 * I>(raw, 15);
@@ -48,11 +48,11 @@ struct Upper : IntegerScheme<Upper, 8> {
 };
 
 void linear_nested(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Nested>(w, in, first, last, y, stride, add_to);
+    integer_linear<Nested>(w, in, first, last, y, stride, add_to);
 }
 
 void linear_upper(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Upper>(w, in, first, last, y, stride, add_to);
+    integer_linear<Upper>(w, in, first, last, y, stride, add_to);
 }
 
 }  // namespace SPECPRESS_PATH

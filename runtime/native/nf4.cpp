@@ -14,7 +14,7 @@ struct Nf4 : IntegerScheme<Nf4, 8> {
         levels = table(sixteen);
     }
     // With an unsigned operand the levels carry 128, which adds 128 Σ x.
-    I16 start(const Weights&, int64_t, int32_t sum) const { return seti(UNSIGNED_DOT ? -128 * sum : 0); }
+    int above(const Weights&) const { return UNSIGNED_DOT ? 128 : 0; }
     template <int I>
     B64 part(B64 raw) const {
         return look_up(levels, field<4 * I>(raw, 15));
@@ -29,7 +29,7 @@ struct Nf4 : IntegerScheme<Nf4, 8> {
 };
 
 void linear_nf4(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Nf4>(w, in, first, last, y, stride, add_to);
+    integer_linear<Nf4>(w, in, first, last, y, stride, add_to);
 }
 
 }  // namespace SPECPRESS_PATH

@@ -13,6 +13,9 @@ namespace avxvnni { extern const specpress::Path path; }
 #ifdef SPECPRESS_AVX512
 namespace avx512 { extern const specpress::Path path; }
 #endif
+#ifdef SPECPRESS_AMX_INT8
+namespace amx_int8 { extern const specpress::Path path; }
+#endif
 #ifdef SPECPRESS_NEON_DOTPROD
 namespace neon_dotprod { extern const specpress::Path path; }
 #endif

@@ -6,7 +6,7 @@ namespace SPECPRESS_PATH {
 struct Ternary : IntegerScheme<Ternary, 16> {
     using IntegerScheme::IntegerScheme;
     static constexpr int SHORT = 256;
-    I16 start(const Weights&, int64_t, int32_t sum) const { return seti(-sum); }
+    int above(const Weights&) const { return 1; }
     template <int I>
     B64 part(B64 raw) const {
         return field<2 * I>(raw, 3);
@@ -15,7 +15,7 @@ struct Ternary : IntegerScheme<Ternary, 16> {
 };
 
 void linear_ternary(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    linear<Ternary>(w, in, first, last, y, stride, add_to);
+    integer_linear<Ternary>(w, in, first, last, y, stride, add_to);
 }
 
 }  // namespace SPECPRESS_PATH

@@ -90,8 +90,11 @@ std::vector<NamedPath> paths() {
     std::vector<NamedPath> found;
     auto offer = [&](int64_t number, const char* name, const specpress::Path& path) {
         expect(specpress_path(number) & 1, std::string(name) + " is linked, but api.cpp does not know it");
-        if (specpress_path(number) & 2) found.push_back({name, &path});
+        if (specpress_path(number) == 7) found.push_back({name, &path});
     };
+#ifdef SPECPRESS_AMX_INT8
+    offer(6, "amx_int8", amx_int8::path);
+#endif
 #ifdef SPECPRESS_AVX512
     offer(0, "avx512", avx512::path);
 #endif

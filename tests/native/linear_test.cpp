@@ -120,14 +120,17 @@ void fullest_sums(const NamedPath& path, int64_t kind, Pool& pool) {
     Floats scale(BLOCK, 1.0f);
     pack(pool, w, rows.data(), packed.data(), sums.data());
     w.kind = kind, w.codes = packed.data(), w.sums = sums.data(), w.scale = scale.data();
-    for (float sign : {1.0f, -1.0f}) {
-        const Floats x(INPUTS, sign);
-        const TestInputs in(path, w, x, 1);
-        float y = NAN;
-        path.kernels->linear[kind](w, in.inputs, 0, 1, &y, 1, false);
-        expect_close(y, (kind == UPPER ? -120.0 : -128.0) * INPUTS * sign, 16.0, path.name + " fullest " + NAMES[kind] + " sums");
-        record(path, NAMES[kind], {y});
-    }
+    // One row, and as many as go in tiles.
+    for (int64_t rows : {1, 17})
+        for (float sign : {1.0f, -1.0f}) {
+            const Floats x(static_cast<size_t>(INPUTS * rows), sign);
+            const TestInputs in(path, w, x, rows);
+            Floats y(static_cast<size_t>(rows), NAN);
+            path.kernels->linear[kind](w, in.inputs, 0, 1, y.data(), 1, false);
+            for (float found : y)
+                expect_close(found, (kind == UPPER ? -120.0 : -128.0) * INPUTS * sign, 16.0, path.name + " fullest " + NAMES[kind] + " sums");
+            record(path, NAMES[kind], y);
+        }
 }
 
 void rows_of_float_weights(Random& random, Pool& pool) {
@@ -158,6 +161,14 @@ void test_linear(const NamedPath& path) {
         if (kind >= INT8) shape.group = 32;
         for (int64_t rows = 0; rows <= 17; rows++) compare(path, shape, rows, random, pool);
         compare(path, shape, 70, random, pool);
+        // Tiles: rows with a rest and without, parts of a long group, and lines of 64 inputs with nothing left over.
+        for (int64_t inputs : {72, 1100, 1152})
+            for (int64_t group : {inputs, int64_t{64}})
+                if (kind >= INT8 && (kind != UPPER || group == inputs)) {
+                    LayerShape wide = {kind, 70, inputs};
+                    wide.group = group;
+                    for (int64_t rows : {16, 31, 64}) compare(path, wide, rows, random, pool);
+                }
         edges(path, kind, random, pool);
     }
     for (int64_t kind : {INT8, NESTED, UPPER}) fullest_sums(path, kind, pool);
