@@ -186,7 +186,8 @@ SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads
     std::vector<AttentionUnit> units;
     units_of(*heads, p, *batch, units);
     const AttentionCall call = {*heads, layer, window, scaling, batch, queries, heads->heads * heads->dim, out};
-    attend_all(p, *pool, call, units, [&](int thread) { return scratch.data() + thread * size; });
+    SharedText text;
+    attend_all(p, *pool, call, units, text, [&](int thread) { return scratch.data() + thread * size; });
 }
 
 // Bytes per second at which the pool's threads read `size` bytes, once over. The sum keeps the reads from being dropped.

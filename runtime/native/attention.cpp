@@ -3,8 +3,9 @@
 // Keys lie in blocks of 64 by slot, dimension by dimension, so that sixteen scores are sums over the dimensions, first to
 // last. Everything that adds over keys goes in the order of their logical position: within a fixed split of 512 positions
 // one key after the other under the split's own maximum, then split after split (Milakov and Gimelshein's online softmax,
-// 1805.02867; the fixed split is FlashDecoding's). So a row's bits depend neither on its neighbours nor on its slots.
-// Prefill, decoding, verification and trees are this one function.
+// 1805.02867; the fixed split is FlashDecoding's). So a row's bits depend neither on its neighbours nor on its slots, and
+// threads can share a long text (decoder.h, attend_all). Prefill, decoding, verification and trees are these functions.
+// Quantised keys and values are widened in registers, by the operations of `recall`: no float copy of a block is made.
 #include "cache.h"
 #include "kernels.h"
 #include "vec.h"
@@ -17,26 +18,101 @@ constexpr int64_t QUERIES = 8;  // query rows of a unit
 constexpr int64_t BLOCKS = SPLIT / KEYS;
 constexpr int64_t FEW = 16;     // rows of a forward that decodes or verifies
 
-// Floats of scratch: scaled queries, weights of a split, a split's sums, all sums, and a split's keys and values.
+// Sums of one split, or of all so far: weighted values, and each row's maximum and sum of weights.
+struct Sums {
+    float* values;         // [QUERIES][wide]
+    float *highest, *sum;  // [QUERIES]
+};
+static Sums sums_at(float* p, int64_t wide) { return {p, p + QUERIES * wide, p + QUERIES * (wide + 1)}; }
+
+int64_t attention_part(const Heads& h) { return QUERIES * (padded(h.dim) + 2); }
+
+// Floats of scratch: sums of a split and of all, scaled queries, weights of a split, and its keys and values where they are
+// no whole blocks of the cache.
 int64_t attention_scratch(const Heads& h) {
-    return QUERIES * (padded(h.dim) * 3 + SPLIT) + SPLIT * (h.dim + padded(h.dim)) + 4 * LANES;
+    const int64_t wide = padded(h.dim);
+    return 2 * attention_part(h) + QUERIES * (wide + SPLIT) + SPLIT * (h.dim + wide) + 4 * LANES;
 }
 
 int64_t tile_rows() { return QUERIES; }
 
+// ------------------------------------------------------------------------------------------------------- the blocks
+// 64 keys and values, each CACHE_F32, CACHE_INT8 or CACHE_INT4: floats, or codes with a scale a key.
+struct Block {
+    int64_t key_kind, value_kind;
+    const void *keys, *values;
+    const float *key_scale, *value_scale;
+};
+
+// How sixteen keys at dimension d, or sixteen dimensions of value j, are read. What a reader multiplies by is loaded once.
+struct FloatBlock {
+    static constexpr bool CODES = false;
+    const float *keys, *values;
+    int64_t wide;
+    FloatBlock(const Block& b, int64_t width)
+        : keys(static_cast<const float*>(b.keys)), values(static_cast<const float*>(b.values)), wide(width) {}
+    F16 key(int64_t d, int v) const { return load(keys + d * KEYS + v * LANES); }
+    F16 value(int64_t j, int64_t d) const { return load(values + j * wide + d); }
+    F16 key_scale(int) const { return zero(); }
+    F16 value_scale(int64_t) const { return zero(); }
+    static F16 scaled(F16 x, F16) { return x; }
+};
+
+struct Int8Block {
+    static constexpr bool CODES = true;
+    const int8_t *keys, *values;
+    const float *key_scales, *value_scales;
+    int64_t wide;
+    Int8Block(const Block& b, int64_t width)
+        : keys(static_cast<const int8_t*>(b.keys)), values(static_cast<const int8_t*>(b.values)), key_scales(b.key_scale),
+          value_scales(b.value_scale), wide(width) {}
+    F16 key(int64_t d, int v) const { return load_bytes(keys + d * KEYS + v * LANES); }
+    F16 value(int64_t j, int64_t d) const { return load_bytes(values + j * wide + d); }
+    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
+    F16 value_scale(int64_t j) const { return set(value_scales[j]); }
+    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
+};
+
+// Key j beside key j + 32, dimension i beside i + wide / 2, which is whole vectors here.
+struct Int4Block {
+    static constexpr bool CODES = true;
+    const uint8_t *keys, *values;
+    const float *key_scales, *value_scales;
+    int64_t half;
+    Int4Block(const Block& b, int64_t width)
+        : keys(static_cast<const uint8_t*>(b.keys)), values(static_cast<const uint8_t*>(b.values)), key_scales(b.key_scale),
+          value_scales(b.value_scale), half(width / 2) {}
+    F16 key(int64_t d, int v) const {
+        constexpr int HALF = KEYS / LANES / 2;
+        return load_nibbles(keys + d * (KEYS / 2) + v % HALF * LANES, v < HALF ? 0 : 4);
+    }
+    F16 value(int64_t j, int64_t d) const { return load_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4); }
+    F16 key_scale(int v) const { return load(key_scales + v * LANES); }
+    F16 value_scale(int64_t j) const { return set(value_scales[j]); }
+    static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
+};
+
 // ----------------------------------------------------------------------------------------------------- the products
-// Scores of M queries against V · 16 keys.
-template <int M, int V>
-static inline void score(const float* q, int64_t dim, int64_t wide, const float* keys, float* scores) {
-    F16 acc[M][V];
+// Scores of M queries against V · 16 keys of a block, from vector `first`.
+template <int M, int V, class Reader>
+static inline void score(const float* q, int64_t dim, int64_t wide, const Reader& block, const float* factor, int first,
+                         float* scores) {
+    F16 acc[M][V], scale[V];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) acc[m][v] = zero();
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) scale[v] = block.key_scale(first + v);
     for (int64_t d = 0; d < dim; d++) {
         F16 k[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) k[v] = load(keys + d * KEYS + v * LANES);
+        for (int v = 0; v < V; v++) k[v] = block.scaled(block.key(d, first + v), scale[v]);
+        if constexpr (Reader::CODES) {
+            if (factor)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) k[v] = mul(k[v], set(factor[d]));
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const F16 x = set(q[m * wide + d]);
@@ -47,7 +123,7 @@ static inline void score(const float* q, int64_t dim, int64_t wide, const float*
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) store(scores + m * SPLIT + v * LANES, acc[m][v]);
+        for (int v = 0; v < V; v++) store(scores + m * SPLIT + (first + v) * LANES, acc[m][v]);
 }
 
 // Keys first..last of a split, and whether `out` holds the sum over those before.
@@ -57,20 +133,21 @@ struct Range {
 };
 
 // Σ_j weight_j · value_j over a range of keys, V · 16 dimensions from `from`.
-template <int M, int V>
-static inline void mix(const float* weights, const float* const* values, Range r, int64_t wide, int64_t from, float* out) {
+template <int M, int V, class Reader>
+static inline void mix(const float* weights, const Block* blocks, Range r, int64_t wide, int64_t from, float* out) {
     F16 acc[M][V];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) acc[m][v] = r.more ? load(out + m * wide + from + v * LANES) : zero();
     for (int64_t begin = r.first; begin < r.last;) {
-        const int64_t block = begin / KEYS, end = r.last < (block + 1) * KEYS ? r.last : (block + 1) * KEYS;
-        const float* p = values[block] + (begin % KEYS) * wide + from;
-        for (; begin < end; begin++, p += wide) {
+        const int64_t base = begin / KEYS * KEYS, end = r.last < base + KEYS ? r.last : base + KEYS;
+        const Reader block(blocks[begin / KEYS], wide);
+        for (; begin < end; begin++) {
+            const F16 scale = block.value_scale(begin - base);
             F16 x[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) x[v] = load(p + v * LANES);
+            for (int v = 0; v < V; v++) x[v] = block.scaled(block.value(begin - base, from + v * LANES), scale);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 const F16 w = set(weights[m * SPLIT + begin]);
@@ -92,42 +169,73 @@ constexpr int vectors() {
     return M <= MAX_ROWS / 2 || MAX_ROWS < 8 ? 4 : 2;
 }
 
-template <int M>
-static void score_rows(const float* q, int64_t dim, int64_t wide, const float* const* keys, int64_t count, float* scores) {
+template <class Reader, int M>
+static void score_rows(const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t count, const float* factor,
+                       float* scores) {
     constexpr int V = vectors<M>();
-    for (int64_t begin = 0; begin < count; begin += KEYS)
-        for (int64_t j = 0; j < KEYS; j += V * LANES) score<M, V>(q, dim, wide, keys[begin / KEYS] + j, scores + begin + j);
+    for (int64_t i = 0; i < count; i++, scores += KEYS) {
+        const Reader block(blocks[i], wide);
+#pragma GCC unroll 4
+        for (int v = 0; v < KEYS / LANES; v += V) score<M, V>(q, dim, wide, block, factor, v, scores);
+    }
 }
 
-template <int M>
-static void mix_rows(const float* weights, const float* const* values, Range r, int64_t wide, float* out) {
+template <class Reader, int M>
+static void mix_rows(const float* weights, const Block* blocks, Range r, int64_t wide, float* out) {
     constexpr int V = vectors<M>();
     int64_t from = 0;
-    for (; from + V * LANES <= wide; from += V * LANES) mix<M, V>(weights, values, r, wide, from, out);
-    for (; from < wide; from += LANES) mix<M, 1>(weights, values, r, wide, from, out);
+    for (; from + V * LANES <= wide; from += V * LANES) mix<M, V, Reader>(weights, blocks, r, wide, from, out);
+    for (; from < wide; from += LANES) mix<M, 1, Reader>(weights, blocks, r, wide, from, out);
 }
 
-template <int M = MAX_ROWS>
-static void score_any(int64_t rows, const float* q, int64_t dim, int64_t wide, const float* const* keys, int64_t count, float* scores) {
+template <class Reader, int M = MAX_ROWS>
+static void score_any(int64_t rows, const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t count,
+                      const float* factor, float* scores) {
     if constexpr (M > 0) {
         if (rows == M)
-            score_rows<M>(q, dim, wide, keys, count, scores);
+            score_rows<Reader, M>(q, dim, wide, blocks, count, factor, scores);
         else
-            score_any<M - 1>(rows, q, dim, wide, keys, count, scores);
+            score_any<Reader, M - 1>(rows, q, dim, wide, blocks, count, factor, scores);
     }
 }
-template <int M = MAX_ROWS>
-static void mix_any(int64_t rows, const float* weights, const float* const* values, Range r, int64_t wide, float* out) {
+template <class Reader, int M = MAX_ROWS>
+static void mix_any(int64_t rows, const float* weights, const Block* blocks, Range r, int64_t wide, float* out) {
     if constexpr (M > 0) {
         if (rows == M)
-            mix_rows<M>(weights, values, r, wide, out);
+            mix_rows<Reader, M>(weights, blocks, r, wide, out);
         else
-            mix_any<M - 1>(rows, weights, values, r, wide, out);
+            mix_any<Reader, M - 1>(rows, weights, blocks, r, wide, out);
     }
 }
 
-static void fetch(const float* p, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) __builtin_prefetch(p + i);
+// Blocks first..last of a split, those of one kind at a time.
+static void score_all(int64_t rows, const float* q, int64_t dim, int64_t wide, const Block* blocks, int64_t first, int64_t last,
+                      const float* factor, float* scores) {
+    while (first < last) {
+        const int64_t begin = first, kind = blocks[first].key_kind;
+        while (first < last && blocks[first].key_kind == kind) first++;
+        const auto any = kind == CACHE_F32    ? score_any<FloatBlock>
+                         : kind == CACHE_INT8 ? score_any<Int8Block>
+                                              : score_any<Int4Block>;
+        any(rows, q, dim, wide, blocks + begin, first - begin, factor, scores + begin * KEYS);
+    }
+}
+static void mix_all(int64_t rows, const float* weights, const Block* blocks, Range r, int64_t wide, float* out) {
+    // Without keys the sums are 0, whatever the reader.
+    if (r.first >= r.last) return r.more ? void() : mix_any<FloatBlock>(rows, weights, blocks, r, wide, out);
+    while (r.first < r.last) {
+        int64_t end = r.first / KEYS;
+        const int64_t kind = blocks[end].value_kind;
+        while (end * KEYS < r.last && blocks[end].value_kind == kind) end++;
+        const Range run = {r.first, r.last < end * KEYS ? r.last : end * KEYS, r.more};
+        const auto any = kind == CACHE_F32 ? mix_any<FloatBlock> : kind == CACHE_INT8 ? mix_any<Int8Block> : mix_any<Int4Block>;
+        any(rows, weights, blocks, run, wide, out);
+        r = {run.last, r.last, true};
+    }
+}
+
+static void fetch(const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
 // Scores of one row to weights e^(s − max) in place, keys outside first..last to 0. Returns the maximum and the sum.
@@ -154,114 +262,134 @@ static float exp_one(float x) {
     return lanes[0];
 }
 
-void attend(const AttentionCall& c, const AttentionUnit& u, float* scratch) {
+static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == CACHE_INT8 ? 8 : 4; }
+
+// A block of the cache, where it lies.
+static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int64_t from, float* own_values) {
+    const Heads& h = c.heads;
+    const int64_t at = place(h, s, c.layer, kv_head, from).block, wide = padded(h.dim), bits = bits_of(h.cache_kind);
+    const auto* keys = static_cast<const uint8_t*>(s.keys) + at * KEYS * h.dim * bits / 8;
+    const auto* values = static_cast<const uint8_t*>(s.values) + at * KEYS * wide * bits / 8;
+    if (h.cache_kind == CACHE_F32) return {CACHE_F32, CACHE_F32, keys, values, nullptr, nullptr};
+    const float *key_scale = s.key_scale + at * KEYS, *value_scale = s.value_scale + at * KEYS;
+    if (h.cache_kind == CACHE_INT8 || wide / 2 % LANES == 0)
+        return {h.cache_kind, h.cache_kind, keys, values, key_scale, value_scale};
+    widen_halves(values, value_scale, wide, own_values);
+    return {h.cache_kind, CACHE_F32, keys, own_values, key_scale, nullptr};
+}
+
+void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split, float* scratch, float* part) {
     const Heads& h = c.heads;
     const Batch& b = *c.batch;
     const int64_t dim = h.dim, wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
     const Store& s = b.stores[b.request[u.row]];
-    float* q = scratch;                              // [QUERIES][wide]
-    float* part = q + QUERIES * wide;                // [QUERIES][wide]
-    float* whole = part + QUERIES * wide;            // [QUERIES][wide]
-    float* weights = whole + QUERIES * wide;         // [QUERIES][SPLIT]
-    float* own_keys = weights + QUERIES * SPLIT;     // [BLOCKS][dim][KEYS]
-    float* own_values = own_keys + SPLIT * dim;      // [SPLIT][wide]
-    float highest[QUERIES], sum[QUERIES];
-    int64_t lowest_first = INT64_MAX, highest_last = -1;
+    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + u.kv_head) * dim : nullptr;
+    const Sums out = sums_at(part, wide);
+    float* q = scratch;                           // [QUERIES][wide]
+    float* weights = q + QUERIES * wide;          // [QUERIES][SPLIT]
+    float* own_keys = weights + QUERIES * SPLIT;  // [BLOCKS][dim][KEYS]
+    float* own_values = own_keys + SPLIT * dim;   // [SPLIT][wide]
     for (int64_t m = 0; m < count; m++) {
-        const int64_t row = u.row + m / per_row, head = u.head_from + m % per_row;
-        const float* from = c.queries + row * c.stride + head * dim;
+        const float* from = c.queries + (u.row + m / per_row) * c.stride + (u.head_from + m % per_row) * dim;
         for (int64_t d = 0; d < dim; d++) q[m * wide + d] = from[d] * c.scaling;
-        for (int64_t d = 0; d < wide; d++) whole[m * wide + d] = 0.0f;
-        highest[m] = -INFINITY, sum[m] = 0.0f;
-        const int64_t last = b.position[row], first = c.window && last >= c.window ? last - c.window + 1 : 0;
-        lowest_first = first < lowest_first ? first : lowest_first;
-        highest_last = last > highest_last ? last : highest_last;
     }
+    const Reach all = reach(c, u);
+    const int64_t base = split * SPLIT, keys_here = all.last - base + 1 < SPLIT ? all.last - base + 1 : SPLIT;
+    const int64_t used = (keys_here + KEYS - 1) / KEYS, scored = used * KEYS;
+    // Blocks before every row's window have no weight.
+    const int64_t start = all.first > base ? (all.first - base) / KEYS : 0;
     const int64_t tail_at = b.tail_at[u.row], tail_from = b.tail_from[u.row];
-    for (int64_t split = lowest_first / SPLIT; split <= highest_last / SPLIT; split++) {
-        const int64_t base = split * SPLIT;
-        const int64_t keys_here = highest_last - base + 1 < SPLIT ? highest_last - base + 1 : SPLIT;
-        const int64_t used = (keys_here + KEYS - 1) / KEYS;
-        const float *keys[BLOCKS], *values[BLOCKS];
-        const int64_t first_block = lowest_first > base ? (lowest_first - base) / KEYS : 0;
-        for (int64_t block = 0; block < used; block++) {
-            const int64_t from = base + block * KEYS;
-            float* k = own_keys + block * dim * KEYS;
-            float* v = own_values + block * KEYS * wide;
-            keys[block] = k, values[block] = v;
-            if (block < first_block) {
-                // Before every row's window: weights are 0, but the memory must hold numbers.
-                std::memset(k, 0, static_cast<size_t>(dim * KEYS) * 4);
-                std::memset(v, 0, static_cast<size_t>(wide * KEYS) * 4);
-            } else if (tail_at >= 0 && from + KEYS > tail_from) {
-                const int64_t* slots = b.tail + tail_at - tail_from;
-                for (int64_t j = 0; j < KEYS; j++) {
-                    const int64_t position = from + j;
-                    const int64_t slot = position > highest_last ? 0 : position < tail_from ? position : slots[position];
-                    recall(c, s, u.kv_head, slot, k + j, v + j * wide);
-                }
-            } else if (h.cache_kind == CACHE_F32) {
-                const int64_t at = place(h, s, c.layer, u.kv_head, from).block;
-                keys[block] = static_cast<const float*>(s.keys) + at * dim * KEYS;
-                values[block] = static_cast<const float*>(s.values) + at * KEYS * wide;
-                // A few rows come upon keys that the weights have pushed out of the caches.
-                if (b.rows <= FEW) {
-                    const int64_t there = highest_last - from + 1 < KEYS ? highest_last - from + 1 : KEYS;
-                    fetch(keys[block], dim * KEYS);
-                    fetch(values[block], there * wide);
-                }
-            } else {
-                widen(c, s, u.kv_head, from / KEYS, k, v);
+    Block blocks[BLOCKS];
+    for (int64_t block = start; block < used; block++) {
+        const int64_t from = base + block * KEYS;
+        float* k = own_keys + block * dim * KEYS;
+        float* v = own_values + block * KEYS * wide;
+        if (tail_at >= 0 && from + KEYS > tail_from) {
+            const int64_t* slots = b.tail + tail_at - tail_from;
+            for (int64_t j = 0; j < KEYS; j++) {
+                const int64_t position = from + j;
+                const int64_t slot = position > all.last ? 0 : position < tail_from ? position : slots[position];
+                recall(c, s, u.kv_head, slot, k + j, v + j * wide);
             }
+            blocks[block] = {CACHE_F32, CACHE_F32, k, v, nullptr, nullptr};
+        } else {
+            blocks[block] = stored(c, s, u.kv_head, from, v);
         }
-        const int64_t scored = used * KEYS;
-        for (int64_t m = 0; m < count; m += MAX_ROWS) {
-            const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-            score_any(rows, q + m * wide, dim, wide, keys, scored, weights + m * SPLIT);
+    }
+    // A few rows come upon keys that the weights have pushed out of the caches.
+    for (int64_t block = start; block < used && b.rows <= FEW; block++) {
+        const int64_t there = keys_here - block * KEYS < KEYS ? keys_here - block * KEYS : KEYS;
+        fetch(blocks[block].keys, KEYS * dim * bits_of(blocks[block].key_kind) / 8);
+        fetch(blocks[block].values, there * wide * bits_of(blocks[block].value_kind) / 8);
+    }
+    for (int64_t m = 0; m < count; m += MAX_ROWS) {
+        const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
+        score_all(rows, q + m * wide, dim, wide, blocks, start, used, factor, weights + m * SPLIT);
+    }
+    for (int64_t m = 0; m < count; m++) {
+        // −1: all of the split lies behind this row, which another row of the unit sees.
+        const int64_t here = b.position[u.row + m / per_row] - base, last = here < 0 ? -1 : here;
+        const int64_t first = c.window && last + base >= c.window ? last - c.window + 1 : 0;
+        out.highest[m] = soften(weights + m * SPLIT, scored, first < 0 ? 0 : first < scored ? first : scored,
+                                last < scored ? last : scored - 1, out.sum + m);
+    }
+    for (int64_t m = 0; m < count; m += MAX_ROWS) {
+        const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
+        // Together over what all of them see, then each over its own rest: a row never meets a later row's value, not
+        // even with weight 0, which would turn an infinity there into a NaN here.
+        int64_t seen[QUERIES], common = keys_here;
+        for (int64_t i = m; i < m + rows; i++) {
+            const int64_t own = b.position[u.row + i / per_row] - base + 1;
+            seen[i] = own < 0 ? 0 : own < keys_here ? own : keys_here;
+            common = seen[i] < common ? seen[i] : common;
         }
-        float split_highest[QUERIES], split_sum[QUERIES];
-        for (int64_t m = 0; m < count; m++) {
-            // −1: all of the split lies behind this row, which another row of the unit sees.
-            const int64_t here = b.position[u.row + m / per_row] - base, last = here < 0 ? -1 : here;
-            const int64_t first = c.window && last + base >= c.window ? last - c.window + 1 : 0;
-            split_highest[m] = soften(weights + m * SPLIT, scored, first < 0 ? 0 : first < scored ? first : scored,
-                                      last < scored ? last : scored - 1, split_sum + m);
+        const int64_t rest = common < start * KEYS ? start * KEYS : common;
+        mix_all(rows, weights + m * SPLIT, blocks, {start * KEYS, common, false}, wide, out.values + m * wide);
+        for (int64_t i = m; i < m + rows; i++)
+            if (seen[i] > rest) mix_all(1, weights + i * SPLIT, blocks, {rest, seen[i], true}, wide, out.values + i * wide);
+    }
+}
+
+// Adds the sums of a split to those before it.
+static void join(const AttentionCall& c, const AttentionUnit& u, int64_t split, const Sums& from, const Sums& into) {
+    const int64_t wide = padded(c.heads.dim), per_row = u.head_to - u.head_from, base = split * SPLIT;
+    for (int64_t m = 0; m < u.rows * per_row; m++) {
+        const int64_t last = c.batch->position[u.row + m / per_row];
+        const int64_t first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        if (last < base || first >= base + SPLIT) continue;  // this row sees nothing of the split
+        float* to = into.values + m * wide;
+        const float* part = from.values + m * wide;
+        if (into.sum[m] == 0.0f && into.highest[m] == -INFINITY) {
+            std::memcpy(to, part, static_cast<size_t>(wide) * 4);
+            into.highest[m] = from.highest[m], into.sum[m] = from.sum[m];
+            continue;
         }
-        for (int64_t m = 0; m < count; m += MAX_ROWS) {
-            const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-            // Together over what all of them see, then each over its own rest: a row never meets a later row's value, not
-            // even with weight 0, which would turn an infinity there into a NaN here.
-            int64_t seen[QUERIES], common = keys_here;
-            for (int64_t i = m; i < m + rows; i++) {
-                const int64_t own = b.position[u.row + i / per_row] - base + 1;
-                seen[i] = own < 0 ? 0 : own < keys_here ? own : keys_here;
-                common = seen[i] < common ? seen[i] : common;
-            }
-            mix_any(rows, weights + m * SPLIT, values, {0, common, false}, wide, part + m * wide);
-            for (int64_t i = m; i < m + rows; i++)
-                if (seen[i] > common) mix_any(1, weights + i * SPLIT, values, {common, seen[i], true}, wide, part + i * wide);
-        }
-        for (int64_t m = 0; m < count; m++) {
-            const int64_t last = b.position[u.row + m / per_row];
-            const int64_t first = c.window && last >= c.window ? last - c.window + 1 : 0;
-            if (last < base || first >= base + SPLIT) continue;  // this row sees nothing of the split
-            float* into = whole + m * wide;
-            const float* from = part + m * wide;
-            if (sum[m] == 0.0f && highest[m] == -INFINITY) {
-                std::memcpy(into, from, static_cast<size_t>(wide) * 4);
-                highest[m] = split_highest[m], sum[m] = split_sum[m];
-                continue;
-            }
-            const float top = highest[m] > split_highest[m] ? highest[m] : split_highest[m];
-            const float old = exp_one(highest[m] - top), add_by = exp_one(split_highest[m] - top);
-            for (int64_t d = 0; d < wide; d++) into[d] = into[d] * old + from[d] * add_by;
-            sum[m] = sum[m] * old + split_sum[m] * add_by;
-            highest[m] = top;
-        }
+        const float top = into.highest[m] > from.highest[m] ? into.highest[m] : from.highest[m];
+        const float old = exp_one(into.highest[m] - top), add_by = exp_one(from.highest[m] - top);
+        for (int64_t d = 0; d < wide; d++) to[d] = to[d] * old + part[d] * add_by;
+        into.sum[m] = into.sum[m] * old + from.sum[m] * add_by;
+        into.highest[m] = top;
+    }
+}
+
+void attend(const AttentionCall& c, const AttentionUnit& u, float* parts, float* scratch) {
+    const Heads& h = c.heads;
+    const int64_t dim = h.dim, wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
+    float *own = scratch, *rest = scratch + 2 * attention_part(h);
+    const Sums whole = sums_at(scratch + attention_part(h), wide);
+    for (int64_t m = 0; m < count; m++) {
+        for (int64_t d = 0; d < wide; d++) whole.values[m * wide + d] = 0.0f;
+        whole.highest[m] = -INFINITY, whole.sum[m] = 0.0f;
+    }
+    const Reach all = reach(c, u);
+    for (int64_t split = all.first / SPLIT; split <= all.last / SPLIT; split++) {
+        if (!parts) attend_split(c, u, split, rest, own);
+        join(c, u, split, sums_at(parts ? parts : own, wide), whole);
+        if (parts) parts += attention_part(h);
     }
     for (int64_t m = 0; m < count; m++) {
         float* to = c.out + (u.row + m / per_row) * h.heads * dim + (u.head_from + m % per_row) * dim;
-        for (int64_t d = 0; d < dim; d++) to[d] = whole[m * wide + d] / sum[m];
+        for (int64_t d = 0; d < dim; d++) to[d] = whole.values[m * wide + d] / whole.sum[m];
     }
 }
 

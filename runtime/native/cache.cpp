@@ -93,48 +93,13 @@ void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, 
     }
 }
 
-static inline F16 low_nibbles(const uint8_t* p) {
-    int8_t codes[LANES];
-    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] & 15) - 8);
-    return load_bytes(codes);
-}
-static inline F16 high_nibbles(const uint8_t* p) {
-    int8_t codes[LANES];
-    for (int i = 0; i < LANES; i++) codes[i] = static_cast<int8_t>((p[i] >> 4) - 8);
-    return load_bytes(codes);
-}
-
-void widen(const AttentionCall& c, const Store& s, int64_t head, int64_t block, float* keys, float* values) {
-    const Heads& h = c.heads;
-    const int64_t dim = h.dim, wide = padded(dim);
-    const int64_t at = place(h, s, c.layer, head, block * KEYS).block;
-    const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
-    const bool four_bits = h.cache_kind == CACHE_INT4;
-    const auto* k = static_cast<const uint8_t*>(s.keys) + at * dim * (four_bits ? KEYS / 2 : KEYS);
-    const auto* v = static_cast<const uint8_t*>(s.values) + at * KEYS * (four_bits ? wide / 2 : wide);
-    F16 scale[KEYS / LANES];
-    for (int64_t j = 0; j < KEYS / LANES; j++) scale[j] = load(s.key_scale + at * KEYS + j * LANES);
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t j = 0; j < KEYS / LANES; j++) {
-            F16 code = !four_bits            ? load_bytes(reinterpret_cast<const int8_t*>(k) + d * KEYS + j * LANES)
-                       : j < KEYS / LANES / 2 ? low_nibbles(k + d * (KEYS / 2) + j * LANES)
-                                              : high_nibbles(k + d * (KEYS / 2) + (j - KEYS / LANES / 2) * LANES);
-            F16 x = mul(code, scale[j]);
-            store(keys + d * KEYS + j * LANES, factor ? mul(x, set(factor[d])) : x);
+void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out) {
+    const int64_t half = wide / 2;
+    for (int64_t j = 0; j < KEYS; j++, values += half, out += wide)
+        for (int64_t d = 0; d < half; d++) {
+            out[d] = static_cast<float>((values[d] & 15) - 8) * scales[j];
+            out[half + d] = static_cast<float>((values[d] >> 4) - 8) * scales[j];
         }
-    for (int64_t j = 0; j < KEYS; j++) {
-        const F16 by = set(s.value_scale[at * KEYS + j]);
-        float* out = values + j * wide;
-        if (!four_bits) {
-            for (int64_t d = 0; d < wide; d += LANES)
-                store(out + d, mul(load_bytes(reinterpret_cast<const int8_t*>(v) + j * wide + d), by));
-        } else {
-            for (int64_t d = 0; d < wide; d++) {
-                const uint8_t raw = v[j * (wide / 2) + d % (wide / 2)];
-                out[d] = static_cast<float>((d >= wide / 2 ? raw >> 4 : raw & 15) - 8) * s.value_scale[at * KEYS + j];
-            }
-        }
-    }
 }
 
 }  // namespace SPECPRESS_PATH

@@ -20,7 +20,7 @@ inline Place place(const specpress::Heads& h, const specpress::Store& s, int64_t
 // One key and value of the cache as floats: out keys with a stride of KEYS, out values adjacent.
 void recall(const specpress::AttentionCall& c, const specpress::Store& s, int64_t head, int64_t slot, float* key, float* value);
 
-// A whole quantised block as floats: the operations of `recall`, sixteen at a time.
-void widen(const specpress::AttentionCall& c, const specpress::Store& s, int64_t head, int64_t block, float* keys, float* values);
+// A block of int4 values as floats, whatever the width: its halves need not be whole vectors.
+void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out);
 
 }  // namespace SPECPRESS_PATH

@@ -245,6 +245,30 @@ void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<
     }
 }
 
+bool shares_text(const AttentionCall& call, const std::vector<AttentionUnit>& units, int threads, SharedText& text) {
+    const int64_t count = static_cast<int64_t>(units.size());
+    int64_t total = 0, longest = 0;
+    text.first.clear();
+    for (const AttentionUnit& unit : units) {
+        const Reach all = reach(call, unit);
+        const int64_t splits = all.last / SPLIT - all.first / SPLIT + 1;
+        text.first.push_back(total);
+        total += splits, longest = std::max(longest, splits);
+    }
+    text.first.push_back(total);
+    // Of a few units the pool's shares show who would wait; more of them are taken over from each other.
+    int64_t most = longest;
+    if (count < 4 * threads)
+        for (int i = 0; i < threads; i++) most = std::max(most, text.first[count * (i + 1) / threads] - text.first[count * i / threads]);
+    if (longest < 2 || 10 * most * threads <= 11 * total) return false;
+    text.pieces.clear();
+    for (int64_t u = 0; u < count; u++) {
+        const Reach all = reach(call, units[u]);
+        for (int64_t split = all.first / SPLIT; split <= all.last / SPLIT; split++) text.pieces.push_back({u, split});
+    }
+    return true;
+}
+
 void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, half = h.rotated / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
@@ -271,7 +295,7 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
         });
     }
     const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data()};
-    attend_all(path_, pool_, call, units_, [&](int thread) { return scratch(thread); });
+    attend_all(path_, pool_, call, units_, text_, [&](int thread) { return scratch(thread); });
 }
 
 void Decoder::mlp(const Layer& layer, int64_t rows) {

@@ -55,12 +55,38 @@ bool sound(const Model& model);
 // How one forward's attention is cut up: rows of one request share a unit where there are few query heads to a key head.
 void units_of(const Heads& h, const Path& path, const Batch& batch, std::vector<AttentionUnit>& units);
 
-// All rows of a batch against their keys; `scratch` gives a thread's floats (Path::attention_scratch of them).
+// The splits of all units and their sums, where threads share a unit.
+struct SharedText {
+    struct Piece {
+        int64_t unit, split;
+    };
+    std::vector<int64_t> first;  // of a unit's pieces
+    std::vector<Piece> pieces;
+    std::vector<float> sums;
+};
+
+// Whether threads would wait for each other if each took whole units, as with few long texts; if so, lists the pieces.
+bool shares_text(const AttentionCall& call, const std::vector<AttentionUnit>& units, int threads, SharedText& text);
+
+// All rows of a batch against their keys; `scratch` gives a thread's floats (Path::attention_scratch of them). The order of
+// all sums is the splits', so that no bit depends on who computes them.
 template <class Scratch>
-void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const std::vector<AttentionUnit>& units, Scratch&& scratch) {
+void attend_all(const Path& path, Pool& pool, const AttentionCall& call, const std::vector<AttentionUnit>& units, SharedText& text,
+                Scratch&& scratch) {
     const int64_t count = static_cast<int64_t>(units.size()), pieces = count / (4 * pool.threads());
+    const bool shared = pool.threads() > 1 && shares_text(call, units, pool.threads(), text);
+    const int64_t size = shared ? path.attention_part(call.heads) : 0;
+    if (shared) {
+        const int64_t splits = static_cast<int64_t>(text.pieces.size());
+        if (static_cast<int64_t>(text.sums.size()) < splits * size) text.sums.resize(static_cast<size_t>(splits * size));
+        pool.run(splits, 1, [&](int thread, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++)
+                path.attend_split(call, units[text.pieces[i].unit], text.pieces[i].split, scratch(thread), text.sums.data() + i * size);
+        });
+    }
     pool.run(count, pieces < 1 ? 1 : pieces > 8 ? 8 : pieces, [&](int thread, int64_t begin, int64_t end) {
-        for (int64_t u = begin; u < end; u++) path.attend(call, units[u], scratch(thread));
+        for (int64_t u = begin; u < end; u++)
+            path.attend(call, units[u], shared ? text.sums.data() + text.first[u] * size : nullptr, scratch(thread));
     });
 }
 
@@ -127,6 +153,7 @@ class Decoder {
     std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, gathered_, expert_, sum_, share_;
     std::vector<int64_t> chosen_, members_;
     std::vector<AttentionUnit> units_;
+    SharedText text_;
     Growing growing_;
 };
 

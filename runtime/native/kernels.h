@@ -91,6 +91,20 @@ struct AttentionUnit {
     int64_t row, rows, kv_head, head_from, head_to;
 };
 
+// Positions that some row of a unit sees.
+struct Reach {
+    int64_t first, last;
+};
+inline Reach reach(const AttentionCall& c, const AttentionUnit& u) {
+    Reach all = {INT64_MAX, -1};
+    for (int64_t row = u.row; row < u.row + u.rows; row++) {
+        const int64_t last = c.batch->position[row], first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        all.first = first < all.first ? first : all.first;
+        all.last = last > all.last ? last : all.last;
+    }
+    return all;
+}
+
 constexpr int64_t KEYS = 64;     // keys of a cache block
 constexpr int64_t SPLIT = 512;   // positions whose weights share a maximum: a fixed split, by logical position
 
@@ -105,10 +119,13 @@ struct Path {
     void (*gated)(const float* gate, const float* up, int64_t size, bool gelu, float* out);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
-    void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* scratch);
+    // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.
+    void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* parts, float* scratch);
+    void (*attend_split)(const AttentionCall& call, const AttentionUnit& unit, int64_t split, float* scratch, float* part);
     // Router scores to shares, in place (0 for experts that are not chosen), and the chosen experts of each row.
     void (*choose)(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which);
     int64_t (*attention_scratch)(const Heads& h);  // floats
+    int64_t (*attention_part)(const Heads& h);     // floats of one split's sums
     int64_t (*tile_rows)();
     // Where the first `limit` of `size` logits are largest, the first of equals; -1: among all of them is a NaN or +inf, or
     // among the first nothing above -inf.

@@ -69,12 +69,17 @@ inline void store_bytes(int8_t* p, I16 x) {
     const int16x8_t low = vcombine_s16(vmovn_s32(x.a), vmovn_s32(x.b)), high = vcombine_s16(vmovn_s32(x.c), vmovn_s32(x.d));
     vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
-inline F16 load_bytes(const int8_t* p) {
-    const int8x16_t v = vld1q_s8(p);
+inline F16 widen_bytes(int8x16_t v) {
     const int16x8_t low = vmovl_s8(vget_low_s8(v)), high = vmovl_s8(vget_high_s8(v));
     const I16 wide = {vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
                       vmovl_s16(vget_high_s16(high))};
     return to_float(wide);
+}
+inline F16 load_bytes(const int8_t* p) { return widen_bytes(vld1q_s8(p)); }
+// Sixteen nibbles, at bit `shift` of their bytes, minus 8.
+inline F16 load_nibbles(const uint8_t* p, int shift) {
+    const uint8x16_t raw = vandq_u8(vshlq_u8(vld1q_u8(p), vdupq_n_s8(static_cast<int8_t>(-shift))), vdupq_n_u8(15));
+    return widen_bytes(vsubq_s8(vreinterpretq_s8_u8(raw), vdupq_n_s8(8)));
 }
 inline F16 load_bf16(const uint16_t* p) {
     auto four = [](const uint16_t* q) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(q), 16)); };

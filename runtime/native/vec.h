@@ -60,6 +60,13 @@ inline void store_bytes(int8_t* p, I16 a) { _mm_storeu_si128(reinterpret_cast<__
 inline F16 load_bytes(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+// Sixteen nibbles, at bit `shift` of their bytes, minus 8.
+inline F16 load_nibbles(const uint8_t* p, int shift) {
+    // A permutation by the four bits is what they stand for.
+    const __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i raw = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_permutexvar_ps(_mm512_srlv_epi32(raw, _mm512_set1_epi32(shift)), codes)};
+}
 inline F16 load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
@@ -167,6 +174,11 @@ inline void store_bytes(int8_t* p, I16 x) {
 inline F16 load_bytes(const int8_t* p) {
     __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
+}
+inline F16 load_nibbles(const uint8_t* p, int shift) {
+    const __m128i raw = _mm_srli_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), shift);
+    const __m128i codes = _mm_sub_epi8(_mm_and_si128(raw, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
 }
 inline F16 load_bf16(const uint16_t* p) {
     const auto* q = reinterpret_cast<const __m128i*>(p);
@@ -318,6 +330,7 @@ inline void store_bytes(int8_t* p, I16 a) {
     for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
 }
 inline F16 load_bytes(const int8_t* p) { SPECPRESS_LANES(F16, static_cast<float>(p[i])); }
+inline F16 load_nibbles(const uint8_t* p, int shift) { SPECPRESS_LANES(F16, static_cast<float>((p[i] >> shift & 15) - 8)); }
 inline float wide_bf16(uint32_t x) {
     x <<= 16;
     float out;

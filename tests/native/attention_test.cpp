@@ -127,6 +127,8 @@ struct Scene {
     }
 };
 
+int64_t shared_texts = 0;  // calls in which threads shared a text
+
 struct Run {
     const NamedPath& path;
     const Shape& s;
@@ -145,7 +147,9 @@ struct Run {
         std::vector<Floats> scratch;
         for (int i = 0; i < pool.threads(); i++) scratch.emplace_back(path.kernels->attention_scratch(heads), NAN);
         const AttentionCall call = {heads, LAYER, s.window, scaling, &batch, spread.data(), stride, out.data()};
-        attend_all(*path.kernels, pool, call, units, [&](int thread) { return scratch[thread].data(); });
+        SharedText text;
+        attend_all(*path.kernels, pool, call, units, text, [&](int thread) { return scratch[thread].data(); });
+        if (!text.pieces.empty()) shared_texts++;
         return out;
     }
 };
@@ -218,6 +222,7 @@ void play(const NamedPath& path, const Shape& s, const Scene& scene, int64_t che
         if (i + 6 < rows && i % std::max<int64_t>(1, rows / checked) != 0) continue;
         const Floats among(together.begin() + i * wide, together.begin() + (i + 1) * wide);
         expect_same(run.attend(one, scene, queries, i, 1), among, what + " row " + std::to_string(i) + " alone");
+        expect_same(paged.attend(two, scene, queries, i, 1), among, what + " row " + std::to_string(i) + " alone on two threads");
         std::vector<const Floats*> seen_keys, seen_values;
         for (int64_t slot : scene.seen[i]) {
             seen_keys.push_back(&held_keys[scene.request[i]][slot]), seen_values.push_back(&held_values[scene.request[i]][slot]);
@@ -305,7 +310,9 @@ void test_attention(const NamedPath& path) {
             scene.tree(0, 510, {-1, 0, 1, 2, -1, 4, 5});
             scene.chain(1, 520, 505);
             scene.chain(2, 1100, 1085);
+            const int64_t before = shared_texts;
             play(path, s, scene, 5, random);
+            expect(shared_texts > before, describe(path, s) + ": threads share a text of three splits");
         }
     }
 }

@@ -162,6 +162,24 @@ def test_bits_at_every_width_and_on_any_threads(native_path: str, kind: CacheKin
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_long_text(native_path: str, kind: CacheKind) -> None:
+    """However many there are for however few heads: its splits are added in their order."""
+    for shape in [(1, 1, 64), (7, 1, 48), (12, 3, 20)]:
+        held = keys(kind, *shape, tokens=2100, factor=kind != "float32")
+        short = keys(kind, *shape, tokens=70, factor=kind != "float32")
+        queries = torch.randn(3, held.heads, shape[2], generator=generator(1))
+        for window in (0, 700):
+            want = one(native_path, held, queries, [2000, 2001, 2047], window)
+            for threads in (2, 3, 5):
+                assert torch.equal(one(native_path, held, queries, [2000, 2001, 2047], window, threads=threads), want)
+                assert torch.equal(one(native_path, held, queries[:1], [2000], window, threads=threads), want[:1])
+                both = attend(
+                    native_path, [short, held], [queries, queries], [[3, 4, 5], [2000, 2001, 2047]], window, threads
+                )
+                assert torch.equal(both[1], want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_requests_in_one_call_do_not_see_each_other(native_path: str, kind: CacheKind) -> None:
     held = [keys(kind, 2, 2, 16, tokens=t, seed=t) for t in (40, 600, 130)]
     positions = [[39], list(range(505, 520)), [0, 1, 2, 127, 128]]
