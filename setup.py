@@ -130,6 +130,7 @@ setup(
                     "linear",
                     "float_linear",
                     "amx",
+                    "words",
                     "cache",
                     "pool",
                     "pack",

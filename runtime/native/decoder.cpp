@@ -14,6 +14,9 @@ bool same_want(const Weights& a, const Weights& b) {
            a.perm == b.perm && a.input_scale == b.input_scale && (a.kind == INT8) == (b.kind == INT8);
 }
 
+// From how many rows on words are wanted: fewer are as fast as bytes.
+constexpr int64_t WIDE_ROWS = 3;
+
 int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 int64_t bytes_per_block(const Weights& w) {
@@ -153,6 +156,11 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
             grow(want.codes, rows * want.stride + LINE);
             grow(want.step, rows * w.groups);
             grow(want.sums, rows * w.groups);
+            want.wide = rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED);
+            if (want.wide) {
+                grow(want.words, rows * want.stride);
+                grow(want.pairs, rows * w.groups);
+            }
         }
     }
     rows_of(rows, p.weights[0]->inputs, [&](int thread, int64_t row) {
@@ -167,6 +175,9 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
             } else {
                 path_.quantize(w, values, want.first_code() + row * want.stride, want.step.data() + row * w.groups,
                                want.sums.data() + row * w.groups, scratch(thread));
+                if (want.wide)
+                    path_.widen(w, want.first_code() + row * want.stride, want.words.data() + row * want.stride,
+                                want.pairs.data() + row * w.groups);
             }
         }
     });
@@ -190,7 +201,8 @@ void Decoder::multiply(const Projection& p, int64_t rows, float* y, int64_t stri
             const int64_t blocks = blocks_of(w), first = std::max<int64_t>(begin - base, 0), last = std::min(end - base, blocks);
             if (first < last) {
                 Want& want = wants_[want_of_[i]];
-                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.first_code(), want.step.data(), want.sums.data()};
+                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.first_code(), want.step.data(), want.sums.data(),
+                                   want.wide ? want.words.data() : nullptr, want.pairs.data()};
                 path_.linear[w.kind](w, in, first, last, y + column, stride, add);
             }
             base += blocks, column += w.outputs;

@@ -117,6 +117,9 @@ class Decoder {
         std::vector<int8_t> codes;
         std::vector<float> step;
         std::vector<int32_t> sums;
+        bool wide = false;            // whether the path wants words, too
+        std::vector<int16_t> words;
+        std::vector<int32_t> pairs;
         int64_t stride;
         // At the beginning of a line of the cache: loads of 64 codes then touch one each.
         int8_t* first_code() { return codes.data() + (LINE - reinterpret_cast<uintptr_t>(codes.data()) % LINE) % LINE; }

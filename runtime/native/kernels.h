@@ -40,6 +40,10 @@ struct Inputs {
     const int8_t* codes;  // others: [rows][stride]
     const float* step;    // [rows][groups]
     const int32_t* sums;  // [rows][groups]
+    // Of paths that multiply words (Path::widen), else null: the codes once more, of each four the second and fourth, then
+    // the first and third, and Σ of the products of the first two and of the last two.
+    const int16_t* wide;   // [rows][stride]
+    const int32_t* pairs;  // [rows][groups]
 };
 
 // Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
@@ -114,6 +118,8 @@ struct Path {
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
     // One row of inputs as layer w wants them. `values` has w.inputs floats; scratch as many.
     void (*quantize)(const Weights& w, const float* values, int8_t* codes, float* step, int32_t* sums, float* scratch);
+    // One row's codes as words, where w's products want them (words.h); null where the path multiplies bytes.
+    void (*widen)(const Weights& w, const int8_t* codes, int16_t* wide, int32_t* pairs);
     // out = x / rms(x) · (weight + offset); scratch: the next power of two above `size` floats.
     void (*norm)(const float* x, const float* weight, int64_t size, float eps, float offset, float* out, float* scratch);
     void (*gated)(const float* gate, const float* up, int64_t size, bool gelu, float* out);

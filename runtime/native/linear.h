@@ -138,13 +138,13 @@ template <class Scheme>
 constexpr int64_t short_inputs = SHORT_SUMS ? Scheme::SHORT : 0;
 
 // The same where registers are few: 16 outputs at a time, of a chunk of inputs, so that both halves of it come from the
-// cache of the first level. Codes that are small enough are summed in 16 bits, and widened once a chunk.
-template <class Scheme, int M>
-inline void narrow_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
+// cache of the first level. Codes that are small enough are summed in 16 bits, and widened once a chunk. `x`: the row's
+// codes, or the same as words.
+template <class Scheme, int M, class X>
+inline void narrow_product(const Weights& w, const Inputs& in, const X* x, int64_t row, int64_t block, float* tile) {
     constexpr int64_t STEP = Scheme::STEP, CHUNK = short_inputs<Scheme> > 0 ? short_inputs<Scheme> : 16 * STEP;
     const int64_t groups = w.groups, size = w.group;
     const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
-    const int8_t* x = in.codes + row * in.stride;
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
     const Scheme scheme(w);
@@ -268,6 +268,15 @@ void linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, flo
     }
 }
 
+#if defined(SPECPRESS_WORDS)
+// words.h
+constexpr int64_t PANEL_ROWS = 16;  // fewer do not pay for widening weights into memory
+template <int M, int I, class Scheme, class Raw>
+inline void word_parts(const Scheme& scheme, Raw raw, const int16_t* x, int64_t stride, I16 (&sums)[M]);
+template <class Scheme>
+void panel_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
+#endif
+
 #if defined(__AMX_INT8__)
 // amx.h
 constexpr int64_t TILED_ROWS = 16;  // fewer are as fast without tiles
@@ -275,11 +284,15 @@ template <class Scheme>
 void tiled_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to);
 #endif
 
-// The same of an integer scheme: many rows in tiles, where the path has them.
+// The same of an integer scheme: many rows in tiles or panels, where the path has them.
 template <class Scheme>
 void integer_linear(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
 #if defined(__AMX_INT8__)
     if (in.rows >= TILED_ROWS) return tiled_linear<Scheme>(w, in, first, last, y, stride, add_to);
+#endif
+#if defined(SPECPRESS_WORDS)
+    if constexpr (Scheme::SHORT == 0)
+        if (in.wide && in.rows >= PANEL_ROWS) return panel_linear<Scheme>(w, in, first, last, y, stride, add_to);
 #endif
     linear<Scheme>(w, in, first, last, y, stride, add_to);
 }
@@ -340,6 +353,21 @@ struct IntegerScheme {
                 acc[m][h] = sums[m];
         }
     }
+#if defined(SPECPRESS_WORDS)
+    template <int M>
+    inline void half(const uint8_t* codes, const int16_t* x, int64_t inputs, int64_t stride, int h, I16 (&acc)[M][2]) const {
+        const auto& self = static_cast<const Scheme&>(*this);
+        I16 sums[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) sums[m] = acc[m][h];
+        for (int64_t k = 0; k < inputs; k += INPUTS, codes += 128) {
+            self.fetch(codes + AHEAD);
+            word_parts<M, 0>(self, self.read(codes), x + k, stride, sums);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) acc[m][h] = sums[m];
+    }
+#endif
     template <int M, int I, class Raw>
     inline void parts_of_half(Raw raw, const int8_t* x, int64_t stride, I16 (&sums)[M]) const {
         if constexpr (I < INPUTS / 4) {
@@ -362,8 +390,12 @@ struct IntegerScheme {
         if constexpr (M > 1) return paired_product<Scheme, M>(w, in, row, block, tile);
 #endif
         // One or two rows of sums that are 32 bits wide have room for both vectors.
+#if defined(SPECPRESS_WORDS)
+        if constexpr (Scheme::SHORT == 0 && M > 2)
+            if (in.wide) return narrow_product<Scheme, M>(w, in, in.wide + row * in.stride, row, block, tile);
+#endif
         if constexpr (NARROW && (short_inputs<Scheme> > 0 || M > 2))
-            narrow_product<Scheme, M>(w, in, row, block, tile);
+            narrow_product<Scheme, M>(w, in, in.codes + row * in.stride, row, block, tile);
         else
             small_product<Scheme, M>(w, in, row, block, tile);
     }
@@ -373,4 +405,7 @@ struct IntegerScheme {
 
 #if defined(__AMX_INT8__)
 #include "amx.h"
+#endif
+#if defined(SPECPRESS_WORDS)
+#include "words.h"
 #endif

@@ -15,6 +15,11 @@ void linear_ternary(const Weights&, const Inputs&, int64_t, int64_t, float*, int
 void linear_nested(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_upper(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void quantize(const Weights&, const float*, int8_t*, float*, int32_t*, float*);
+#if defined(SPECPRESS_WORDS)
+void widen(const Weights&, const int8_t*, int16_t*, int32_t*);
+#else
+constexpr void (*widen)(const Weights&, const int8_t*, int16_t*, int32_t*) = nullptr;
+#endif
 void norm(const float*, const float*, int64_t, float, float, float*, float*);
 void gated(const float*, const float*, int64_t, bool, float*);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
@@ -30,7 +35,7 @@ int64_t largest(const float*, int64_t, int64_t);
 extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper},
-    quantize, norm, gated, rotate, remember, attend, attend_split, choose, attention_scratch, attention_part, tile_rows, largest, UNSIGNED_DOT,
+    quantize, widen, norm, gated, rotate, remember, attend, attend_split, choose, attention_scratch, attention_part, tile_rows, largest, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

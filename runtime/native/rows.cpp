@@ -157,6 +157,19 @@ void quantize(const Weights& w, const float* values, int8_t* codes, float* step,
     }
 }
 
+#if defined(SPECPRESS_WORDS)
+void widen(const Weights& w, const int8_t* codes, int16_t* wide, int32_t* pairs) {
+    for (int64_t g = 0; g < w.groups; g++) {
+        int32_t sum = 0;
+        for (int64_t k = 0; k < w.group; k += 4, codes += 4, wide += 4) {
+            wide[0] = codes[1], wide[1] = codes[3], wide[2] = codes[0], wide[3] = codes[2];
+            sum += codes[0] * codes[1] + codes[2] * codes[3];
+        }
+        pairs[g] = sum;
+    }
+}
+#endif
+
 // Σ of `size` values, halving; the values are lost.
 static float tree_sum(float* x, int64_t size) {
     int64_t width = 1;

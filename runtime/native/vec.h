@@ -124,6 +124,7 @@ constexpr int MAX_ROWS = 4;     // 4 rows x 1 vector of accumulators, which is t
 constexpr bool NARROW = true;   // so products take one vector of outputs at a time
 constexpr bool SHORT_SUMS = true;  // sums of 16 bits, two products each: add_pairs, widen_pairs
 constexpr bool UNSIGNED_DOT = false;
+#define SPECPRESS_WORDS  // codes of 8 bits are multiplied as words: words.h
 #endif
 
 struct F16 { __m256 a, b; };

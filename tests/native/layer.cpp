@@ -193,15 +193,22 @@ TestInputs::TestInputs(const NamedPath& path, const Weights& w, const Floats& x,
             path.kernels->quantize(w, own.data(), codes.data() + row * inputs.stride, step.data() + row * w.groups,
                                    sums.data() + row * w.groups, scratch.data());
         }
+        if (path.kernels->widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED)) {
+            words = std::vector<int16_t>(size, 77);
+            pairs = std::vector<int32_t>(static_cast<size_t>(rows * w.groups));
+            for (int64_t row = 0; row < rows; row++)
+                path.kernels->widen(w, codes.data() + row * inputs.stride, words.data() + row * inputs.stride, pairs.data() + row * w.groups);
+        }
     }
     inputs = of(0, rows);
 }
 
 Inputs TestInputs::of(int64_t first, int64_t count) const {
     const int64_t at = first * inputs.stride, group = first * inputs.groups;
-    Inputs out = {count, inputs.stride, inputs.groups, nullptr, nullptr, nullptr, nullptr};
+    Inputs out = {count, inputs.stride, inputs.groups, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     if (!values.empty()) out.values = values.data() + at;
     if (!codes.empty()) out.codes = codes.data() + at, out.step = step.data() + group, out.sums = sums.data() + group;
+    if (!words.empty()) out.wide = words.data() + at, out.pairs = pairs.data() + group;
     return out;
 }
 

@@ -58,6 +58,8 @@ struct TestInputs {
     std::vector<int8_t> codes;
     Floats step;
     std::vector<int32_t> sums;
+    std::vector<int16_t> words;
+    std::vector<int32_t> pairs;
 };
 
 }  // namespace kernels_test
