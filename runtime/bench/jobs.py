@@ -55,7 +55,7 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
 
         def opened(name: str, role: str, is_shape: bool, planes: bool = False) -> Model:
             path = write_shape(name, options.scheme, Path(folder) / f"{role}-{name}") if is_shape else name
-            return load(path, device=options.device, threads=options.threads, planes=planes)
+            return load(path, device=options.device, kernels=options.kernels, threads=options.threads, planes=planes)
 
         model = opened(shape or str(options.target), "target", shape is not None, planes="nested" in kinds)
         source = draft if draft is not None or model.draft_path is None else str(model.draft_path)

@@ -107,6 +107,7 @@ class JobOptions:
     ] = None
     threads: Threads = None
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu"
+    kernels: Annotated[str, typer.Option(help="As `load` takes them: auto, a native path, reference, …")] = "auto"
     json_file: Json = None
 
 
