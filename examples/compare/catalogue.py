@@ -11,12 +11,14 @@ class Engine:
     worker  module in workers/.
     peer    runs in the peers' environment; False: in ours.
     model   name of the model among the shape's models; "" for ours, which is written anew for each run.
+    bound   why it cannot be held to fewer instructions than the processor has; "": it can.
     """
 
     name: str
     worker: str
     peer: bool
     model: str
+    bound: str = ""
 
 
 OURS = Engine("specpress", "specpress", False, "")
@@ -26,8 +28,8 @@ def _llama_cpp(kind: str) -> Engine:
     return Engine(f"llama.cpp {kind}", "llama_cpp", True, f"{kind}.gguf")
 
 
-def _openvino(scheme: str) -> Engine:
-    return Engine(f"OpenVINO {scheme}", "openvino_engine", True, f"openvino-{scheme}")
+def _openvino(scheme: str, bound: str = "") -> Engine:
+    return Engine(f"OpenVINO {scheme}", "openvino_engine", True, f"openvino-{scheme}", bound)
 
 
 def llama_bench(kind: str) -> Engine:
@@ -37,7 +39,7 @@ def llama_bench(kind: str) -> Engine:
 
 GGUF = {"int4": ("Q4_0", "Q4_K_M"), "int8": ("Q8_0",), "ternary": ("TQ2_0",), "nf4": ()}
 SCHEMES: dict[str, tuple[Engine, ...]] = {
-    "int4": (OURS, *map(_llama_cpp, GGUF["int4"]), _openvino("int4")),
+    "int4": (OURS, *map(_llama_cpp, GGUF["int4"]), _openvino("int4", "its product of 4-bit weights asks the processor")),
     "int8": (OURS, *map(_llama_cpp, GGUF["int8"]), _openvino("int8")),
     "ternary": (OURS, *map(_llama_cpp, GGUF["ternary"])),
     "nf4": (OURS, Engine("bitsandbytes nf4", "bitsandbytes_engine", False, "bitsandbytes-nf4")),

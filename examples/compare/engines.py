@@ -68,6 +68,10 @@ def main(
             raise UserError(f"--kernels: expected auto or avx2, found {kernels!r}")
         binary = None if llama_bench_path is None else bench_binary(llama_bench_path, llama_bench_arguments)
         lists = {name: [*SCHEMES[name], *(map(llama_bench, GGUF[name]) if binary else ())] for name in chosen}
+        if kernels != "auto":
+            for engine in dict.fromkeys(engine for name in chosen for engine in lists[name] if engine.bound):
+                say(f"left out: {engine.name} cannot be held to {kernels} ({engine.bound})")
+            lists = {name: [engine for engine in lists[name] if not engine.bound] for name in chosen}
         engines = [engine for name in chosen for engine in lists[name]]
         pythons = interpreters(peer_python, "peers", any(engine.peer for engine in engines))
         writable("--json", json_file)
