@@ -21,6 +21,7 @@ class Engine:
     bound: str = ""
 
 
+_OPENVINO = "its products of compressed weights ask the processor what it has"
 OURS = Engine("specpress", "specpress", False, "")
 
 
@@ -39,8 +40,8 @@ def llama_bench(kind: str) -> Engine:
 
 GGUF = {"int4": ("Q4_0", "Q4_K_M"), "int8": ("Q8_0",), "ternary": ("TQ2_0",), "nf4": ()}
 SCHEMES: dict[str, tuple[Engine, ...]] = {
-    "int4": (OURS, *map(_llama_cpp, GGUF["int4"]), _openvino("int4", "its product of 4-bit weights asks the processor")),
-    "int8": (OURS, *map(_llama_cpp, GGUF["int8"]), _openvino("int8")),
+    "int4": (OURS, *map(_llama_cpp, GGUF["int4"]), _openvino("int4", _OPENVINO)),
+    "int8": (OURS, *map(_llama_cpp, GGUF["int8"]), _openvino("int8", _OPENVINO)),
     "ternary": (OURS, *map(_llama_cpp, GGUF["ternary"])),
     "nf4": (OURS, Engine("bitsandbytes nf4", "bitsandbytes_engine", False, "bitsandbytes-nf4")),
 }
