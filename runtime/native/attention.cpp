@@ -52,7 +52,7 @@ struct FloatBlock {
     FloatBlock(const Block& b, int64_t width)
         : keys(static_cast<const float*>(b.keys)), values(static_cast<const float*>(b.values)), wide(width) {}
     F16 key(int64_t d, int v) const { return load(keys + d * KEYS + v * LANES); }
-    F16 value(int64_t j, int64_t d) const { return load(values + j * wide + d); }
+    F16 value(int64_t j, int64_t d, F16) const { return load(values + j * wide + d); }
     F16 key_scale(int) const { return zero(); }
     F16 value_scale(int64_t) const { return zero(); }
     static F16 scaled(F16 x, F16) { return x; }
@@ -67,7 +67,7 @@ struct Int8Block {
         : keys(static_cast<const int8_t*>(b.keys)), values(static_cast<const int8_t*>(b.values)), key_scales(b.key_scale),
           value_scales(b.value_scale), wide(width) {}
     F16 key(int64_t d, int v) const { return load_bytes(keys + d * KEYS + v * LANES); }
-    F16 value(int64_t j, int64_t d) const { return load_bytes(values + j * wide + d); }
+    F16 value(int64_t j, int64_t d, F16 scale) const { return mul(load_bytes(values + j * wide + d), scale); }
     F16 key_scale(int v) const { return load(key_scales + v * LANES); }
     F16 value_scale(int64_t j) const { return set(value_scales[j]); }
     static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
@@ -86,9 +86,11 @@ struct Int4Block {
         constexpr int HALF = KEYS / LANES / 2;
         return load_nibbles(keys + d * (KEYS / 2) + v % HALF * LANES, v < HALF ? 0 : 4);
     }
-    F16 value(int64_t j, int64_t d) const { return load_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4); }
+    F16 value(int64_t j, int64_t d, F16 scale) const {
+        return scaled_nibbles(values + j * half + (d < half ? d : d - half), d < half ? 0 : 4, scale);
+    }
     F16 key_scale(int v) const { return load(key_scales + v * LANES); }
-    F16 value_scale(int64_t j) const { return set(value_scales[j]); }
+    F16 value_scale(int64_t j) const { return nibble_table(value_scales[j]); }
     static F16 scaled(F16 code, F16 scale) { return mul(code, scale); }
 };
 
@@ -147,7 +149,7 @@ static inline void mix(const float* weights, const Block* blocks, Range r, int64
             const F16 scale = block.value_scale(begin - base);
             F16 x[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) x[v] = block.scaled(block.value(begin - base, from + v * LANES), scale);
+            for (int v = 0; v < V; v++) x[v] = block.value(begin - base, from + v * LANES, scale);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 const F16 w = set(weights[m * SPLIT + begin]);

@@ -60,13 +60,18 @@ inline void store_bytes(int8_t* p, I16 a) { _mm_storeu_si128(reinterpret_cast<__
 inline F16 load_bytes(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-// Sixteen nibbles, at bit `shift` of their bytes, minus 8.
-inline F16 load_nibbles(const uint8_t* p, int shift) {
-    // A permutation by the four bits is what they stand for.
-    const __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512i raw = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return {_mm512_permutexvar_ps(_mm512_srlv_epi32(raw, _mm512_set1_epi32(shift)), codes)};
+// Sixteen nibbles, at bit `shift` (0 or 4) of their bytes: entries of a table of sixteen, which reads the lower four bits.
+inline F16 look_up_nibbles(const uint8_t* p, int shift, F16 entries) {
+    __m512i raw = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if (shift) raw = _mm512_srli_epi32(raw, 4);
+    return {_mm512_permutexvar_ps(raw, entries.v)};
 }
+inline F16 nibble_codes() { return {_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)}; }
+// The same, minus 8.
+inline F16 load_nibbles(const uint8_t* p, int shift) { return look_up_nibbles(p, shift, nibble_codes()); }
+// Minus 8 and times a scale: the multiplications are those of the table alone.
+inline F16 nibble_table(float scale) { return mul(nibble_codes(), set(scale)); }
+inline F16 scaled_nibbles(const uint8_t* p, int shift, F16 products) { return look_up_nibbles(p, shift, products); }
 inline F16 load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
@@ -395,6 +400,12 @@ inline I16 dot_signed(I16 acc, B64 w, X4 x) {
     return acc;
 }
 #undef SPECPRESS_LANES
+#endif
+
+#if !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__))
+// Nibbles minus 8 and times a scale: how scaled_nibbles wants it, and they.
+inline F16 nibble_table(float scale) { return set(scale); }
+inline F16 scaled_nibbles(const uint8_t* p, int shift, F16 scale) { return mul(load_nibbles(p, shift), scale); }
 #endif
 
 // Sum and maximum of the lanes, halving: lane i and lane i + 8 first.
