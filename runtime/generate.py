@@ -214,7 +214,7 @@ def _kernels(decoder: "Decoder") -> str:
 
     shown = f"{described(decoder)}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
     native = available("cpu")[0]
-    missing = decoder.kernels == "reference" and decoder.device.type == "cpu" and not native.usable
+    missing = decoder.kernels == "plain-torch" and decoder.device.type == "cpu" and not native.usable
     return f"{shown} ({native.why})" if missing else shown
 
 
