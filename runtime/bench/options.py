@@ -69,6 +69,16 @@ class VerifyOptions(LayerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DigestOptions:
+    """Of `digest`."""
+
+    target: Annotated[str, typer.Option(help="A model directory, run folder, GGUF file or hub name.", show_default=False)]
+    kernels: Annotated[str, typer.Option(help="auto, reference, or the name of one native path.")] = "auto"
+    threads: Threads = None
+    json_file: Json = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """What `speculate` and `load` share: a target, its drafter and prompts."""
 

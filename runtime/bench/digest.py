@@ -1,0 +1,92 @@
+"""Digests of a model's logits on a fixed text: the same on every machine, so that anybody can check what a run promised.
+
+They are SHA-256 over float32 numbers, little-endian, row after row. The text is a few token ids from a formula, so that no
+tokenizer takes part: a prompt in one forward, some tokens one by one, and a tree of drafted ones, with every kind of cache.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.contract import CacheKind, Decoder, Rows
+from runtime.errors import UserError
+from runtime.files import read_json
+from runtime.model.reference import BaseDecoder
+
+KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
+PROMPT, STEPS = 16, 4
+# Parents of the tree's rows, and how far each lies behind the text.
+_TREE, _DEPTH = (-1, 0, 0, 1, 2, 4, -1), (0, 1, 1, 2, 2, 3, 0)
+_TOKENS = PROMPT + STEPS + len(_TREE)
+# 2^32 over the golden ratio: multiples of it are spread evenly (Knuth).
+_SPREAD = 2_654_435_769
+MANIFEST = "manifest.json"
+
+
+def refusal(decoder: Decoder) -> str | None:
+    """Why there is no digest of this decoder's logits; None where there is one."""
+    if not isinstance(decoder, BaseDecoder):
+        return "transformers runs this model, whose bits differ from machine to machine"
+    if not decoder.kernel.everywhere:
+        return f"the kernels {decoder.kernels!r} have other bits on other machines"
+    if decoder.max_positions < PROMPT + STEPS + max(_DEPTH) + 1:
+        return f"the model takes no more than {decoder.max_positions} tokens"
+    return None
+
+
+@torch.inference_mode()
+def digests(decoder: Decoder) -> dict[str, str]:
+    """By cache and part ("int8 tree"): the SHA-256 of its logits in hexadecimal.
+
+    Raises UserError where `refusal` says why, and for logits that are no finite numbers.
+    """
+    if (why := refusal(decoder)) is not None:
+        raise UserError(f"there is no digest: {why}")
+    ids = torch.arange(1, _TOKENS + 1) * _SPREAD % (1 << 32) * decoder.vocab_size >> 32
+    found = {}
+    for kind in KINDS:
+        for part, logits in _logits(decoder, ids, kind).items():
+            if not torch.isfinite(logits).all():
+                raise UserError(f"there is no digest: logits hold NaN or Inf ({kind} {part})")
+            found[f"{kind} {part}"] = hashlib.sha256(logits.numpy().astype("<f4").tobytes()).hexdigest()
+    return found
+
+
+def _logits(decoder: Decoder, ids: Tensor, kind: CacheKind) -> dict[str, Tensor]:
+    cache = decoder.new_cache(kind)
+    request = cache.open(_TOKENS)
+    text, tree = ids[: PROMPT + STEPS], ids[PROMPT + STEPS :]
+
+    def chain(first: int, count: int) -> Tensor:
+        return decoder.forward(text[first : first + count], Rows.chains([(request, first, count)]), cache).logits
+
+    prefill = chain(0, PROMPT)
+    decode = torch.cat([chain(PROMPT + step, 1) for step in range(STEPS)])
+    rows = Rows(torch.full((len(_TREE),), request), torch.tensor(_DEPTH) + len(text), torch.tensor(_TREE))
+    return {"prefill": prefill, "decode": decode, "tree": decoder.forward(tree, rows, cache).logits}
+
+
+def entry(decoder: Decoder) -> dict[str, Any]:
+    """What a run's manifest says under "logits": the digests, or null and why."""
+    why = refusal(decoder)
+    return {"sha256": None, "why": why} if why is not None else {"sha256": digests(decoder), "why": None}
+
+
+def promised(model: Path) -> dict[str, Any] | None:
+    """The entry of the run whose model's directory this is; None where it is no run's. Raises UserError for a broken one."""
+    manifest = model.parent / MANIFEST
+    if model.name != "model" or not manifest.is_file():
+        return None
+    found = read_json(manifest).get("logits") or {"sha256": None, "why": "it was written before there were digests"}
+    expected = found.get("sha256") if isinstance(found, dict) else ()
+    if not (expected is None or isinstance(expected, dict)):
+        raise UserError(f"{manifest}: logits must hold digests by name, found something else: restore the file")
+    return dict(found)
+
+
+def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """The parts whose digests are not the expected ones."""
+    return [part for part in {**expected, **found} if found.get(part) != expected.get(part)]
