@@ -37,24 +37,22 @@ def fused_sum(left: Tensor, right: Tensor) -> Tensor:
     if not total.numel():
         return rounded
     left = left.double()
-    sums = total.new_empty((max(1, min(steps, _AT_ONCE // total.numel())), *shape))
-    done = 0
+    count, done = max(1, _AT_ONCE // total.numel()), 0
     while done < steps:
-        end = min(done + len(sums), steps)
-        made, start = sums[: end - done], rounded.clone()
-        torch.mul(left[done:end], right[done:end], out=made)
+        end = min(done + count, steps)
+        made, start = left[done:end] * right[done:end], rounded
         for term in made.unbind(0):
-            rounded.copy_(term.add_(total))
-            total.copy_(rounded)
+            rounded = term.add_(total).float()
+            total = rounded.double()
         wrong = _twice_rounded(made, start, left[done:end], right[done:end])
         if wrong is None:
             done = end
             continue
         # Rare: goes on after the first step that had to be mended.
         step, at, values = wrong
-        rounded.copy_(made[step])
+        rounded = made[step].float()
         rounded[at] = values
-        total.copy_(rounded)
+        total = rounded.double()
         done += step + 1
     return rounded
 
