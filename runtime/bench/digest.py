@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.checkpoints.architecture import configuration
+from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import CacheKind, Decoder, Rows
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.kernels.dispatch import choose
+from runtime.model.load import load, own_architecture
 from runtime.model.reference import BaseDecoder
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
@@ -26,31 +30,33 @@ _SPREAD = 2_654_435_769
 MANIFEST = "manifest.json"
 
 
-def refusal(decoder: Decoder) -> str | None:
-    """Why there is no digest of this decoder's logits; None where there is one."""
-    if not isinstance(decoder, BaseDecoder):
-        return "transformers runs this model, whose bits differ from machine to machine"
-    if not decoder.kernel.everywhere:
-        return f"the kernels {decoder.kernels!r} have other bits on other machines"
-    if decoder.max_positions < PROMPT + STEPS + max(_DEPTH) + 1:
-        return f"the model takes no more than {decoder.max_positions} tokens"
-    return None
+_ADAPTED = "transformers runs this model, whose bits differ from machine to machine"
+_LOCAL = "the kernels {!r} have bits of their own on every machine; use a native path, or reference"
+
+
+class NoDigest(UserError):
+    """Why a model's logits have no digest."""
 
 
 @torch.inference_mode()
 def digests(decoder: Decoder) -> dict[str, str]:
     """By cache and part ("int8 tree"): the SHA-256 of its logits in hexadecimal.
 
-    Raises UserError where `refusal` says why, and for logits that are no finite numbers.
+    Raises NoDigest for a model or kernels with other bits on other machines, fewer positions than the text has, and
+    logits that are no finite numbers.
     """
-    if (why := refusal(decoder)) is not None:
-        raise UserError(f"there is no digest: {why}")
+    if not isinstance(decoder, BaseDecoder):
+        raise NoDigest(_ADAPTED)
+    if not decoder.kernel.everywhere:
+        raise NoDigest(_LOCAL.format(decoder.kernels))
+    if decoder.max_positions < PROMPT + STEPS + max(_DEPTH) + 1:
+        raise NoDigest(f"the model takes no more than {decoder.max_positions} tokens")
     ids = torch.arange(1, _TOKENS + 1) * _SPREAD % (1 << 32) * decoder.vocab_size >> 32
     found = {}
     for kind in KINDS:
         for part, logits in _logits(decoder, ids, kind).items():
             if not torch.isfinite(logits).all():
-                raise UserError(f"there is no digest: logits hold NaN or Inf ({kind} {part})")
+                raise NoDigest(f"logits hold NaN or Inf ({kind} {part})")
             found[f"{kind} {part}"] = hashlib.sha256(logits.numpy().astype("<f4").tobytes()).hexdigest()
     return found
 
@@ -69,10 +75,24 @@ def _logits(decoder: Decoder, ids: Tensor, kind: CacheKind) -> dict[str, Tensor]
     return {"prefill": prefill, "decode": decode, "tree": decoder.forward(tree, rows, cache).logits}
 
 
-def entry(decoder: Decoder) -> dict[str, Any]:
-    """What a run's manifest says under "logits": the digests, or null and why."""
-    why = refusal(decoder)
-    return {"sha256": None, "why": why} if why is not None else {"sha256": digests(decoder), "why": None}
+def entry(model: Path, threads: int | None) -> dict[str, Any]:
+    """What a run's manifest says of its model's directory under "logits": the digests, or null and why.
+
+    `threads` as `load` has them. Loads the model only where it has digests.
+    """
+    why: str | None
+    kernel = choose("auto", "cpu")
+    if own_architecture(configuration(open_checkpoint(model))) is None:
+        why = _ADAPTED
+    elif not kernel.everywhere:
+        why = _LOCAL.format(kernel.name)
+    else:
+        decoder = load(model, threads=threads).decoder
+        try:
+            return {"sha256": digests(decoder), "why": None}
+        except NoDigest as error:
+            why = str(error)
+    return {"sha256": None, "why": why}
 
 
 def promised(model: Path) -> dict[str, Any] | None:
