@@ -2,8 +2,8 @@
 
     python -m tests.one_text KERNELS     writes tests/one_text.json, the digests that the tests expect, by these kernels
 
-The models come from numbers that are the same everywhere (random_checkpoints.Stable); nothing here asks torch for random
-numbers, for sums, or for functions whose last bits are a library's.
+The models come from numbers that are the same everywhere (random_checkpoints.Stable); nothing here asks torch for
+random numbers, for sums, or for functions whose last bits are a library's.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +135,7 @@ def digests(subject: Subject, kernels: str, kinds: Sequence[CacheKind] = KINDS) 
 
 
 def every() -> list[Subject]:
+    """What is stored, in its order."""
     return [*(subject for family in FAMILY for subject in subjects(family)), *PAIR_SUBJECTS, *LONG, *LONGER]
 
 

@@ -17,11 +17,11 @@ from runtime.contract import CacheKind, Out, Rows
 from runtime.model.reference import BaseDecoder
 from tests.random_checkpoints import draw
 
-PATHS = ("reference", *(name for name in native.PATHS if native.usable(name)[0]))
+PATHS = ("reference", "plain-torch", *(name for name in native.PATHS if native.usable(name)[0]))
 MODELS, CHUNK = 1000, 50
 # One of every library's layouts, and families that differ in structure.
 QUICK = (8, 18, 25, 36, 46, 55, 73)
-# The reference takes a while. The first has heads of 10, whose products torch tiles unfairly (kernels/exact.py).
+# The reference takes a while. The first has heads of 10, whose products torch tiles unfairly (kernels/tiles.py).
 QUICK_REFERENCE = (16, 7)
 WIDEST = 20
 # Found bits, bits that were expected, and where.

@@ -1,7 +1,7 @@
 """The commands `kernels`, `decode`, `verify`, `speculate`, `load` and `digest` of `python -m runtime.bench`.
 
-The first three time layers and forwards of real architectures with random weights: they are for speed only. The next two
-run whole texts through the engine, with and without speculation. The last one times nothing.
+The first three time layers and forwards of real architectures with random weights: they are for speed only. The next
+two run whole texts through the engine, with and without speculation. The last one times nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,8 @@
-"""Digests of a model's logits on a fixed text: the same on every machine, so that anybody can check what a run promised.
+"""Digests of a model's logits on a fixed text: the same on every machine, so that anybody can check what a run says.
 
-They are SHA-256 over float32 numbers, little-endian, row after row. The text is a few token ids from a formula, so that no
-tokenizer takes part: a prompt in one forward, some tokens one by one, and a tree of drafted ones, with every kind of cache.
+They are SHA-256 over float32 numbers, little-endian, row after row. The text is a few token ids from a formula, so that
+no tokenizer takes part: a prompt in one forward, some tokens one by one, and a tree of drafted ones, with every kind of
+cache.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ _ADAPTED = "transformers runs this model, whose bits differ from machine to mach
 _LOCAL = "the kernels {!r} have bits of their own on every machine; use a native path, or reference"
 
 
-class NoDigest(UserError):
+class NoDigestError(UserError):
     """Why a model's logits have no digest."""
 
 
@@ -42,21 +43,21 @@ class NoDigest(UserError):
 def digests(decoder: Decoder) -> dict[str, str]:
     """By cache and part ("int8 tree"): the SHA-256 of its logits in hexadecimal.
 
-    Raises NoDigest for a model or kernels with other bits on other machines, fewer positions than the text has, and
-    logits that are no finite numbers.
+    Raises NoDigestError for a model or kernels with other bits on other machines, fewer positions than the text has,
+    and logits that are no finite numbers.
     """
     if not isinstance(decoder, BaseDecoder):
-        raise NoDigest(_ADAPTED)
+        raise NoDigestError(_ADAPTED)
     if not decoder.kernel.everywhere:
-        raise NoDigest(_LOCAL.format(decoder.kernels))
+        raise NoDigestError(_LOCAL.format(decoder.kernels))
     if decoder.max_positions < PROMPT + STEPS + max(_DEPTH) + 1:
-        raise NoDigest(f"the model takes no more than {decoder.max_positions} tokens")
+        raise NoDigestError(f"the model takes no more than {decoder.max_positions} tokens")
     ids = torch.arange(1, _TOKENS + 1) * _SPREAD % (1 << 32) * decoder.vocab_size >> 32
     found = {}
     for kind in KINDS:
         for part, logits in _logits(decoder, ids, kind).items():
             if not torch.isfinite(logits).all():
-                raise NoDigest(f"logits hold NaN or Inf ({kind} {part})")
+                raise NoDigestError(f"logits hold NaN or Inf ({kind} {part})")
             found[f"{kind} {part}"] = hashlib.sha256(logits.numpy().astype("<f4").tobytes()).hexdigest()
     return found
 
@@ -90,13 +91,16 @@ def entry(model: Path, threads: int | None) -> dict[str, Any]:
         decoder = load(model, threads=threads).decoder
         try:
             return {"sha256": digests(decoder), "why": None}
-        except NoDigest as error:
+        except NoDigestError as error:
             why = str(error)
     return {"sha256": None, "why": why}
 
 
 def promised(model: Path) -> dict[str, Any] | None:
-    """The entry of the run whose model's directory this is; None where it is no run's. Raises UserError for a broken one."""
+    """The entry of the run whose model's directory this is; None where it is no run's.
+
+    Raises UserError for a broken one.
+    """
     manifest = model.parent / MANIFEST
     if model.name != "model" or not manifest.is_file():
         return None

@@ -84,7 +84,9 @@ def available(device: str = "cpu", threads: int | None = None, table: Sequence[C
     bnb_why = "installed" if has_bnb else "not installed (pip install 'specpress[bnb]')"
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
     plain = Kernel("plain-torch", True, "torch's products, the same bits at every width on one machine", exact=True)
-    meaning = Kernel("reference", True, "plain torch, the same bits on every machine, slow", exact=True, everywhere=True)
+    meaning = Kernel(
+        "reference", True, "plain torch, the same bits on every machine, slow", exact=True, everywhere=True
+    )
     triton = Kernel("triton", *usable(device), exact=True)
     more = libraries(triton, _capability(device, triton), library_choice.packaged() if table is None else table)
     if device.startswith("cuda"):
@@ -164,7 +166,7 @@ def _plain_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear
     if isinstance(weight, PackedWeight):
         if not KINDS[weight.scheme.kind].is_float:
             return packed_linear(weight)
-        weight, bias = dequantize(weight), weight.bias
+        return tiled_linear(dequantize(weight), weight.bias)
     return tiled_linear(weight, bias)
 
 

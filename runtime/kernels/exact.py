@@ -1,8 +1,8 @@
 """Arithmetic whose result depends on the values alone: neither on how many rows stand beside them, nor on the machine.
 
-Vectorised library functions treat the last few elements of an array with other code, and are other code on every kind of
-processor. Here every transcendental is built from operations that IEEE 754 rounds exactly, and every sum has one order.
-It is slow, and it is the meaning of the fast kernels. Products are in fused.py.
+Vectorised library functions treat the last few elements of an array with other code, and are other code on every kind
+of processor. Here every transcendental is built from operations that IEEE 754 rounds exactly, and every sum has one
+order. It is slow, and it is the meaning of the fast kernels. Products are in fused.py.
 """
 
 import decimal
@@ -22,9 +22,7 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 _EXP_LOWEST, _EXP_HIGHEST = -87.3, 88.3
 
 # π / 2 in parts of 28 bits and a rest, so that k times a part is exact for k < 2^25 (Cody and Waite).
-_QUARTERS = tuple(
-    map(float.fromhex, ("0x1.921fb54p+0", "0x1.10b461p-30", "0x1.a62633p-58", "0x1.45c06e0e68948p-86"))
-)
+_QUARTERS = tuple(map(float.fromhex, ("0x1.921fb54p+0", "0x1.10b461p-30", "0x1.a62633p-58", "0x1.45c06e0e68948p-86")))
 _TURN = 2.0 / math.pi
 # Taylor's coefficients of sin(r) / r and cos(r) in r², highest power first: what is left out is below 2^-54 at π / 4.
 _SIN = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(7, -1, -1))

@@ -23,9 +23,9 @@ from compress.records import RunFacts
 from runtime import load
 from runtime.bench.digest import digests
 from runtime.checkpoints.open import open_checkpoint
-from runtime.kernels.dispatch import choose
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.kernels.dispatch import choose
 
 Tiny = Callable[..., Path]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe", "gpt2")

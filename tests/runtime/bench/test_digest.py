@@ -72,8 +72,11 @@ def test_models_without_a_manifest_and_manifests_without_digests(run: Path, tiny
 
 
 def test_what_has_none_says_why(run: Path, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, words in (({"kernels": "plain-torch"}, "'plain-torch' have bits of their own"), ({"adapter": True}, "transformers")):
-        with pytest.raises(digest.NoDigest, match=words):
+    for options, words in (
+        ({"kernels": "plain-torch"}, "'plain-torch' have bits of their own"),
+        ({"adapter": True}, "transformers"),
+    ):
+        with pytest.raises(digest.NoDigestError, match=words):
             digest.digests(load(run, threads=1, **options).decoder)
     tensors = load_file(run / "model" / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")

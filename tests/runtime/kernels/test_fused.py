@@ -49,16 +49,18 @@ def test_sums_are_rounded_once_a_step(bits: int, spread: int) -> None:
 
 def test_sums_that_float64_rounds_to_a_middle() -> None:
     """1 + 2^-24 lies halfway between two floats, and what float64 cuts off decides: in the middle of a chunk, too."""
-    tiny = 2.0**-40
-    steps = [(1.0, 1.0), (1 + 2.0**-23, 2.0**-24), (tiny, tiny), (2.0**-12, 2.0**-12 * (1 + 2.0**-23)), (1.0, 0.5)]
-    chosen = [(1.0, 1.0), (2.0**-12 + 2.0**-35, 2.0**-12 - 2.0**-35), (-1.0, 2.0**-25)]
-    for listed in (steps, chosen, [(1.0, 2.0**-0), (2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23))]):
-        pairs = torch.tensor(listed, dtype=torch.float64).float()
-        left, right = (pairs[:, side : side + 1] for side in (0, 1))
-        assert torch.equal(fused_sum(left, right), by_fractions(left, right))
-    # The positive: rounded twice, the last of these is another number.
-    total = torch.tensor(1.0, dtype=torch.float64) + left[1].double() * right[1].double()
-    assert not torch.equal(total.float(), fused_sum(left, right)) or bool(total.float() == 1.0)
+    e = 2.0**-12
+    # 2^-24 and a bit that float64 cuts off: (1 + e)(1 − e + e²) = 1 + e³.
+    more = (e * (1 + e), e * (1 - e + e * e))
+    steps = [(1.0, 1.0), more, (1.0, 0.5), (1.0, -0.5), (2.0**-40, 2.0**-40), more, (1.0, 3.0)]
+    # As often in a column beside others, each of which goes on from its own mended sum.
+    columns = [steps, [(-a, b) for a, b in steps], [(1.0, 2.0)] * len(steps), steps[2:] + steps[:2]]
+    pairs = torch.tensor(columns, dtype=torch.float64).float().transpose(0, 1)
+    left, right = pairs[..., 0], pairs[..., 1]
+    assert torch.equal(fused_sum(left, right), by_fractions(left, right))
+    # The positive: rounded twice it would be another number.
+    assert float(fused_sum(left[:2], right[:2])[0]) == 1 + 2.0**-23
+    assert float((1.0 + left[1].double() * right[1].double()).float()[0]) == 1.0
 
 
 def test_numbers_below_the_least_normal_one() -> None:

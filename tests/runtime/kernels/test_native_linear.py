@@ -133,7 +133,9 @@ def test_equals_the_reference_on_any_layer(native_path: str, packed: Packed, dat
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("n", "k"), [(45, 131), (64, 256), (1, 1), (33, 1000)])
-def test_float_layers_equal_the_reference_and_float64_within_a_bound(native_path: str, dtype: str, n: int, k: int) -> None:
+def test_float_layers_equal_the_reference_and_float64_within_a_bound(
+    native_path: str, dtype: str, n: int, k: int
+) -> None:
     weight, bias = float_case(dtype, n, k)
     x = torch.randn(21, k, generator=generator(4))
     for added in (None, bias):
