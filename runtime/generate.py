@@ -104,7 +104,8 @@ def main(
         str,
         typer.Option(
             help="auto, or by name: amx-int8, avx512-vnni, avx-vnni, avx2, neon-i8mm, neon-dotprod, portable,"
-            " plain-torch or reference; on GPUs triton, library, torch-int-mm, torch-int4, torch-scaled-mm, torch or bitsandbytes."
+            " plain-torch or reference; on GPUs triton, library, torch-int-mm, torch-int4, torch-scaled-mm, torch or"
+            " bitsandbytes."
         ),
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
