@@ -125,6 +125,7 @@ setup(
                 for name in (
                     "vec",
                     "neon",
+                    "fused",
                     "kernels",
                     "paths",
                     "linear",

@@ -103,8 +103,9 @@ def main(
     kernels: Annotated[
         str,
         typer.Option(
-            help="auto, or by name: amx-int8, avx512-vnni, avx-vnni, avx2, neon-i8mm, neon-dotprod, portable or"
-            " reference; on GPUs triton, library, torch-int-mm, torch-int4, torch-scaled-mm, torch or bitsandbytes."
+            help="auto, or by name: amx-int8, avx512-vnni, avx-vnni, avx2, neon-i8mm, neon-dotprod, portable,"
+            " plain-torch or reference; on GPUs triton, library, torch-int-mm, torch-int4, torch-scaled-mm, torch or"
+            " bitsandbytes."
         ),
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
@@ -214,7 +215,7 @@ def _kernels(decoder: "Decoder") -> str:
 
     shown = f"{described(decoder)}, {decoder.threads} thread{'' if decoder.threads == 1 else 's'}"
     native = available("cpu")[0]
-    missing = decoder.kernels == "reference" and decoder.device.type == "cpu" and not native.usable
+    missing = decoder.kernels == "plain-torch" and decoder.device.type == "cpu" and not native.usable
     return f"{shown} ({native.why})" if missing else shown
 
 

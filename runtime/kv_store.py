@@ -21,8 +21,10 @@ LIMITS = {"int8": 127.0, "int4": 7.0}
 VECTOR = 16
 # Bytes of a cache line, and of the widest load: stores begin at a multiple.
 LINE = 64
-# Keys of one attention product. Sums over keys go block by block, so their order is that of the absolute position.
+# Keys of a block.
 KEY_BLOCK = 64
+# Positions whose attention weights share a maximum. Sums go split by split, so their order is that of the position.
+SPLIT = 512
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ his own (tests/oracle/) shares nothing with runtime/formats/ but those descripti
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +37,48 @@ class Drawn:
         return folder
 
 
-def draw(seed: int, deepest: int = 3) -> Drawn:
-    """The model of a number: families and libraries in turn, everything else by chance; at most `deepest` blocks."""
-    rng = np.random.default_rng(seed)
+class Stable:
+    """What `draw` asks of numpy's generators, the same on every machine and by every numpy.
+
+    From Philox's raw words, which numpy promises not to change, by operations that IEEE 754 rounds.
+    """
+
+    def __init__(self, seed: int):
+        self._words = np.random.Philox(key=seed)
+
+    def random(self, size: Any = None) -> Any:
+        words = self._words.random_raw(math.prod(np.atleast_1d(1 if size is None else size)))
+        numbers = (words >> np.uint64(11)) * 2.0**-53
+        return float(numbers[0]) if size is None else numbers.reshape(size)
+
+    def integers(self, low: Any, high: Any = None, size: Any = None, endpoint: bool = False) -> Any:
+        low, high = (0, low) if high is None else (low, high)
+        found = low + np.floor(self.random(size) * (high - low + endpoint))
+        return int(found) if size is None else found.astype(np.int64)
+
+    def uniform(self, low: float, high: float, size: Any = None) -> Any:
+        return low + self.random(size) * (high - low)
+
+    def standard_normal(self, size: Any) -> Any:
+        """Nearly so: the sum of twelve uniform numbers, less six."""
+        total = np.zeros(size)
+        for _ in range(12):
+            total = total + self.random(size)
+        return total - 6.0
+
+    def choice(self, options: Any) -> Any:
+        return np.asarray(options)[self.integers(len(options))]
+
+    def permutation(self, values: Any) -> Any:
+        return np.asarray(values)[np.argsort(self.random(len(values)), kind="stable")]
+
+
+def draw(seed: int, deepest: int = 3, rng: Any = None) -> Drawn:
+    """The model of a number: families and libraries in turn, everything else by chance; at most `deepest` blocks.
+
+    rng  what chance is; None: numpy's default generator.
+    """
+    rng = np.random.default_rng(seed) if rng is None else rng
     family, library = FAMILY[seed % 8], LIBRARIES[seed // 8 % 8]
     made = Drawn(f"{seed} {family} {library}", _config(family, rng, deepest))
     config, dtype = made.config, _FLOATS[rng.integers(3)]
@@ -48,7 +88,7 @@ def draw(seed: int, deepest: int = 3) -> Drawn:
     def plain(*shape: int, spread: float, middle: float = 0.0) -> Tensor:
         return torch.from_numpy(rng.standard_normal(shape) * spread + middle).to(dtype)
 
-    made.tensors["model.embed_tokens.weight"] = plain(config["vocab_size"], hidden, spread=hidden**-0.5)
+    made.tensors["model.embed_tokens.weight"] = plain(config["vocab_size"], hidden, spread=1 / math.sqrt(hidden))
     made.tensors["model.norm.weight"] = plain(hidden, spread=0.1, middle=1 - offset)
     for number in range(config["num_hidden_layers"]):
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
@@ -61,7 +101,7 @@ def draw(seed: int, deepest: int = 3) -> Drawn:
         part = prefix.rsplit(".", 1)[-1]
         routed = ".experts." in prefix or part == "gate"
         packed = None if part in ("lm_head", "gate") or rng.random() < 0.1 else packer.pack(prefix, outputs, inputs)
-        tensors = {"weight": plain(outputs, inputs, spread=inputs**-0.5)} if packed is None else packed
+        tensors = {"weight": plain(outputs, inputs, spread=1 / math.sqrt(inputs))} if packed is None else packed
         if not routed and (rng.random() < 0.2 or (family == "qwen2" and part in ("q_proj", "k_proj", "v_proj"))):
             tensors["bias"] = plain(outputs, spread=0.1)
         made.tensors |= {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
@@ -222,7 +262,7 @@ class _Packer:
 
     def _scales(self, *shape: int, codes: float, inputs: int, dtype: torch.dtype | None = None) -> Tensor:
         """Scales that give weights of variance 1 / inputs to codes of that spread."""
-        middle = 1 / (codes * inputs**0.5)
+        middle = 1 / (codes * math.sqrt(inputs))
         values = torch.from_numpy(self.rng.uniform(0.6, 1.4, shape) * middle)
         return values.to(_FLOATS[self.rng.integers(3)] if dtype is None else dtype)
 
@@ -288,7 +328,9 @@ class _Packer:
         octets = np.where((octets & 0x7F) >= 0x70, octets & 0x8F, octets).astype(np.uint8)
         shape = ((n, 1), (n,), (1,))[self.rng.integers(3)]
         weight = torch.from_numpy(octets).view(torch.float8_e4m3fn)
-        scale = self._scales(*shape, codes=float(weight.float().std()), inputs=k, dtype=torch.float32)
+        # fsum: torch's own sums have other last bits on other processors.
+        spread = math.sqrt(math.fsum(value * value for value in weight.float().flatten().tolist()) / (n * k))
+        scale = self._scales(*shape, codes=spread, inputs=k, dtype=torch.float32)
         return {"weight": weight, "weight_scale": scale.to(_FLOATS[self.rng.integers(2)])}
 
     def _words(self, n: int, k: int, bits: int, symmetric: bool) -> dict[str, Tensor]:
@@ -317,7 +359,7 @@ class _Packer:
             "weight": torch.from_numpy(self._codes(n * k // 2, 1, low=0, high=255).astype(np.uint8)),
             "weight.quant_map": torch.tensor(NF4, dtype=torch.float32),
         }
-        middle = 1.6 * k**-0.5
+        middle = 1.6 / math.sqrt(k)
         if self.rng.random() < 0.6:
             inner = int(self.rng.choice([16, 64, 256]))
             made["weight.absmax"] = torch.from_numpy(self._codes(count, low=0, high=255).astype(np.uint8))

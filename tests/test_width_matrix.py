@@ -17,12 +17,13 @@ from runtime.contract import CacheKind, Out, Rows
 from runtime.model.reference import BaseDecoder
 from tests.random_checkpoints import draw
 
-PATHS = ("reference", *(name for name in native.PATHS if native.usable(name)[0]))
+TORCH = ("reference", "plain-torch")
+PATHS = (*TORCH, *(name for name in native.PATHS if native.usable(name)[0]))
 MODELS, CHUNK = 1000, 50
 # One of every library's layouts, and families that differ in structure.
 QUICK = (8, 18, 25, 36, 46, 55, 73)
-# The reference takes a while. The first has heads of 10, whose products torch tiles unfairly (kernels/exact.py).
-QUICK_REFERENCE = (16, 7)
+# These take a while. The first has heads of 10, whose products torch tiles unfairly (kernels/tiles.py).
+QUICK_TORCH = (16, 7)
 WIDEST = 20
 # Found bits, bits that were expected, and where.
 Pair = tuple[Tensor, Tensor, str]
@@ -119,20 +120,20 @@ def compare(folder: Path, seed: int, kernels: str) -> tuple[int, list[str]]:
 def compare_model(model: Path, label: str, vocab: int, seed: int, kernels: str) -> tuple[int, list[str]]:
     """`compare` of a model that is written; the seed draws the cache, the text and the widths."""
     rng = np.random.default_rng(seed)
-    kinds: list[CacheKind] = ["float32", "float32", "int8", "int4", *(["float16"] if kernels == "reference" else [])]  # type: ignore[list-item]
+    kinds: list[CacheKind] = ["float32", "float32", "int8", "int4", *(["float16"] if kernels in TORCH else [])]  # type: ignore[list-item]
     kind = kinds[rng.integers(len(kinds))]
     length = int(rng.choice([9, 24, 24, 24, 80]))
     tokens = torch.from_numpy(rng.integers(1, vocab, length))
     rows, different, want = 0, [], None
     # torch's threads wait for each other in every operation, which takes long on a machine with other work.
-    more = 1 if kernels == "reference" and seed % 10 else 2
+    more = 1 if kernels in TORCH and seed % 10 else 2
     for threads, pages in ((1, None), (more, 16)):
         decoder = load(model, kernels=kernels, threads=threads).decoder
         assert isinstance(decoder, BaseDecoder) and decoder.exact and decoder.kernels == kernels
         trial = Trial(decoder, kind, pages)
         first = trial.alone(trial.fresh(length), tokens)
-        # On the reference bits may depend on the number of threads: torch's products do.
-        want = first if want is None or kernels == "reference" else want
+        # Here bits may depend on the number of threads: torch's products do.
+        want = first if want is None or kernels == "plain-torch" else want
         pairs = [(first, want, "alone")]
         for check in (trial.widths, trial.batch, trial.tree):
             pairs += check(tokens, want, rng)
@@ -144,7 +145,7 @@ def compare_model(model: Path, label: str, vocab: int, seed: int, kernels: str) 
 
 @pytest.mark.parametrize("kernels", PATHS)
 def test_bits_of_a_few_models(tmp_path: Path, kernels: str) -> None:
-    for seed in QUICK_REFERENCE if kernels == "reference" else QUICK:
+    for seed in QUICK_TORCH if kernels in TORCH else QUICK:
         rows, different = compare(tmp_path / str(seed), seed, kernels)
         assert rows > 50 and not different
 

@@ -30,6 +30,7 @@ from compress.progress import silent, unsaid
 from compress.recipe import Recipe
 from compress.records import RunFacts
 from compress.training.parallel import World, current, joined
+from runtime.bench import digest
 
 # What the manifest says of a stage that trains: no times, so that equal runs give equal bytes.
 _UNTIMED = ("budget", "text", "steps", "tokens", "before", "best", "best_step", "perplexity", "acceptance", "made_of")
@@ -166,6 +167,7 @@ def _record(
         "seed": context.seed,
         "versions": versions,
         "calibration": samples,
+        "logits": digest.entry(folder / "model", context.threads),
     }
     exported = exports.make(folder, wanted, context.progress)
     if exported:

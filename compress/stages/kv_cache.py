@@ -33,7 +33,7 @@ from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows, rms_norm
 from runtime.model.reference import BaseDecoder, LlamaDecoder
-from runtime.model.rotary import frequencies
+from runtime.model.rotary import RotaryTable, frequencies
 
 Kind = Literal["int8", "int4"]
 EXPONENTS = tuple(n / 8 for n in range(9))
@@ -116,9 +116,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor, config: Any) -> Ite
     of one window the activations of one block.
     """
     a = decoder.architecture
-    inverse, by = frequencies(config)
-    angle = torch.arange(windows.shape[1], dtype=torch.float32)[:, None] * inverse
-    cos, sin = angle.cos() * by, angle.sin() * by
+    cos, sin = RotaryTable(config, torch.device("cpu")).at(torch.arange(windows.shape[1]))
     stream = [decoder.embed(window) for window in windows]
     for block in decoder.parts.blocks:
         weights = block.attention

@@ -1,7 +1,7 @@
-"""The commands `kernels`, `decode`, `verify`, `speculate` and `load` of `python -m runtime.bench`.
+"""The commands `kernels`, `decode`, `verify`, `speculate`, `load` and `digest` of `python -m runtime.bench`.
 
-The first three time layers and forwards of real architectures with random weights: they are for speed only. The others
-run whole texts through the engine, with and without speculation.
+The first three time layers and forwards of real architectures with random weights: they are for speed only. The next
+two run whole texts through the engine, with and without speculation. The last one times nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from runtime.bench.options import (
     WIDEST,
     DecodeOptions,
+    DigestOptions,
     LayerOptions,
     LoadOptions,
     SpeculateOptions,
@@ -135,6 +138,38 @@ def load(options: LoadOptions) -> None:
         show_load(facts_of(job, model), results, limits != (None, None))
         if options.json_file is not None:
             write(options.json_file, facts_of(job, model) | {"bound_ms": asdict(bound), "result": results})
+
+
+@takes(DigestOptions)
+def digest(options: DigestOptions) -> None:
+    """Digests of a model's logits on a fixed text, the same on every CPU; of a run, beside what its manifest has.
+
+    Exit code 1 where they differ.
+    """
+    from runtime.bench.digest import differing, digests, promised
+    from runtime.bench.output import console, write
+    from runtime.model.load import load
+
+    writable("--json", options.json_file)
+    model = load(options.target, threads=options.threads, kernels=options.kernels)
+    found, entry = digests(model.decoder), promised(model.path)
+    expected = None if entry is None else entry["sha256"]
+    other = [] if expected is None else differing(found, expected)
+    out = console(100)
+    for part, text in found.items():
+        out.print(f"{part:16}{text}", soft_wrap=True)
+    if entry is not None:
+        verdict = "equal to the manifest's"
+        if other:
+            verdict = f"differs from the manifest's: {', '.join(other)}"
+        elif expected is None:
+            verdict = f"the manifest has none: {entry.get('why')}"
+        out.print(verdict, soft_wrap=True)
+    if options.json_file is not None:
+        told = {"kernels": model.decoder.kernels, "sha256": found, "manifest": expected, "differs": other}
+        write(options.json_file, told)
+    if other:
+        raise typer.Exit(1)
 
 
 def _plan(command: str, options: LayerOptions) -> Plan:

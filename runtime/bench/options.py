@@ -21,7 +21,9 @@ Alpha = Annotated[float, typer.Option(help="The oracle's acceptance per token.")
 Work = Annotated[Path | None, typer.Option(help="Keep the models here between runs.", show_default="removed")]
 # Of `gpu`.
 Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
-Kernels = Annotated[str, typer.Option(help="auto, triton, library, a library's name, bitsandbytes or reference.")]
+Kernels = Annotated[
+    str, typer.Option(help="auto, triton, library, a library's name, bitsandbytes, plain-torch or reference.")
+]
 ShapeNames = Annotated[list[str], typer.Option("--shape", help="A published model's sizes; may be repeated.")]
 ShapeName = Annotated[str, typer.Option("--shape", help="A published model's sizes.")]
 Schemes = Annotated[list[str], typer.Option("--scheme", help="bf16, fp8, int8, int4, nf4 or ternary; may be repeated.")]
@@ -47,7 +49,7 @@ class LayerOptions:
     )
     widths: Widths = "1,2,4,8,16"
     threads: Threads = None
-    kernels: Annotated[str, typer.Option(help="auto, reference, or the name of one native path.")] = "auto"
+    kernels: Annotated[str, typer.Option(help="auto, plain-torch, reference, or a native path's name.")] = "auto"
     rounds: Rounds = 15
     json_file: Json = None
 
@@ -66,6 +68,18 @@ class VerifyOptions(LayerOptions):
 
     tree: Annotated[bool, typer.Option("--tree", help="Also binary trees of as many rows.")] = False
     work: Work = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigestOptions:
+    """Of `digest`."""
+
+    target: Annotated[
+        str, typer.Option(help="A model directory, run folder, GGUF file or hub name.", show_default=False)
+    ]
+    kernels: Annotated[str, typer.Option(help="auto, reference, or a native path's name.")] = "auto"
+    threads: Threads = None
+    json_file: Json = None
 
 
 @dataclass(frozen=True, kw_only=True)

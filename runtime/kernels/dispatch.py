@@ -1,5 +1,5 @@
-"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else reference.py. On CUDA: Triton's, but
-for layers of which library_choice.py knows a faster library; without Triton bitsandbytes or torch."""
+"""Which kernel runs a layer, and why. On a CPU: the fastest native path, else plain torch. On CUDA: Triton's, but for
+layers of which library_choice.py knows a faster library; without Triton bitsandbytes or plain torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from runtime import native
 from runtime.errors import UserError
+from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import KINDS
 from runtime.kernels import library_choice
 from runtime.kernels.joined import Joined, Linear, share_inputs
 from runtime.kernels.library_choice import IMPLEMENTATIONS, Capability, Choice
+from runtime.kernels.plain_torch import tiled_linear
 from runtime.kernels.reference import float_linear, packed_linear
 from runtime.kernels.triton import usable
 
@@ -22,7 +25,8 @@ Weights = Sequence[Weight]
 Biases = Sequence[Tensor | None]
 # bitsandbytes by its name runs without Triton, too; in a table it is one product among Triton's.
 _LIBRARIES = tuple(name for name in IMPLEMENTATIONS if name != "bitsandbytes")
-NAMES: tuple[str, ...] = ("auto", *native.PATHS, "triton", "reference", "bitsandbytes", "library", *_LIBRARIES)
+_OTHERS = ("triton", "plain-torch", "reference", "bitsandbytes", "library")
+NAMES: tuple[str, ...] = ("auto", *native.PATHS, *_OTHERS, *_LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,9 @@ class Backend:
 class Kernel:
     """One set of kernels: whether it can run here, why or why not, and whether its bits are the same at every width.
 
-    threads  those of the native kernels; 0 for kernels that use torch's.
-    table    which layers run on a library's product beside Triton's kernels.
+    threads     those of the native kernels; 0 for kernels that use torch's.
+    table       which layers run on a library's product beside Triton's kernels.
+    everywhere  its bits are the same on every machine, too, and those of every other that says so.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Kernel:
     exact: bool
     threads: int = 0
     table: tuple[Choice, ...] = ()
+    everywhere: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -77,14 +83,17 @@ def available(device: str = "cpu", threads: int | None = None, table: Sequence[C
     has_bnb = find_spec("bitsandbytes") is not None
     bnb_why = "installed" if has_bnb else "not installed (pip install 'specpress[bnb]')"
     bnb = Kernel("bitsandbytes", has_bnb, f"bitsandbytes is {bnb_why}; nf4 and int8 only", exact=False)
-    plain = Kernel("reference", True, "plain torch, width-independent, slow", exact=True)
+    plain = Kernel("plain-torch", True, "torch's products, the same bits at every width on one machine", exact=True)
+    meaning = Kernel(
+        "reference", True, "plain torch, the same bits on every machine, slow", exact=True, everywhere=True
+    )
     triton = Kernel("triton", *usable(device), exact=True)
     more = libraries(triton, _capability(device, triton), library_choice.packaged() if table is None else table)
     if device.startswith("cuda"):
-        return [triton, bnb, plain, *more] if has_bnb else [triton, plain, bnb, *more]
+        return [triton, *((bnb, plain) if has_bnb else (plain, bnb)), meaning, *more]
     count = native.default_threads() if threads is None else threads
-    paths = [Kernel(path, *native.usable(path), exact=True, threads=count) for path in native.PATHS]
-    return [*paths, plain, *([triton, *more] if triton.usable else []), bnb]
+    paths = [Kernel(path, *native.usable(path), exact=True, threads=count, everywhere=True) for path in native.PATHS]
+    return [*paths, plain, meaning, *([triton, *more] if triton.usable else []), bnb]
 
 
 def libraries(triton: Kernel, capability: Capability | None, table: Sequence[Choice]) -> list[Kernel]:
@@ -153,7 +162,15 @@ def _reference_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Li
     return float_linear(weight, bias) if isinstance(weight, Tensor) else packed_linear(weight)
 
 
-def _reference_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
+def _plain_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
+    if isinstance(weight, PackedWeight):
+        if not KINDS[weight.scheme.kind].is_float:
+            return packed_linear(weight)
+        return tiled_linear(dequantize(weight), weight.bias)
+    return tiled_linear(weight, bias)
+
+
+def _torch_join(weights: Weights, biases: Biases, sizes: Sequence[int], kernel: Kernel) -> Joined:
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     plain = all(w.perm is None and w.offset is None and w.input_scale is None for w in packed)
     alike = len(packed) == len(weights) and plain and len({w.scheme for w in packed}) == 1
@@ -166,7 +183,7 @@ def _bitsandbytes_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) ->
     from runtime.kernels.libraries import bitsandbytes_linear
 
     made = bitsandbytes_linear(weight) if isinstance(weight, PackedWeight) else None
-    return _reference_linear(weight, bias, kernel) if made is None else made
+    return _plain_linear(weight, bias, kernel) if made is None else made
 
 
 def _native_linear(weight: Weight, bias: Tensor | None, kernel: Kernel) -> Linear:
@@ -222,9 +239,10 @@ BACKENDS = {
         "runtime.model.triton.decoder:TritonDecoder",
         stack="runtime.model.triton.experts:stacked",
     ),
-    "reference": Backend(_reference_linear, _reference_join, "runtime.model.reference:LlamaDecoder"),
+    "reference": Backend(_reference_linear, _torch_join, "runtime.model.reference:LlamaDecoder"),
+    "plain-torch": Backend(_plain_linear, _torch_join, "runtime.model.reference:PlainTorchDecoder"),
     "bitsandbytes": Backend(
-        _bitsandbytes_linear, _reference_join, "runtime.model.reference:LlamaDecoder", has_planes=False
+        _bitsandbytes_linear, _torch_join, "runtime.model.reference:PlainTorchDecoder", has_planes=False
     ),
 }
 

@@ -1,22 +1,18 @@
-"""Arithmetic whose result depends on the values alone: not on how many rows stand beside them.
+"""Arithmetic whose result depends on the values alone: neither on how many rows stand beside them, nor on the machine.
 
-Vectorised library functions treat the last few elements of an array with other code, and matrix products pick their
-loop by the shape, so the same row can come out different in its last bits when more rows share the call. Here every
-transcendental is built from operations that IEEE 754 rounds exactly, every sum has one order, and every float product
-has one shape. It is slow, and it is the meaning of the fast kernels.
+Vectorised library functions treat the last few elements of an array with other code, and are other code on every kind
+of processor. Here every transcendental is built from operations that IEEE 754 rounds exactly, and every sum has one
+order. It is slow, and it is the meaning of the fast kernels. Products are in fused.py.
 """
 
-from functools import cache
+import decimal
+import math
 
 import torch
 from torch import Tensor
 
-# Rows of one float product: wide enough to verify a draft of seven in one call, narrow enough not to slow width 1.
+# Rows that plain torch takes at once: enough to verify a draft of seven, few enough not to slow width 1.
 TILE = 8
-# Floats of a cache line.
-_LINE = 16
-# Draws of `tiles_are_fair`.
-_TRIES = 3
 
 _LOG2E = 1.4426950408889634
 # ln 2 split so that k · _LN2_HIGH is exact for |k| < 2^11 (Cody and Waite).
@@ -24,6 +20,13 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Minimax coefficients of (e^r − 1 − r) / r² on |r| ≤ ln 2 / 2, highest power first (Cephes' expf).
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_LOWEST, _EXP_HIGHEST = -87.3, 88.3
+
+# π / 2 in parts of 28 bits and a rest, so that k times a part is exact for k < 2^25 (Cody and Waite).
+_QUARTERS = tuple(map(float.fromhex, ("0x1.921fb54p+0", "0x1.10b461p-30", "0x1.a62633p-58", "0x1.45c06e0e68948p-86")))
+_TURN = 2.0 / math.pi
+# Taylor's coefficients of sin(r) / r and cos(r) in r², highest power first: what is left out is below 2^-54 at π / 4.
+_SIN = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(7, -1, -1))
+_COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1))
 
 
 def exp(x: Tensor) -> Tensor:
@@ -49,6 +52,38 @@ def tanh(x: Tensor) -> Tensor:
     return 1.0 - 2.0 / (exp(2.0 * x) + 1.0)
 
 
+def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos(x) and sin(x) of float32 numbers within ±2^25, each within a unit in the last place of float32.
+
+    Computed in float64 by operations that IEEE 754 rounds exactly, and rounded at the end.
+    """
+    x = x.double()
+    k = torch.floor(x * _TURN + 0.5)
+    for part in _QUARTERS:
+        x = x - k * part
+    square = x * x
+    cos, sin = torch.full_like(x, _COS[0]), torch.full_like(x, _SIN[0])
+    for coefficient in _COS[1:]:
+        cos = cos * square + coefficient
+    for coefficient in _SIN[1:]:
+        sin = sin * square + coefficient
+    cos, sin = cos.float(), (sin * x).float()
+    quarter = k.long() & 3
+    swapped = quarter % 2 == 1
+    cos, sin = torch.where(swapped, sin, cos), torch.where(swapped, cos, sin)
+    return torch.where((quarter == 1) | (quarter == 2), -cos, cos), torch.where(quarter >= 2, -sin, sin)
+
+
+def powers(base: float, exponents: Tensor) -> Tensor:
+    """base ** exponents, float32, rounded once: by decimal arithmetic, which is the same everywhere. base > 0.
+
+    For the few exponents of a table, not for speed.
+    """
+    context = decimal.Context(prec=40)
+    found = [float(context.power(decimal.Decimal(base), decimal.Decimal(e))) for e in exponents.float().tolist()]
+    return torch.tensor(found, dtype=torch.float64).float()
+
+
 def tree_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension by halving: pad to a power of two, add the upper half to the lower, repeat."""
     size = x.shape[-1]
@@ -67,73 +102,3 @@ def ordered_sum(x: Tensor) -> Tensor:
     for term in x[1:]:
         total = total + term
     return total
-
-
-def lay_out(weight: Tensor) -> Tensor:
-    """(N, K) float32 as (K', N): the layout in which narrow products are twice as fast as in the file's.
-
-    K is padded by zeros to a multiple of 16, so that every tile starts on a cache line.
-    """
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % _LINE)).t().contiguous()
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (T, K) times weight (K', N) from `lay_out`, float32, T of any size: (T, N).
-
-    Always products of exactly `TILE` rows (the last filled up with zeros), or of one row where this machine's library
-    lets a row's place in the tile change its bits.
-    """
-    rows, (inputs, outputs) = x.shape[0], weight.shape
-    if rows == 0:
-        return x.new_empty((0, outputs))
-    tile = TILE if _fair(TILE, weight) else 1
-    padded = torch.nn.functional.pad(x, (0, inputs - x.shape[1], 0, -rows % tile)).contiguous()
-    out = [torch.mm(part, weight) for part in padded.split(tile)]
-    return (out[0] if len(out) == 1 else torch.cat(out))[:rows]
-
-
-def batched_product(x: Tensor, weights: Tensor) -> Tensor:
-    """x (…, M, K) times weights (…, K, N), float32, leading dimensions broadcast: (…, M, N).
-
-    M is the caller's tile: the same whatever shares the call. Rows go one by one where `product` would not tile them.
-    Both are padded as `lay_out` pads, and copied: how operands lie in memory chooses a library's loops, too.
-    """
-    inputs, outputs = -x.shape[-1] % _LINE, -weights.shape[-1] % _LINE
-    x = torch.nn.functional.pad(x, (0, inputs)).contiguous()
-    padded = torch.nn.functional.pad(weights, (0, outputs, 0, inputs)).contiguous()
-    tiles = (x,) if _fair(x.shape[-2], padded) else x.split(1, dim=-2)
-    return torch.cat([torch.matmul(tile.contiguous(), padded) for tile in tiles], dim=-2)[..., : weights.shape[-1]]
-
-
-def _fair(rows: int, weight: Tensor) -> bool:
-    # How many threads share a product decides how it is cut up.
-    return tiles_are_fair(*weight.shape[-2:], weight.device, torch.get_num_threads(), rows)
-
-
-@cache
-def tiles_are_fair(inputs: int, outputs: int, device: torch.device, threads: int, count: int = TILE) -> bool:
-    """Whether a row gives the same bits at each of a tile's `count` places and beside any neighbours, for this shape,
-    here.
-
-    Tried once per shape, on rows whose numbers are of very different sizes: nearly every partial sum of them rounds, so
-    that another order of the additions shows in nearly every product.
-    """
-    generator = torch.Generator().manual_seed(outputs * 65_537 + inputs)
-
-    def draw(*shape: int) -> Tensor:
-        sizes = torch.randint(-12, 13, shape, generator=generator)
-        return (torch.randn(shape, generator=generator) * 2.0**sizes).to(device)
-
-    for _ in range(_TRIES):
-        weight, rows = draw(inputs, outputs), draw(count, inputs)
-        first = torch.mm(rows, weight)
-        for shift in range(1, count):
-            turned = torch.mm(rows.roll(shift, dims=0).contiguous(), weight)
-            if not torch.equal(turned, first.roll(shift, dims=0)):
-                return False
-        for place in range(count):
-            alone = torch.zeros_like(rows)
-            alone[place] = rows[place]
-            if not torch.equal(torch.mm(alone, weight)[place], first[place]):
-                return False
-    return True

@@ -1,6 +1,7 @@
 """The meaning of every operation of the decoder, in plain torch. All floats are float32.
 
-A row's result is the same bits at every width: see exact.py. Quantised products are exact integers, scaled afterwards.
+A row's result is the same bits at every width and on every machine: every sum has one order (fused.py, exact.py), and
+quantised products are exact integers, scaled afterwards. The native kernels give these bits.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +12,10 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import batched_product, exp, lay_out, ordered_sum, product, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import exp, ordered_sum, sigmoid, tanh, tree_sum
+from runtime.kernels.fused import fused_sum, product
 from runtime.kernels.joined import HoldsTensors
-from runtime.kv_store import KEY_BLOCK
+from runtime.kv_store import KEY_BLOCK, SPLIT
 
 # Integers up to here are exact in float32, so a float product of small integers is an integer product.
 _EXACT_FLOAT = 1 << 24
@@ -21,6 +23,8 @@ _EXACT_FLOAT = 1 << 24
 _EXACT_INPUTS = _EXACT_FLOAT // (128 * 128)
 # The fewest rows of a product of integers on CUDA.
 _CUDA_ROWS = 17
+# Lanes of the native kernels' sums.
+_LANES = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -88,7 +92,7 @@ def integer_product(x: Tensor, codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FloatLinear(HoldsTensors):
-    """y = x Wᵀ + b. `weight` is (K, N), its inputs padded."""
+    """y = x Wᵀ + b. `weight` is (K, N)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -167,7 +171,7 @@ Linear = FloatLinear | Int8Linear | UpperLinear | GroupLinear
 
 def float_linear(weight: Tensor, bias: Tensor | None = None) -> FloatLinear:
     """A float layer from (N, K) of any float dtype."""
-    return FloatLinear(lay_out(weight.float()), None if bias is None else bias.float())
+    return FloatLinear(weight.float().t().contiguous(), None if bias is None else bias.float())
 
 
 def upper_codes(codes: Tensor) -> Tensor:
@@ -205,6 +209,8 @@ def attention(
 ) -> Tensor:
     """Softmax attention of tiles of rows over their request's keys, which lie in order of their logical position.
 
+    In splits of SPLIT positions, as native/attention.cpp: scores are fused over the dimensions, values over the keys.
+
     q          (tiles, TILE, heads, d): rows of one request each.
     keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
                anything finite: they add exact zeros.
@@ -213,19 +219,47 @@ def attention(
     """
     tiles, rows, heads, d = q.shape
     blocks, kv_heads = keys.shape[1], keys.shape[2]
-    per_kv = heads // kv_heads
-    grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).transpose(1, 2).reshape(tiles, 1, kv_heads, -1, d)
-    scores = batched_product(grouped, keys.transpose(-1, -2))
-    scores = scores.view(tiles, blocks, kv_heads, rows, per_kv, KEY_BLOCK)
-    at = torch.arange(blocks * KEY_BLOCK, device=q.device).view(1, blocks, 1, 1, 1, KEY_BLOCK)
-    last = positions.view(tiles, 1, 1, rows, 1, 1)
-    seen = at <= last
-    if window is not None:
-        seen = seen & (at > last - window)
-    scores = torch.where(seen, scores, torch.full_like(scores, float("-inf")))
-    highest = scores.amax(dim=(1, 5), keepdim=True)
-    weights = exp(scores - highest)
-    total = ordered_sum(tree_sum(weights).transpose(0, 1))
-    mixed = batched_product(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
-    out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, d) / total.unsqueeze(-1)
+    per_kv, splits = heads // kv_heads, -(-blocks * KEY_BLOCK // SPLIT)
+    # Rows and heads that read the same keys stand side by side: (…, tiles, kv_heads, rows · per_kv, …).
+    grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).permute(4, 0, 2, 1, 3)
+    grouped = grouped.reshape(d, tiles, kv_heads, rows * per_kv, 1)
+    scores = fused_sum(grouped, keys.permute(4, 0, 2, 1, 3).reshape(d, tiles, kv_heads, 1, blocks * KEY_BLOCK))
+    last = positions.unsqueeze(2).expand(-1, -1, per_kv).reshape(tiles, 1, rows * per_kv, 1)
+    first = torch.zeros_like(last) if window is None else last - window + 1
+    at = torch.arange(blocks * KEY_BLOCK, device=q.device)
+    scores = torch.where((first <= at) & (at <= last), scores, torch.full_like(scores, float("-inf")))
+    scores = torch.nn.functional.pad(scores, (0, splits * SPLIT - blocks * KEY_BLOCK), value=float("-inf"))
+    scores = scores.unflatten(3, (splits, SPLIT))
+    begin = torch.arange(splits, device=q.device) * SPLIT
+    seen = (begin <= last) & (first < begin + SPLIT)
+    highest = scores.amax(dim=4)
+    weights = exp(scores - torch.where(seen, highest, torch.zeros_like(highest)).unsqueeze(4))
+    # Sixteen sums over every sixteenth key, which are then added halving.
+    totals = tree_sum(ordered_sum(weights.unflatten(4, (-1, _LANES)).permute(4, 0, 1, 2, 3, 5)))
+    steps = min(SPLIT, blocks * KEY_BLOCK)
+    values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 0, 0, splits * SPLIT // KEY_BLOCK - blocks))
+    values = values.unflatten(1, (splits, -1)).permute(2, 4, 0, 3, 1, 5)
+    values = values.reshape(SPLIT, tiles, kv_heads, 1, splits, d)[:steps]
+    mixed = fused_sum(weights[..., :steps].permute(4, 0, 1, 2, 3).unsqueeze(5), values)
+    out = _join(mixed, highest, totals, seen).view(tiles, kv_heads, rows, per_kv, d)
     return out.transpose(1, 2).reshape(tiles, rows, heads, d)
+
+
+def _join(mixed: Tensor, highest: Tensor, totals: Tensor, seen: Tensor) -> Tensor:
+    """Attention (…, d) from its splits, first to last: online softmax (Milakov and Gimelshein, 1805.02867).
+
+    mixed (…, splits, d): values under weights e^(score − the split's highest); highest and totals (…, splits): those
+    scores, and the weights' sums; seen (…, splits): whether a row sees anything of the split.
+    """
+    value, total = torch.zeros_like(mixed[..., 0, :]), torch.zeros_like(totals[..., 0])
+    most = torch.full_like(total, float("-inf"))
+    for split in range(mixed.shape[-2]):
+        part, top, added, here = mixed[..., split, :], highest[..., split], totals[..., split], seen[..., split]
+        peak = torch.maximum(most, top)
+        old, new = exp(most - peak), exp(top - peak)
+        fresh = (total == 0) & (most == float("-inf"))
+        joined = torch.where(fresh.unsqueeze(-1), part, value * old.unsqueeze(-1) + part * new.unsqueeze(-1))
+        value = torch.where(here.unsqueeze(-1), joined, value)
+        total = torch.where(here, torch.where(fresh, added, total * old + added * new), total)
+        most = torch.where(here, peak, most)
+    return value / total.unsqueeze(-1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints import model_config
-from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
+from runtime.checkpoints.architecture import Architecture, configuration, describe, transformers_configuration
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import inside
 from runtime.contract import Decoder
@@ -69,6 +69,12 @@ class Model:
         return frozenset() if found is None else frozenset(found if isinstance(found, list) else [found])
 
 
+def own_architecture(config: Any) -> Architecture | None:
+    """The architecture of a configuration, where our own decoder runs it; None where transformers has to."""
+    found = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
+    return found if rope_type(config) in STATIC_TYPES else None
+
+
 def load(
     path: str | Path,
     device: str = "cpu",
@@ -103,8 +109,8 @@ def load(
         return Model(decoder, folder, values)
     checkpoint = open_checkpoint(path)
     config = configuration(checkpoint)
-    architecture = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
-    if adapter or architecture is None or rope_type(config) not in STATIC_TYPES:
+    architecture = own_architecture(config)
+    if adapter or architecture is None:
         from runtime.model.hf_adapter import FLOAT32, adapt
 
         if checkpoint.path.is_file():

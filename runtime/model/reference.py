@@ -18,7 +18,7 @@ from runtime.cache.quantizer import CacheFormat
 from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
-from runtime.kernels import reference
+from runtime.kernels import plain_torch, reference
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import exp, tree_sum
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, upper_parts, weight_bytes
@@ -93,7 +93,9 @@ def sum_of_experts(
 
 
 class LlamaDecoder(BaseDecoder):
-    """A `Decoder` whose rows have the same bits at every width."""
+    """A `Decoder` whose rows have the same bits at every width and on every machine."""
+
+    attention = staticmethod(reference.attention)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -157,7 +159,7 @@ class LlamaDecoder(BaseDecoder):
             keys, values = keys_and_values(layout, cache, layer, tiles)
             places = layout.gather[tiles.start : tiles.stop].to(self.device)
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
-            out.append(reference.attention(q[places], keys, values, positions, scaling, weights.window))
+            out.append(self.attention(q[places], keys, values, positions, scaling, weights.window))
         mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
         return weights.out(mixed.reshape(count, -1))
 
@@ -171,7 +173,14 @@ class LlamaDecoder(BaseDecoder):
         scores = weights.router(x)
         odds = exp(scores - scores.amax(dim=-1, keepdim=True))
         odds = odds / tree_sum(odds).unsqueeze(-1)
-        share, chosen = odds.topk(weights.per_token, dim=-1)
+        # Of equal ones the first, which torch's topk does not promise.
+        share, chosen = (part[:, : weights.per_token] for part in odds.sort(dim=-1, descending=True, stable=True))
         if weights.renormalize:
             share = share / tree_sum(share).unsqueeze(-1)
         return sum_of_experts(x, share, chosen, weights.experts, self._mlp)
+
+
+class PlainTorchDecoder(LlamaDecoder):
+    """The same by torch's own products: quicker, and other bits on another machine. Float layers are TiledLinear."""
+
+    attention = staticmethod(plain_torch.attention)

@@ -1,7 +1,7 @@
 // Sixteen lanes at a time, whatever the machine: one zmm register, two ymm registers, four of ARM's, or plain loops.
 //
 // Every operation means the same on every path. Float operations are the IEEE ones, never contracted; `fma` is fused
-// where the machine fuses. Kernels are written once over these and compiled once per path (see setup.py).
+// everywhere (fused.h where the machine has no such instruction). Kernels are written once over these and compiled once per path (see setup.py).
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include "neon.h"
+#else
+#include "fused.h"
 #endif
 
 namespace SPECPRESS_PATH {
@@ -304,8 +306,11 @@ inline F16 add(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] + b.v[i]); }
 inline F16 sub(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] - b.v[i]); }
 inline F16 mul(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] * b.v[i]); }
 inline F16 div(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] / b.v[i]); }
-// Not fused: without the instruction a fused operation is a slow library call.
-inline F16 fma(F16 a, F16 b, F16 c) { SPECPRESS_LANES(F16, a.v[i] * b.v[i] + c.v[i]); }
+inline F16 fma(F16 a, F16 b, F16 c) {
+    F16 out;
+    fused(a.v, b.v, c.v, out.v);
+    return out;
+}
 inline F16 max(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 min(F16 a, F16 b) { SPECPRESS_LANES(F16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 floor(F16 a) { SPECPRESS_LANES(F16, std::floor(a.v[i])); }

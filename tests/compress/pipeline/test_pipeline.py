@@ -20,9 +20,12 @@ from compress.pipeline import compress
 from compress.progress import Progress, silent
 from compress.recipe import Recipe
 from compress.records import RunFacts
+from runtime import load
+from runtime.bench.digest import digests
 from runtime.checkpoints.open import open_checkpoint
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
+from runtime.kernels.dispatch import choose
 
 Tiny = Callable[..., Path]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe", "gpt2")
@@ -299,6 +302,11 @@ def test_equal_runs_are_equal_bytes(tiny: Tiny, go: Any, tmp_path: Path) -> None
     content = manifest.read(tmp_path / "one")
     assert (content["seed"], content["draft"]) == (5, "llama")
     assert content["calibration"] == {"samples_requested": 2, "samples_used": 0}
+    logits = content["logits"]
+    if choose("auto", "cpu").everywhere:
+        assert logits == {"sha256": digests(load(tmp_path / "other", threads=1).decoder), "why": None}
+    else:
+        assert logits["sha256"] is None and "plain-torch" in logits["why"]
     assert Recipe.load(tmp_path / "one" / "recipe.yaml") == Recipe.load("nf4")
 
 

@@ -12,7 +12,7 @@ from runtime import load, native
 from runtime.errors import UserError
 from runtime.formats.nf4 import INT8_LEVELS
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.kernels import reference
+from runtime.kernels import plain_torch, reference
 from runtime.kernels.dispatch import available, choose, join, linear
 from runtime.kernels.exact import TILE
 from runtime.native import binding
@@ -158,7 +158,8 @@ def test_bitsandbytes_kernels_agree(case: Case, name: str) -> None:
     assert (got - want).norm() / want.norm() < 0.02
 
 
-def test_attention_against_float64() -> None:
+@pytest.mark.parametrize("kernels", [reference, plain_torch])
+def test_attention_against_float64(kernels: Any) -> None:
     tiles, heads, kv_heads, d = 2, 4, 2, 16
     q = torch.randn(tiles, TILE, heads, d, generator=generator(13))
     keys, values = (torch.randn(1, 128, kv_heads, d, generator=generator(s)) for s in (14, 15))
@@ -168,7 +169,7 @@ def test_attention_against_float64() -> None:
         return x.view(1, 2, 64, kv_heads, d).transpose(2, 3).expand(tiles, -1, -1, -1, -1).contiguous()
 
     for window in (None, 20):
-        got = reference.attention(q, blocks(keys), blocks(values), positions, d**-0.5, window)
+        got = kernels.attention(q, blocks(keys), blocks(values), positions, d**-0.5, window)
         for tile in range(tiles):
             for row in range(TILE):
                 last = int(positions[tile, row])
@@ -184,10 +185,13 @@ def test_attention_against_float64() -> None:
 
 def test_auto_takes_the_first_that_is_usable() -> None:
     options = available()
-    assert [option.name for option in options[: len(native.PATHS) + 1]] == [*native.PATHS, "reference"]
+    assert [option.name for option in options[: len(native.PATHS) + 1]] == [*native.PATHS, "plain-torch"]
     first = next(option for option in options if option.usable)
     assert choose("auto", "cpu") == first and first.exact and first.why
-    assert choose("reference", "cpu").usable and not choose("reference", "cpu").backend.repacks
+    for name, everywhere in (("plain-torch", False), ("reference", True)):
+        made = choose(name, "cpu")
+        assert made.usable and made.exact and made.everywhere == everywhere and not made.backend.repacks
+    assert all(option.everywhere for option in options if option.name in native.PATHS)
 
 
 @pytest.mark.usefixtures("torch_threads")
@@ -236,10 +240,11 @@ def test_an_install_without_a_compiler_works_and_says_so(
     assert [(option.usable, option.why) for option in available()[: len(native.PATHS)]] == [(False, why)] * len(
         native.PATHS
     )
-    assert choose("auto", "cpu").name == "reference"
+    assert choose("auto", "cpu").name == "plain-torch"
     decoder = load(tiny("llama")).decoder
-    assert decoder.kernels == "reference"
-    assert torch.equal(whole(decoder, text(20)), whole(load(tiny("llama"), kernels="reference").decoder, text(20)))
+    assert decoder.kernels == "plain-torch"
+    meant = whole(load(tiny("llama"), kernels="reference").decoder, text(20))
+    assert torch.allclose(whole(decoder, text(20)), meant, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="kernels='avx2' cannot run here: the native kernels were not compiled"):
         load(tiny("llama"), kernels="avx2")
     with pytest.raises(RuntimeError, match="were not compiled"):
@@ -251,7 +256,7 @@ def test_a_damaged_library_is_as_good_as_none(elsewhere: Path) -> None:
     binding.library.cache_clear()
     usable, why = native.usable("portable")
     assert not usable and "cannot be loaded" in why and "install specpress again" in why
-    assert choose("auto", "cpu").name == "reference"
+    assert choose("auto", "cpu").name == "plain-torch"
 
 
 def test_the_memory_is_read_at_a_plausible_speed(native_path: str) -> None:

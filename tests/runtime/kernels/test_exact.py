@@ -1,5 +1,8 @@
 """kernels/exact.py: right against float64, and the same bits wherever a row lies."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -36,46 +39,18 @@ def test_tree_sum(size: int) -> None:
     assert torch.equal(exact.tree_sum(x)[4:5], exact.tree_sum(x[4:5]))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(37, 100), (128, 512), (512, 1536), (7, 3), (4096, 512)])
-def test_product_rows_have_the_same_bits_at_every_width(outputs: int, inputs: int) -> None:
-    generator = torch.Generator().manual_seed(outputs)
-    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(33, inputs, generator=generator)
-    padded = exact.lay_out(weight)
-    whole = exact.product(x, padded)
-    assert torch.allclose(whole.double(), x.double() @ weight.double().t(), atol=1e-3)
-    for width in (1, 2, 3, 4, 5, 7, 8, 9, 16):
-        for start in (0, 5, 33 - width):
-            assert torch.equal(exact.product(x[start : start + width], padded), whole[start : start + width])
+def test_cos_and_sin_against_exact_ones() -> None:
+    """Within a unit in the last place of float32, over all angles of long texts and close to multiples of π / 2."""
+    turns = torch.arange(0, 2000, dtype=torch.float64) * (math.pi / 2)
+    x = torch.cat((torch.arange(0, 1 << 20, 97), turns, torch.linspace(-4, 4, 999).double(), torch.tensor([3e7])))
+    cos, sin = exact.cos_sin(x.float())
+    for found, function in ((cos, math.cos), (sin, math.sin)):
+        wanted = torch.tensor([function(value) for value in x.float().tolist()], dtype=torch.float64)
+        assert ((found.double() - wanted).abs() <= 2.0**-23 * wanted.abs()).all()
 
 
-def test_the_library_alone_would_not_keep_the_bits() -> None:
-    """The positive of the test above: without tiles, torch's own product changes a row's bits with the width."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(512, 1536, generator=generator), torch.randn(64, 1536, generator=generator)
-    whole = x @ weight.t()
-    if all(torch.equal(x[:w] @ weight.t(), whole[:w]) for w in range(1, 64)):
-        pytest.skip("this machine's library happens to keep them")
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 64, 6), (24, 64, 10), (16, 10, 64), (8, 64, 64)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_batched_products_have_the_same_bits_at_every_place_of_every_tile(
-    rows: int, inputs: int, outputs: int, transposed: bool
-) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    row, weight = torch.randn(inputs, generator=generator), torch.randn(inputs, outputs, generator=generator)
-    found, theirs = [], []
-    for tiles, blocks in ((1, 1), (3, 2), (17, 4)):
-        x = torch.randn(tiles, 1, 2, rows, inputs, generator=generator)
-        weights = torch.randn(tiles, blocks, 2, inputs, outputs, generator=generator)
-        weights[-1, -1, 1] = weight
-        if transposed and blocks > 1:
-            weights = weights.mT.contiguous().mT
-        for place in range(rows):
-            x[-1, 0, 1, place] = row
-            found.append(exact.batched_product(x, weights)[-1, -1, 1, place])
-            theirs.append(torch.matmul(x, weights)[-1, -1, 1, place])
-    assert torch.allclose(found[0].double(), row.double() @ weight.double(), atol=1e-4)
-    assert all(torch.equal(one, found[0]) for one in found)
-    if (rows, outputs) == (8, 6) and all(torch.equal(one, theirs[0]) for one in theirs):
-        pytest.skip("this machine's library happens to keep them by itself")
+def test_powers_are_rounded_once() -> None:
+    exponents = torch.arange(0, 64, dtype=torch.float32) / 64
+    wanted = np.array([math.pow(500_000.0, e) for e in exponents.tolist()])
+    found = exact.powers(500_000.0, exponents).numpy()
+    assert (np.abs(found - wanted) <= 0.500001 * np.spacing(found)).all()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
+from runtime.kernels import reference
 from runtime.kv_store import CacheKind
 from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
 
@@ -117,6 +118,17 @@ def expected(held: Keys, queries: Tensor, positions: Sequence[int], window: int 
         want[row] = torch.einsum("hqk,khd->hqd", odds, v[seen]).flatten(0, 1)
         bound[row] = torch.einsum("hqk,khd->hqd", odds, v[seen].abs()).flatten(0, 1)
     return want, bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_reference_bit_for_bit(native_path: str, kind: CacheKind) -> None:
+    held = keys(kind, *SHAPES[0], factor=kind != "float32")
+    queries = torch.randn(len(POSITIONS), held.heads, SHAPES[0][2], generator=generator(1))
+    stored = (part.unsqueeze(0) for part in held.cache.read(LAYER, held.request, max(POSITIONS) + 1))
+    blocks, last = tuple(stored), torch.tensor([POSITIONS])
+    for window in (0, 40, 600):
+        want = reference.attention(queries.unsqueeze(0), *blocks, last, SHAPES[0][2] ** -0.5, window or None)
+        assert torch.equal(one(native_path, held, queries, POSITIONS, window), want[0]), window
 
 
 @pytest.mark.parametrize("kind", KINDS)

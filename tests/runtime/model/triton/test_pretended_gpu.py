@@ -23,7 +23,7 @@ WARM = Sampling(0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, se
 
 
 def texts(device: str, path: Path, drafter: str, kv: Any, sampling: Sampling, verify: str, adapter: bool) -> Any:
-    options: dict[str, Any] = {"device": device, "kernels": "reference"}
+    options: dict[str, Any] = {"device": device, "kernels": "plain-torch"}
     model = load(path, planes=drafter == "nested", adapter=adapter, **options)
     draft = str(PAIR / "draft") if drafter in ("model", "tree") else None
     made = drafter_by_name(model, drafter, draft, None, verify, options).drafter
@@ -81,7 +81,7 @@ def test_the_compressor_measures_on_it(recipe: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(baselines, "run", lambda *_: [row])
     monkeypatch.setattr(timing, "REPEATS", 1)
     monkeypatch.setattr(speed, "COST_SECONDS", 0.0)
-    plain = [dispatch.Kernel("reference", True, "plain torch", exact=True)]
+    plain = [dispatch.Kernel("plain-torch", True, "plain torch", exact=True)]
     monkeypatch.setattr(dispatch, "available", lambda device="cpu", threads=None: plain)
     with pretended_gpu(monkeypatch):
         found = compress(
