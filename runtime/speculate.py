@@ -152,14 +152,11 @@ class Speculator:
         if draft_length is not None:
             require_draft_length(draft_length)
         require_rule(verify)
-        if verify == "typical" and not lossy:
-            raise UserError(
-                "verify typical changes the distribution of the text, which has to be asked for; "
-                "add lossy=True (--lossy), or choose coupled or rejection."
-            )
+        _require_allowed(verify, lossy)
         self.target = target
         self.draft_length = draft_length
         self.verify: Rule = verify
+        self._lossy = lossy
         if draft is None:
             self.drafter: Drafter = NoDrafter()
         else:
@@ -264,6 +261,7 @@ class Speculator:
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
+        _require_allowed(options.verify, self._lossy)
         grammar = None if structure is None else self._grammars.compile(structure)
         return make_request(
             self.target, prompt, max_new_tokens, sampling, stop, options, id=next(self._ids), grammar=grammar
@@ -303,6 +301,14 @@ def _split(options: dict[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
     if not ours:
         return NO_OPTIONS, options
     return RequestOptions(**ours), {name: value for name, value in options.items() if name not in names}
+
+
+def _require_allowed(rule: Rule | None, lossy: bool) -> None:
+    if rule == "typical" and not lossy:
+        raise UserError(
+            "verify typical changes the distribution of the text, which has to be asked for; "
+            "add lossy=True (--lossy), or choose coupled or rejection."
+        )
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:

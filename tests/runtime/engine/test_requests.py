@@ -277,6 +277,8 @@ def test_a_speculators_requests_have_options(fake: Callable[..., Any]) -> None:
     target = fake(0)
     speculator = Speculator(target, LookupDrafter(), draft_length=4)
     [plain] = speculator.generate([[5, 6] * 9], 20, stop=(), drafter="none")
+    with pytest.raises(UserError, match="typical changes the distribution"):
+        speculator.generate([[5, 6]], 20, verify="typical")
     [bounded] = speculator.generate([[5, 6] * 9], 20, stop=(), draft_length=1)
     assert plain.tokens == bounded.tokens and plain.metrics.drafted == 0
     assert len(bounded.metrics.draft_lengths) == 2

@@ -344,3 +344,42 @@ def test_random_texts_of_random_schemas_validate(compiler: GrammarCompiler) -> N
                 tokens.append(token)
                 matcher.advance([token])
     assert ended > 60 and refused < 10
+
+
+def test_a_sentencepiece_tokenizer_with_byte_fallback() -> None:
+    """As Llama's are, from tokenizer.json and from GGUF: spaces are ▁, and unknown letters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *'▁abcdefghijklmnopqrstuvwxyz{}":0189',
+    ]
+    merges = [("▁", "a"), ("▁", "{"), ('"', "a"), ('"', ":"), ("n", "a"), ("m", "e"), ("na", "me")]
+    vocabulary = {word: i for i, word in enumerate([*words, *(a + b for a, b in merges)])}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    compiler = GrammarCompiler(tokenizer, len(vocabulary), {vocabulary["</s>"]})
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": 9}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    for structure, expected in [
+        (Structure.json_schema(schema), ["{", '"', "name", '":', "9", "}"]),
+        (Structure.choice(["name é"]), ["name", "▁", "<0xC3>", "<0xA9>"]),
+    ]:
+        matcher, written = compiler.compile(structure).matcher(), list[int]()
+        while not matcher.allows([], vocabulary["</s>"]):
+            new = matcher.forced(3) or [int(matcher.mask([]).argmax())]
+            matcher.advance(new)
+            written += new
+        assert written == [vocabulary[word] for word in expected]
+    compiler.close()
