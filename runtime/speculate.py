@@ -4,34 +4,50 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from runtime.contract import Cache, CacheKind, Decoder
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics
+from runtime.engine.requests import (
+    NO_OPTIONS,
+    RequestOptions,
+    finish_reason,
+    make_request,
+    require_draft_length,
+    require_rule,
+    shown,
+)
 from runtime.errors import UserError
-from runtime.sampling.detokenize import Detokenizer, encode
-from runtime.sampling.params import Sampling, require_known
-from runtime.sampling.stopping import Stop, StopStrings, resolve
-from runtime.speculative.draft import Draft, Drafter, EachText, Request
+from runtime.sampling.detokenize import Detokenizer
+from runtime.sampling.grammar import GrammarCompiler
+from runtime.sampling.params import Sampling
+from runtime.sampling.stopping import Stop, resolve
+from runtime.sampling.structure import Structure
+from runtime.speculative.draft import Drafter, NoDrafter, Request, Rule
 from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.for_requests import request_drafters
 from runtime.speculative.drafters.other_tokenizer import model_drafter
-from runtime.speculative.verify import Rule
+from runtime.speculative.wanted import TokenLogprob
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
 LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
-MAX_DRAFT_LENGTH = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one round added to a text: its new tokens, and the text that they complete (whole characters only)."""
+    """What one round added to a text: its new tokens, and the text that they complete (whole characters only).
+
+    logprobs  one for each token, where they were asked for.
+    """
 
     text: str
     tokens: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class Result:
 
     What ended the text is in `tokens`, not in `text`: a stop token, or the tokens of a stop string.
     finish  "stop": a stop token or string; "length": max_new_tokens, or the target's positions, are used up.
+    logprobs, prompt_logprobs  one for each token, where they were asked for; the prompt's first is None.
     """
 
     text: str
@@ -47,6 +64,8 @@ class Result:
     prompt_tokens: list[int]
     finish: Literal["stop", "length"]
     metrics: Metrics
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,16 +95,6 @@ class CacheOptions:
 CONTIGUOUS = CacheOptions()
 
 
-class NoDrafter(EachText[None]):
-    """Proposes nothing: plain decoding."""
-
-    name = "none"
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """An empty draft each."""
-        return [Draft() for _ in requests]
-
-
 class Stream(Iterator[Piece]):
     """The pieces of one text as they come. `metrics` are complete, and `finish` is set, when it ends."""
 
@@ -100,7 +109,12 @@ class Stream(Iterator[Piece]):
     @property
     def finish(self) -> Literal["stop", "length"] | None:
         """Why the text ended; None while it has not."""
-        return _finish(self._request) if self._request.finished else None
+        return _finish(self._request) if self._request.finished and self._request.error is None else None
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """One for each token of the prompt, where they were asked for; whole when the first piece has come."""
+        return self._request.found.prompt_logprobs
 
     def close(self) -> None:
         """Ends the text now and frees its cache."""
@@ -111,8 +125,9 @@ class Speculator:
     """Decodes with a target and a drafter. Threads may share it: their texts take turns, round by round.
 
     target        what `runtime.load` returns.
-    draft         another such model, any Drafter, or None for plain decoding. A model with another vocabulary drafts
-                  text, which is encoded again for the target (`drafter.name` says so).
+    draft         another such model, any Drafter, or None for plain decoding; a model with another vocabulary
+                  drafts text, which is encoded again for the target (`drafter.name` says so). Requests may name another
+                  drafter: none, grammar, lookup, suffix, prediction.
     draft_length  γ: tokens drafted a round, 0 to 64; None: what pays most, chosen every round by what was measured.
     verify        the rule for requests that sample; greedy requests need none.
     lossy         allows the rule `typical`, whose text is not distributed as the target's.
@@ -134,29 +149,23 @@ class Speculator:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, but is {max_batch}; choose a larger number.")
-        if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
-            raise UserError(
-                f"draft_length must be from 0 to {MAX_DRAFT_LENGTH}, but is {draft_length}; choose another."
-            )
-        if verify not in get_args(Rule):
-            raise UserError(
-                f"verify must be one of {', '.join(get_args(Rule))}, but is {verify!r}; choose one of them."
-            )
-        if verify == "typical" and not lossy:
-            raise UserError(
-                "verify typical changes the distribution of the text, which has to be asked for; "
-                "add lossy=True (--lossy), or choose coupled or rejection."
-            )
+        if draft_length is not None:
+            require_draft_length(draft_length)
+        require_rule(verify)
+        _require_allowed(verify, lossy)
         self.target = target
         self.draft_length = draft_length
         self.verify: Rule = verify
+        self._lossy = lossy
         if draft is None:
             self.drafter: Drafter = NoDrafter()
         else:
             known = hasattr(draft, "propose")
             self.drafter = cast(Drafter, draft) if known else model_drafter(target, cast("Model", draft), verify)
-        length = 0 if isinstance(self.drafter, NoDrafter) else draft_length
-        self._length = Controller() if length is None else length
+        self._drafters = request_drafters(self.drafter)
+        self._length: int | dict[str, Controller] = (
+            {name: Controller() for name in self._drafters} if draft_length is None else draft_length
+        )
         self._cache = cache.make(target.decoder)
         self._max_batch = max_batch
         self._ids = itertools.count()
@@ -169,18 +178,22 @@ class Speculator:
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         stop: Stop | None = None,
+        structure: Structure | None = None,
         **options: Any,
     ) -> Stream:
         """Continues one text; yields a Piece a round.
 
         stop     token ids and texts that end the text; None: the model's own ids; (): none. Ids replace the model's
                  own, texts come on top of them.
-        options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`.
+        structure  what the text must keep to (extra `serve`).
+        options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`, and of RequestOptions
+                 (logprobs=3, draft_length=4).
 
         Raises UserError for an empty prompt, one too long for the target or the cache, and values out of range, here
         and not at the first piece.
         """
-        request = self._request(prompt, max_new_tokens, _sampling(sampling, options), stop)
+        asked, rest = _split(options)
+        request = self._request(prompt, max_new_tokens, _sampling(sampling, rest), stop, structure, asked)
         metrics, engine = Metrics(), self._engine()
         engine.clock.pause()
         with self._turn:
@@ -193,6 +206,7 @@ class Speculator:
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Stop | None = None,
+        structure: Structure | None = None,
         **options: Any,
     ) -> list[Result]:
         """Continues many texts at once, all live ones in the same forwards; arguments and errors as for `stream`.
@@ -207,8 +221,9 @@ class Speculator:
             raise UserError(
                 f"one sampling for each of the {len(prompts)} prompts was expected, but {len(each)} were given."
             )
+        asked, rest = _split(options)
         requests = [
-            self._request(prompt, max_new_tokens, _sampling(one, options), stop)
+            self._request(prompt, max_new_tokens, _sampling(one, rest), stop, structure, asked)
             for prompt, one in zip(cast("Sequence[str | Sequence[int]]", prompts), each, strict=True)
         ]
         metrics = [Metrics() for _ in requests]
@@ -219,58 +234,58 @@ class Speculator:
                     engine.add(request, measured)
             while engine.busy:
                 with self._turn:
-                    engine.step()
+                    _raise_errors(engine.step())
         finally:
             with self._turn:
                 engine.close()
         results = []
         for request, measured in zip(requests, metrics, strict=True):
             prompt, new = request.tokens[: request.prompt_length], request.new_tokens
-            text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
-            results.append(Result(text, new, prompt, _finish(request), measured))
+            text = shown(request, Detokenizer(self.target.tokenizer, prompt), new)
+            found = request.found
+            results.append(Result(text, new, prompt, _finish(request), measured, found.logprobs, found.prompt_logprobs))
         return results
 
     def _engine(self) -> Engine:
         decoder = self.target.decoder
-        return Engine(decoder, self.drafter, self._length, self.verify, self._cache, max_batch=self._max_batch)
+        return Engine(decoder, self._drafters, self._length, self.verify, self._cache, max_batch=self._max_batch)
 
     def _request(
-        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Stop | None
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: Stop | None,
+        structure: Structure | None,
+        options: RequestOptions,
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-        if sampling.min_tokens > max_new_tokens:
-            raise UserError(
-                f"min_tokens must be at most max_new_tokens ({max_new_tokens}), but is {sampling.min_tokens}; "
-                "change one of the two."
-            )
-        decoder, tokenizer = self.target.decoder, self.target.tokenizer
-        require_known(sampling, decoder.vocab_size)
-        tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
-        stop_tokens, strings = resolve(stop, self.target, decoder.vocab_size)
-        return Request(
-            id=next(self._ids),
-            tokens=tokens,
-            prompt_length=len(tokens),
-            sampling=sampling,
-            max_new_tokens=min(max_new_tokens, decoder.max_positions - len(tokens)),
-            stop_tokens=stop_tokens,
-            stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
+        _require_allowed(options.verify, self._lossy)
+        grammar = None if structure is None else self._grammars.compile(structure)
+        return make_request(
+            self.target, prompt, max_new_tokens, sampling, stop, options, id=next(self._ids), grammar=grammar
         )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        decoder, (ends, _) = self.target.decoder, resolve(None, self.target, self.target.decoder.vocab_size)
+        return GrammarCompiler(self.target.tokenizer, decoder.vocab_size, ends)
 
     def _pieces(self, engine: Engine, request: Request) -> Generator[Piece, None, None]:
         text = Detokenizer(self.target.tokenizer, request.tokens)
-        shown = len(request.tokens)
+        before = len(request.tokens)
         engine.clock.resume()
         try:
             while engine.busy:
                 with self._turn:
                     stepped = engine.step()
+                _raise_errors(stepped)
                 if not stepped:
                     continue
-                tokens = request.tokens[shown:]
-                shown = len(request.tokens)
-                piece = Piece(_shown(request, text, tokens), tokens)
+                tokens = request.tokens[before:]
+                before = len(request.tokens)
+                piece = Piece(shown(request, text, tokens), tokens, request.found.logprobs[-len(tokens) :])
                 engine.clock.pause()
                 yield piece
                 engine.clock.resume()
@@ -279,21 +294,37 @@ class Speculator:
                 engine.close()
 
 
+def _split(options: dict[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
+    """What of named options is RequestOptions', and the others."""
+    names = {item.name for item in dataclasses.fields(RequestOptions)}
+    ours = {name: value for name, value in options.items() if name in names}
+    if not ours:
+        return NO_OPTIONS, options
+    return RequestOptions(**ours), {name: value for name, value in options.items() if name not in names}
+
+
+def _require_allowed(rule: Rule | None, lossy: bool) -> None:
+    if rule == "typical" and not lossy:
+        raise UserError(
+            "verify typical changes the distribution of the text, which has to be asked for; "
+            "add lossy=True (--lossy), or choose coupled or rejection."
+        )
+
+
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     return dataclasses.replace(sampling if sampling is not None else Sampling(), **options)
 
 
 def _finish(request: Request) -> Literal["stop", "length"]:
-    return "stop" if request.stopped else "length"
+    reason = finish_reason(request)
+    assert reason != "error", "errors are raised where they are seen"
+    return reason
 
 
-def _shown(request: Request, detokenizer: Detokenizer, tokens: list[int]) -> str:
-    """The text that a request's latest tokens complete, without what ended the text."""
-    if request.stop_strings is not None:
-        return request.stop_strings.release(last=request.finished)
-    if request.ends_with_stop_token:
-        tokens = tokens[:-1]
-    return detokenizer.add(tokens, last=request.finished)
+def _raise_errors(stepped: Sequence[Request]) -> None:
+    for request in stepped:
+        if request.error is not None:
+            raise request.error
 
 
 def lossless_class(target: "Model", verify: Rule, sampling: Sampling) -> LosslessClass:
