@@ -93,13 +93,23 @@ class Cache(Protocol):
     def fork(self, request: int) -> int:
         """A handle for a new request that holds the same tokens and goes its own way from here."""
 
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
+    @property
+    def pages(self) -> int:
+        """Pages in all; 0 where it has none."""
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that no request holds."""
+
+    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         """Takes over what the cache knows of the beginning of `tokens` for a request that was just opened.
+
+        salt  only what was cached with the same one is known.
 
         Returns the tokens stored now, at most len(tokens) − 1.
         """
 
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Lets other requests match what is stored; `tokens` are those of the first slots, a chain."""
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:
@@ -121,11 +131,21 @@ class Cache(Protocol):
 class SharesNothing:
     """What a `Cache` says whose requests share no memory."""
 
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
+    @property
+    def pages(self) -> int:
+        """0: there are no pages."""
+        return 0
+
+    @property
+    def pages_free(self) -> int:
+        """0: there are no pages."""
+        return 0
+
+    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         """0: nothing is known here."""
         return 0
 
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """Does nothing."""
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:

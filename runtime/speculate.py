@@ -4,34 +4,45 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from runtime.contract import Cache, CacheKind, Decoder
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics
+from runtime.engine.requests import (
+    NO_OPTIONS,
+    RequestOptions,
+    make_request,
+    require_draft_length,
+    require_rule,
+    shown,
+)
 from runtime.errors import UserError
-from runtime.sampling.detokenize import Detokenizer, encode
-from runtime.sampling.params import Sampling, require_known
-from runtime.sampling.stopping import Stop, StopStrings, resolve
-from runtime.speculative.draft import Draft, Drafter, EachText, Request
+from runtime.sampling.detokenize import Detokenizer
+from runtime.sampling.params import Sampling
+from runtime.sampling.stopping import Stop
+from runtime.speculative.draft import Drafter, NoDrafter, Request, Rule
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.other_tokenizer import model_drafter
-from runtime.speculative.verify import Rule
+from runtime.speculative.wanted import TokenLogprob
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
 LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
-MAX_DRAFT_LENGTH = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one round added to a text: its new tokens, and the text that they complete (whole characters only)."""
+    """What one round added to a text: its new tokens, and the text that they complete (whole characters only).
+
+    logprobs  one for each token, where they were asked for.
+    """
 
     text: str
     tokens: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Result:
 
     What ended the text is in `tokens`, not in `text`: a stop token, or the tokens of a stop string.
     finish  "stop": a stop token or string; "length": max_new_tokens, or the target's positions, are used up.
+    logprobs, prompt_logprobs  one for each token, where they were asked for; the prompt's first is None.
     """
 
     text: str
@@ -47,6 +59,8 @@ class Result:
     prompt_tokens: list[int]
     finish: Literal["stop", "length"]
     metrics: Metrics
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,16 +90,6 @@ class CacheOptions:
 CONTIGUOUS = CacheOptions()
 
 
-class NoDrafter(EachText[None]):
-    """Proposes nothing: plain decoding."""
-
-    name = "none"
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """An empty draft each."""
-        return [Draft() for _ in requests]
-
-
 class Stream(Iterator[Piece]):
     """The pieces of one text as they come. `metrics` are complete, and `finish` is set, when it ends."""
 
@@ -100,7 +104,12 @@ class Stream(Iterator[Piece]):
     @property
     def finish(self) -> Literal["stop", "length"] | None:
         """Why the text ended; None while it has not."""
-        return _finish(self._request) if self._request.finished else None
+        return _finish(self._request) if self._request.finished and self._request.error is None else None
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """One for each token of the prompt, where they were asked for; whole when the first piece has come."""
+        return self._request.found.prompt_logprobs
 
     def close(self) -> None:
         """Ends the text now and frees its cache."""
@@ -134,14 +143,9 @@ class Speculator:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, but is {max_batch}; choose a larger number.")
-        if draft_length is not None and not 0 <= draft_length <= MAX_DRAFT_LENGTH:
-            raise UserError(
-                f"draft_length must be from 0 to {MAX_DRAFT_LENGTH}, but is {draft_length}; choose another."
-            )
-        if verify not in get_args(Rule):
-            raise UserError(
-                f"verify must be one of {', '.join(get_args(Rule))}, but is {verify!r}; choose one of them."
-            )
+        if draft_length is not None:
+            require_draft_length(draft_length)
+        require_rule(verify)
         if verify == "typical" and not lossy:
             raise UserError(
                 "verify typical changes the distribution of the text, which has to be asked for; "
@@ -175,12 +179,14 @@ class Speculator:
 
         stop     token ids and texts that end the text; None: the model's own ids; (): none. Ids replace the model's
                  own, texts come on top of them.
-        options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`.
+        options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`, and of RequestOptions
+                 (logprobs=3, draft_length=4).
 
         Raises UserError for an empty prompt, one too long for the target or the cache, and values out of range, here
         and not at the first piece.
         """
-        request = self._request(prompt, max_new_tokens, _sampling(sampling, options), stop)
+        asked, rest = _split(options)
+        request = self._request(prompt, max_new_tokens, _sampling(sampling, rest), stop, asked)
         metrics, engine = Metrics(), self._engine()
         engine.clock.pause()
         with self._turn:
@@ -207,8 +213,9 @@ class Speculator:
             raise UserError(
                 f"one sampling for each of the {len(prompts)} prompts was expected, but {len(each)} were given."
             )
+        asked, rest = _split(options)
         requests = [
-            self._request(prompt, max_new_tokens, _sampling(one, options), stop)
+            self._request(prompt, max_new_tokens, _sampling(one, rest), stop, asked)
             for prompt, one in zip(cast("Sequence[str | Sequence[int]]", prompts), each, strict=True)
         ]
         metrics = [Metrics() for _ in requests]
@@ -219,15 +226,16 @@ class Speculator:
                     engine.add(request, measured)
             while engine.busy:
                 with self._turn:
-                    engine.step()
+                    _raise_errors(engine.step())
         finally:
             with self._turn:
                 engine.close()
         results = []
         for request, measured in zip(requests, metrics, strict=True):
             prompt, new = request.tokens[: request.prompt_length], request.new_tokens
-            text = _shown(request, Detokenizer(self.target.tokenizer, prompt), new)
-            results.append(Result(text, new, prompt, _finish(request), measured))
+            text = shown(request, Detokenizer(self.target.tokenizer, prompt), new)
+            found = request.found
+            results.append(Result(text, new, prompt, _finish(request), measured, found.logprobs, found.prompt_logprobs))
         return results
 
     def _engine(self) -> Engine:
@@ -235,48 +243,46 @@ class Speculator:
         return Engine(decoder, self.drafter, self._length, self.verify, self._cache, max_batch=self._max_batch)
 
     def _request(
-        self, prompt: str | Sequence[int], max_new_tokens: int, sampling: Sampling, stop: Stop | None
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: Stop | None,
+        options: RequestOptions,
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-        if sampling.min_tokens > max_new_tokens:
-            raise UserError(
-                f"min_tokens must be at most max_new_tokens ({max_new_tokens}), but is {sampling.min_tokens}; "
-                "change one of the two."
-            )
-        decoder, tokenizer = self.target.decoder, self.target.tokenizer
-        require_known(sampling, decoder.vocab_size)
-        tokens = encode(tokenizer, prompt, decoder.vocab_size, decoder.max_positions)
-        stop_tokens, strings = resolve(stop, self.target, decoder.vocab_size)
-        return Request(
-            id=next(self._ids),
-            tokens=tokens,
-            prompt_length=len(tokens),
-            sampling=sampling,
-            max_new_tokens=min(max_new_tokens, decoder.max_positions - len(tokens)),
-            stop_tokens=stop_tokens,
-            stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
-        )
+        return make_request(self.target, prompt, max_new_tokens, sampling, stop, options, id=next(self._ids))
 
     def _pieces(self, engine: Engine, request: Request) -> Generator[Piece, None, None]:
         text = Detokenizer(self.target.tokenizer, request.tokens)
-        shown = len(request.tokens)
+        before = len(request.tokens)
         engine.clock.resume()
         try:
             while engine.busy:
                 with self._turn:
                     stepped = engine.step()
+                _raise_errors(stepped)
                 if not stepped:
                     continue
-                tokens = request.tokens[shown:]
-                shown = len(request.tokens)
-                piece = Piece(_shown(request, text, tokens), tokens)
+                tokens = request.tokens[before:]
+                before = len(request.tokens)
+                piece = Piece(shown(request, text, tokens), tokens, request.found.logprobs[-len(tokens) :])
                 engine.clock.pause()
                 yield piece
                 engine.clock.resume()
         finally:
             with self._turn:
                 engine.close()
+
+
+def _split(options: dict[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
+    """What of named options is RequestOptions', and the others."""
+    names = {item.name for item in dataclasses.fields(RequestOptions)}
+    ours = {name: value for name, value in options.items() if name in names}
+    if not ours:
+        return NO_OPTIONS, options
+    return RequestOptions(**ours), {name: value for name, value in options.items() if name not in names}
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
@@ -287,13 +293,10 @@ def _finish(request: Request) -> Literal["stop", "length"]:
     return "stop" if request.stopped else "length"
 
 
-def _shown(request: Request, detokenizer: Detokenizer, tokens: list[int]) -> str:
-    """The text that a request's latest tokens complete, without what ended the text."""
-    if request.stop_strings is not None:
-        return request.stop_strings.release(last=request.finished)
-    if request.ends_with_stop_token:
-        tokens = tokens[:-1]
-    return detokenizer.add(tokens, last=request.finished)
+def _raise_errors(stepped: Sequence[Request]) -> None:
+    for request in stepped:
+        if request.error is not None:
+            raise request.error
 
 
 def lossless_class(target: "Model", verify: Rule, sampling: Sampling) -> LosslessClass:

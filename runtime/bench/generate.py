@@ -13,7 +13,7 @@ from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.contract import Decoder
 from runtime.model.layers import described
 from runtime.sampling.params import Sampling
-from runtime.speculate import NoDrafter
+from runtime.speculative.draft import NoDrafter
 
 
 def time_ways(bench: Bench, shape: str, schemes: Sequence[str], prompt: int, new_tokens: int) -> None:

@@ -19,13 +19,13 @@ from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
 from runtime.bench.random_models import SHAPES, write_shape
 from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError
 from runtime.model.layers import described
 from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
-from runtime.speculate import MAX_DRAFT_LENGTH, NoDrafter
 from runtime.speculative.costs import Prober, StepCosts
-from runtime.speculative.draft import Drafter
+from runtime.speculative.draft import Drafter, NoDrafter
 from runtime.speculative.drafters.by_name import make
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import upper_half

@@ -10,9 +10,8 @@ from runtime.contract import Cache, Decoder
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics, predicted_speedup, total
 from runtime.sampling.params import Sampling
-from runtime.speculate import NoDrafter
 from runtime.speculative.costs import StepCosts, width_cost
-from runtime.speculative.draft import Drafter, Request
+from runtime.speculative.draft import Drafter, NoDrafter, Request
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.verify import Rule
 

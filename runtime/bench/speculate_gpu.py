@@ -10,7 +10,7 @@ from runtime.bench.measure import Bench, read_bytes
 from runtime.bench.options import OracleOptions
 from runtime.bench.speculate import Job, measure, row
 from runtime.sampling.params import Sampling
-from runtime.speculate import NoDrafter
+from runtime.speculative.draft import NoDrafter
 
 
 def oracle(bench: Bench, options: OracleOptions, draft_lengths: Sequence[int]) -> None:

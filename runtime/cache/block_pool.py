@@ -19,12 +19,15 @@ ROOT = 0
 class Prefix:
     """What a known page holds: the 64 tokens (int64 bytes) that follow the prefix numbered `parent`.
 
+    Of a text's first page `salt` is part of the key, and so of all that follow it: texts of different salts share none.
+
     Pages are looked up by this key as a whole. A dict hashes it and then compares it, and a number stands for one chain
     of tokens for ever; so equal hashes cannot give a request another text's keys.
     """
 
     parent: int
     tokens: bytes
+    salt: str = ""
 
 
 class BlockPool:

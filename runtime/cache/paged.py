@@ -76,7 +76,7 @@ class PagedCache(KeyValueCache):
             self._pages.share(page)
         return self._add_held(self.capacity(request) // KEY_BLOCK, held, self._length[request])
 
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         """See KeyValueCache: as many leading full pages as are known and fit the request.
 
         One token at least is left over: its forward gives the logits to go on with.
@@ -86,7 +86,7 @@ class PagedCache(KeyValueCache):
         most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
         parent = ROOT
         for block, content in enumerate(_contents(tokens, max(most, 0))):
-            found = self._pages.find(Prefix(parent, content))
+            found = self._pages.find(Prefix(parent, content, salt if parent == ROOT else ""))
             if found is None:
                 break
             page, parent = found
@@ -95,14 +95,14 @@ class PagedCache(KeyValueCache):
         self._length[request] = len(self._held[request]) * KEY_BLOCK
         return self._length[request]
 
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         """See KeyValueCache: full pages only. Raises ValueError for more tokens than are stored."""
         if len(tokens) > self._length[request]:
             raise ValueError(f"{len(tokens)} tokens are to be cached, and {self._length[request]} are stored")
         parent = ROOT
         held = self._held[request]
         for page, content in zip(held, _contents(tokens, len(tokens) // KEY_BLOCK), strict=False):
-            parent = self._pages.know(page, Prefix(parent, content))
+            parent = self._pages.know(page, Prefix(parent, content, salt if parent == ROOT else ""))
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:
         """See KeyValueCache: copies of shared pages count too. Raises KeyError for a handle that is not open."""

@@ -41,16 +41,22 @@ class DeferredRound:
             base += len(draft.tokens)
         return self.decoder.forward_drafted(tokens, rows, cache, at, self.deferred.flat, places)
 
-    def settle(self, samplings: Sequence[RowSampling], logits: Tensor) -> tuple[list[int], list[Draft]]:
-        """The token at each row of logits, and each part's draft. Waits for the device.
+    def choose(self, samplings: Sequence[RowSampling], logits: Tensor) -> tuple[list[int], list[list[int]]]:
+        """The token at each row of logits (NON_FINITE: they were no numbers), and the drafts' tokens.
 
-        Raises UserError where logits of either model are not finite.
+        Waits for the device.
         """
-        found, tokens = self.decoder.next_tokens(logits, samplings, self.deferred.tokens)
+        return self.decoder.next_tokens(logits, samplings, self.deferred.tokens)
+
+    def settle(self, tokens: Sequence[Sequence[int]], vocab_size: int) -> list[Draft]:
+        """Each part's draft, now that its tokens are known.
+
+        Raises UserError where the draft's logits are not finite.
+        """
         drafts = aligned(self.batch, self.drafter.settle(self.drafting, self.deferred, tokens))
         for draft, part in zip(drafts, self.batch, strict=True):
-            require_sound(draft, part.budget, logits.shape[1])
-        return require_finite(found), drafts
+            require_sound(draft, part.budget, vocab_size)
+        return drafts
 
     @property
     def seconds(self) -> float:

@@ -2,8 +2,9 @@
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,9 @@ class Metrics:
     preemptions      how often a request gave its pages back for others and was read again later.
     arrivals         for each request, when each of its new tokens came, counted from the request's start. Tokens of one
                      round come together.
+    queue_seconds    from when a request came until it was begun.
+    forced, forced_accepted  drafted and accepted tokens that a grammar forced; they count above as well.
+    drafter_faults   what drafters failed with, and how often; these texts went on without a draft.
     kv_bytes         what the keys and values of the texts take in the target's cache when each is at its longest.
     """
 
@@ -50,6 +54,10 @@ class Metrics:
     preemptions: int = 0
     arrivals: list[list[float]] = field(default_factory=list)
     kv_bytes: int = 0
+    queue_seconds: float = 0.0
+    forced: int = 0
+    forced_accepted: int = 0
+    drafter_faults: Counter[str] = field(default_factory=Counter)
 
     @property
     def new_tokens(self) -> int:
@@ -166,6 +174,15 @@ class Metrics:
             ("mean target width", _show(self.mean_width, ".2f")),
             ("keys and values", f"{self.kv_bytes / 1e6:.2f} MB"),
         ]
+
+
+class Counts(NamedTuple):
+    """Requests and pages of an engine; both numbers of pages are 0 where the cache has none."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
 
 
 def predicted_speedup(tokens_per_round: float, draft_length: float, draft_cost: float, width_cost: float) -> float:

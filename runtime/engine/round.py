@@ -1,5 +1,6 @@
 """The parts of one round: who takes part, the rows of the forward, what becomes of each draft, and what it took."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,37 +9,72 @@ from torch import Tensor
 
 from runtime.contract import Rows, integers
 from runtime.engine.metrics import Metrics
-from runtime.model.on_device import ARGMAX, RowSampling
-from runtime.sampling.distribution import Distributions, Logits
+from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
+from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
 from runtime.sampling.stopping import kept
-from runtime.speculative.draft import Draft, Outcome, Request
-from runtime.speculative.draft_length import Controller, Drafted, Round
-from runtime.speculative.verify import Acceptance, Rule, coupled, greedy, rejection, sampled_on_device, typical
+from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
+from runtime.speculative.draft_length import LONGEST, Controller
+from runtime.speculative.verify import (
+    Acceptance,
+    coupled,
+    greedy,
+    greedy_rows,
+    rejection,
+    sampled_on_device,
+    typical,
+)
+from runtime.speculative.wanted import RoundEvent
 
 NO_DRAFT = Draft()
+NO_ROWS = range(0)
+_NO_TOKEN = -2  # no model's, and not NON_FINITE
+
+
+@dataclass(eq=False)
+class Proposer:
+    """A drafter under its name in an engine: it drafts at most `most` tokens a round, or what its controller says."""
+
+    name: str
+    drafter: Drafter
+    controller: Controller | None = None
+    most: int = LONGEST
 
 
 @dataclass(eq=False)
 class RequestState:
     """A request with its place in the target's cache, and what has been counted of it.
 
-    number   the order in which requests came.
-    handle   in the target's cache; −1 while the request waits.
-    started  when it came, by the engine's clock.
-    drafted  whether its last round drafted, so that its drafter knows the text but for that round's tokens.
+    number    the order in which requests came.
+    proposer  who drafts for it.
+    handle    in the target's cache; −1 while the request waits.
+    started   when it came, by the engine's clock.
+    drafted   whether its last round drafted, so that its drafter knows the text but for that round's tokens.
+    forced    what its grammar forces after the text: this round's draft, instead of the drafter's.
+    forcing   the most tokens of that: fewer after some were not accepted.
+    admitted  whether it has begun.
     """
 
     request: Request
     number: int
     metrics: Metrics
     started: float
+    proposer: Proposer
     handle: int = -1
     drafted: bool = False
+    forced: Sequence[int] = ()
+    forcing: int = LONGEST
+    admitted: bool = False
 
     @property
     def capacity(self) -> int:
         """Tokens that it can come to need."""
         return self.request.prompt_length + self.request.max_new_tokens
+
+    @property
+    def room(self) -> int:
+        """The most tokens that may be drafted. A round adds the target's own as well: a text's last needs no draft."""
+        most, bound = max(0, self.request.missing - 1), self.request.draft_length
+        return most if bound is None else min(most, bound)
 
 
 class ScheduledRequest(NamedTuple):
@@ -46,6 +82,7 @@ class ScheduledRequest(NamedTuple):
 
     samples   whether its last token is among them, so that a next one comes of it.
     decoding  whether it goes on with its text, rather than with its prompt or with what it had when it was preempted.
+    scored    which of its tokens' logits are asked for besides: those that tell of the next token of the prompt.
     """
 
     state: RequestState
@@ -54,6 +91,7 @@ class ScheduledRequest(NamedTuple):
     budget: int
     samples: bool
     decoding: bool
+    scored: range = NO_ROWS
 
     @property
     def end(self) -> int:
@@ -79,6 +117,7 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
         tokens += part.state.request.tokens[part.first : last]
         position += range(part.first, last)
         parent += [-1, *range(base, base + part.fed - 1)]
+        at += [base + row - part.first for row in part.scored]
         if part.samples:
             end = len(tokens) - 1
             at += range(end, end + 1 + len(draft.tokens))
@@ -91,17 +130,32 @@ def forward_rows(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> 
 
 
 def row_samplings(batch: Sequence[ScheduledRequest], drafts: Sequence[Draft], rule: Rule) -> list[RowSampling]:
-    """How a device samples at each row of logits: for each part that samples, its draft's n + 1 nodes."""
+    """How a device samples at each row of logits: for each part its prompt's, then its draft's n + 1 nodes."""
     rows: list[RowSampling] = []
     for part, draft in zip(batch, drafts, strict=True):
+        rows += [ARGMAX] * len(part.scored)
         if not part.samples:
             continue
-        sampling = part.state.request.sampling
-        if sampled_on_device(sampling, rule):
+        request = part.state.request
+        sampling = request.sampling
+        if request.grammar is None and sampled_on_device(sampling, request.rule or rule):
             rows += [RowSampling(sampling, part.end + depth) for depth in (0, *(1 + depth for depth in draft.depths))]
         else:
             rows += [ARGMAX] * (len(draft.tokens) + 1)
     return rows
+
+
+def finite_tokens(logits: Logits) -> list[int]:
+    """The most probable token of each of (n, V) rows; NON_FINITE where the row's logits are no numbers."""
+    tokens, values = largest_logits(logits)
+    if all(map(math.isfinite, values)):
+        return tokens
+    return [token if math.isfinite(value) else NON_FINITE for token, value in zip(tokens, values, strict=True)]
+
+
+def refused(drafts: Sequence[Draft]) -> list[Draft]:
+    """Drafts of the same shapes of which no token is ever accepted: for forwards that were made with other ones."""
+    return [Draft([_NO_TOKEN] * len(draft.tokens), draft.parents) for draft in drafts]
 
 
 def verify(
@@ -110,15 +164,24 @@ def verify(
     """What the request's rule accepts of its draft.
 
     logits  (n + 1, V) of the draft's nodes.
-    tokens  their argmax; with `on_device` what a device sampled by `row_samplings`.
+    tokens  their argmax; with `on_device` what a device sampled by `row_samplings`. NON_FINITE: logits are no numbers.
+
+    Raises UserError where the logits of a node that the text comes to are no numbers.
     """
-    sampling, position = request.sampling, len(request.tokens)
-    if (sampling.greedy and sampling.plain) or (on_device and sampled_on_device(sampling, rule)):
-        return greedy(tokens, draft)
-    context = (sampling, request.tokens, draft.paths, request.prompt_length, request.stop_tokens)
+    sampling, position, grammar = request.sampling, len(request.tokens), request.grammar
+    chosen = (sampling.greedy and sampling.plain) or (on_device and sampled_on_device(sampling, rule))
+    if chosen and grammar is None:
+        accepted = greedy(tokens, draft)
+        if accepted.next_token == NON_FINITE:
+            raise not_finite("target")
+        return accepted
+    context = (sampling, request.tokens, draft.paths, request.prompt_length, request.stop_tokens, grammar)
     rows = Distributions(logits, *context)
+    if NON_FINITE in tokens:
+        rows.forbid([row for row, token in enumerate(tokens) if token == NON_FINITE])
     if sampling.greedy:
-        return greedy(rows.argmax(), draft)
+        known = sampling.plain
+        return greedy_rows(lambda row: rows.choice(row, tokens[row] if known else None), draft)
     if rule == "coupled":
         return coupled(rows, draft, position, sampling.seed, request.noise.exponential)
     if rule == "typical":
@@ -135,11 +198,26 @@ def append_accepted(request: Request, draft: Draft, accepted: Acceptance, hidden
     count, stopped = kept(gained, request.stop_tokens, request.stop_strings)
     path = accepted.path[:count]
     request.tokens += gained[:count]
+    if request.grammar is not None:
+        request.grammar.advance(gained[:count])
     request.noise.forget(len(request.tokens))
     request.finished = stopped or request.missing <= 0
     straight = path == list(range(len(path)))
     along = hidden[: len(path) + 1] if straight or not len(hidden) else hidden[[0, *(1 + i for i in path)]]
     return Outcome(request, path, len(path), along if len(hidden) else None)
+
+
+def note_round(part: ScheduledRequest, draft: Draft, outcome: Outcome, times: Sequence[float]) -> None:
+    """Adds the round to what its request has found; arguments as for `account`."""
+    state, request = part.state, part.state.request
+    name = ""
+    if part.budget > 0:
+        name = "grammar" if state.forced else state.proposer.name
+    known = NO_DRAFT if _NO_TOKEN in draft.tokens else draft
+    started, drafted, _, ended = times
+    new = request.tokens[part.end :]
+    spent = (1000 * (drafted - started), 1000 * (ended - started))
+    request.found.rounds.append(RoundEvent(name, known.tokens, known.parents, outcome.path, new, *spent))
 
 
 def account(
@@ -170,33 +248,14 @@ def account(
             metrics.first_seconds += drafting
             metrics.first_drafted = len(draft.tokens)
         metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
+        if part.state.forced and part.budget > 0:
+            metrics.forced += len(draft.tokens)
+            metrics.forced_accepted += outcome.length
+            whole = outcome.length == len(draft.tokens)
+            part.state.forcing = min(2 * part.state.forcing, LONGEST) if whole else max(1, outcome.length)
         metrics.rounds += 1
         metrics.gained += len(outcome.request.tokens) - part.end
         metrics.target_forwards += 1
         metrics.target_rows += rows
         metrics.draft_seconds += drafting
         metrics.target_seconds += (verified - drafted) * target_share
-
-
-def learn(
-    controller: Controller,
-    batch: Sequence[ScheduledRequest],
-    drafts: Sequence[Draft],
-    outcomes: Sequence[Outcome | None],
-    times: Sequence[float],
-) -> None:
-    """Tells the controller of a round in which every request went on with its text; arguments as for `account`."""
-    started, drafted, _, ended = times
-    if controller.resting(len(batch)):
-        controller.rested(ended - started)
-        return
-    budget = max(part.budget for part in batch)
-    found = tuple(
-        Drafted(len(draft.tokens), outcome.length, draft.is_chain)
-        for part, draft, outcome in zip(batch, drafts, outcomes, strict=True)
-        # A text about to end drafts less than the others: that says nothing of this γ.
-        if outcome is not None and part.budget == budget > 0
-    )
-    behind = any(part.budget > 0 and not part.state.drafted for part in batch)
-    width = sum(1 + len(draft.tokens) for draft in drafts)
-    controller.observe(Round(len(batch), budget, found, width, drafted - started, ended - drafted, behind))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.sampling import processors
+from runtime.sampling.constraint import Constraint
 from runtime.sampling.params import Sampling
 
 # What `host` gives: numpy, or the tensor of another device.
@@ -35,6 +36,7 @@ class Distributions:
     paths          n token lists, the draft tokens between the text and each row (None: none for any row).
     prompt_length  how many of `tokens` are the prompt.
     stop_tokens    what `min_tokens` keeps from coming too early.
+    grammar        what the text must keep to; it stands at the end of `tokens`.
 
     Verification often stops at the first row, so rows that the walk does not reach cost nothing.
     """
@@ -47,6 +49,7 @@ class Distributions:
         paths: Sequence[Sequence[int]] | None = None,
         prompt_length: int = 0,
         stop_tokens: Collection[int] = (),
+        grammar: Constraint | None = None,
     ) -> None:
         rows = host(logits)
         self._logits = rows[None] if rows.ndim == 1 else rows
@@ -55,6 +58,8 @@ class Distributions:
         self._prompt_length = prompt_length
         self._generated = len(tokens) - prompt_length
         self._stop_tokens = stop_tokens
+        self._grammar = grammar
+        self._forbidden: Collection[int] = ()
         self._bias = dict(sampling.logit_bias)
         self._text = np.asarray(tokens if sampling.penalised else (), dtype=np.int64)
 
@@ -79,20 +84,43 @@ class Distributions:
             processors.keep_likely(warped, self._sampling.min_p)
         return warped
 
+    def forbid(self, rows: Collection[int]) -> None:
+        """These rows hold no numbers: whoever comes to them is told so by a UserError."""
+        self._forbidden = rows
+
+    def choice(self, row: int, likely: int | None = None) -> int:
+        """The most probable token of a row after bias, penalties and grammar; the lowest id of equals.
+
+        likely  what it is without the grammar, where that is known.
+        """
+        if self._grammar is None:
+            return int(self.scores(row).argmax())
+        # Few winners break the grammar, and without the losers that do the winner is the same.
+        best = int(self.scores(row, masked=False).argmax()) if likely is None else likely
+        if row not in self._forbidden and self._grammar.allows(self._path(row), best):
+            return best
+        return int(self.scores(row).argmax())
+
     def argmax(self) -> list[int]:
         """The most probable token of each row after bias and penalties; the lowest id of equals."""
-        if self._sampling.plain:
-            return _largest(self._logits)[0]
-        return [int(self.scores(i).argmax()) for i in range(len(self))]
+        if self._sampling.plain and self._grammar is None:
+            return largest_logits(self._logits)[0]
+        return [self.choice(i) for i in range(len(self))]
 
-    def scores(self, row: int) -> NDArray[np.float64]:
-        """(V,) float64 logits after bias and penalties.
+    def scores(self, row: int, masked: bool = True) -> NDArray[np.float64]:
+        """(V,) float64 logits after grammar (if `masked`), bias and penalties.
 
-        Raises UserError where `min_tokens` leaves no token that can be chosen.
+        Raises UserError where `min_tokens` leaves no token that can be chosen, or logits are known to be no numbers.
         """
+        if row in self._forbidden:
+            raise not_finite("target")
         logits, sampling = self._logits[row], self._sampling
         scores = np.array(host(logits.cpu() if isinstance(logits, Tensor) else logits), dtype=np.float64)
-        path = self._paths[row] if self._paths is not None else ()
+        path = self._path(row)
+        if self._grammar is not None and masked:
+            scores[~self._grammar.mask(path)[: len(scores)]] = -np.inf
+            if scores.max() == -np.inf:
+                raise UserError("the model gives no probability to any token that the grammar allows; ask without it.")
         if self._generated + len(path) < sampling.min_tokens:
             processors.forbid(scores, self._stop_tokens)
             if scores.max() == -np.inf:
@@ -111,13 +139,16 @@ class Distributions:
                 processors.penalise_generated(scores, generated, sampling.presence_penalty, sampling.frequency_penalty)
         return scores
 
+    def _path(self, row: int) -> Sequence[int]:
+        return self._paths[row] if self._paths is not None else ()
+
 
 def argmax_tokens(logits: Logits, model: str) -> list[int]:
     """The most probable token of each of (n, V) rows before any penalty; the lowest id of equals.
 
     Raises UserError where a row has a NaN, an infinity, or nothing above −inf (a masked token).
     """
-    choices, values = _largest(host(logits))
+    choices, values = largest_logits(host(logits))
     if not all(map(math.isfinite, values)):
         raise not_finite(model)
     return choices
@@ -131,7 +162,7 @@ def not_finite(model: str) -> UserError:
     )
 
 
-def _largest(logits: Logits) -> tuple[list[int], list[float]]:
+def largest_logits(logits: Logits) -> tuple[list[int], list[float]]:
     """Where each of (n, V) rows is largest (the first of equals), and what stands there: NaN if the row has one."""
     if isinstance(logits, Tensor):
         maxima = logits.max(dim=-1)

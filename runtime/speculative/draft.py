@@ -6,16 +6,21 @@ The drafters themselves are in drafters/, one file each.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from runtime.sampling.constraint import Constraint
 from runtime.sampling.noise import Memo
 from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import StopStrings
+from runtime.speculative.wanted import Found, Wanted
 
 Text = TypeVar("Text")
+# How the drafts of requests that sample are verified: verify.py.
+Rule = Literal["coupled", "rejection", "typical"]
+NOTHING_WANTED = Wanted()
 
 
 @dataclass
@@ -23,7 +28,18 @@ class Request:
     """One text in progress, as the loop and the drafters see it; only the loop changes it.
 
     `tokens` are prompt and accepted output; `id` is unique among live requests; `noise` is what `coupled` samples with;
-    `stop_strings` watches the output for texts that end it, None without any.
+    `stop_strings` watches the output for texts that end it, None without any. `tokens` may be longer than the prompt
+    from the start: the text then goes on as if it had just gained them. With max_new_tokens = 0 a prompt is only read.
+
+    wanted        what to note down in `found`.
+    drafter       the name of its drafter in the engine; None: the engine's default.
+    draft_length  the most tokens drafted for it a round, whatever the engine's γ; None: no bound of its own.
+    rule          verifies its drafts where it samples; None: the engine's.
+    cache_salt    it takes over cached prefixes only of requests with the same.
+    prediction    tokens that its text is expected to hold, for the drafter `prediction`.
+    grammar       what its text must keep to; None: anything.
+    drafter_fault what its drafter failed with, so that the text goes on without drafts.
+    error         what ended the request, where it failed; it is `finished` then, too.
     """
 
     id: int
@@ -35,6 +51,16 @@ class Request:
     stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
     finished: bool = False
     noise: Memo = field(default_factory=Memo, repr=False, compare=False)
+    wanted: Wanted = NOTHING_WANTED
+    drafter: str | None = None
+    draft_length: int | None = None
+    rule: Rule | None = None
+    cache_salt: str = ""
+    prediction: Sequence[int] = ()
+    grammar: Constraint | None = field(default=None, repr=False, compare=False)
+    drafter_fault: Exception | None = None
+    found: Found = field(default_factory=Found, repr=False, compare=False)
+    error: Exception | None = None
 
     @property
     def new_tokens(self) -> list[int]:
@@ -182,3 +208,13 @@ class EachText(Generic[Text]):
 
     def close(self, request: Request) -> None:
         self._texts.pop(request.id, None)
+
+
+class NoDrafter(EachText[None]):
+    """Proposes nothing: plain decoding."""
+
+    name = "none"
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """An empty draft each."""
+        return [Draft() for _ in requests]

@@ -7,7 +7,7 @@ position of the first draft token (the length of the text so far), `noise` the f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from runtime.sampling.noise import Stream, exponential, pick, race, uniforms
 from runtime.sampling.params import Sampling
-from runtime.speculative.draft import Draft
+from runtime.speculative.draft import Draft, Rule
 
-Rule = Literal["coupled", "rejection", "typical"]
 Noise = Callable[[int, int, int], NDArray[np.float64]]
 
 
@@ -57,6 +56,11 @@ def require_sound(draft: Draft, budget: int, vocab_size: int) -> None:
 def greedy(tokens: Sequence[int], draft: Draft) -> Acceptance:
     """Accepts the path on which every token is the target's own; tokens (n + 1) are its argmax at each row."""
     return _walk(draft, lambda row, depth: tokens[row])
+
+
+def greedy_rows(choose: Callable[[int], int], draft: Draft) -> Acceptance:
+    """`greedy` where the target's token at a row, choose(row), is worked out only for the rows on the path."""
+    return _walk(draft, lambda row, depth: choose(row))
 
 
 def coupled(target_rows: TargetRows, draft: Draft, position: int, seed: int, noise: Noise = exponential) -> Acceptance:

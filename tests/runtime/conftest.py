@@ -33,6 +33,8 @@ class ListCache:
     broken: bool = False
     slots: dict[int, list[int]] = field(default_factory=dict)
     capacity: dict[int, int] = field(default_factory=dict)
+    pages: int = 0
+    pages_free: int = 0
 
     def open(self, capacity: int) -> int:
         handle = next(i for i in range(len(self.slots) + 1) if i not in self.slots)
@@ -48,10 +50,10 @@ class ListCache:
     def close(self, request: int) -> None:
         del self.slots[request], self.capacity[request]
 
-    def match_prefix(self, request: int, tokens: Sequence[int]) -> int:
+    def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         return 0
 
-    def cache_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> None:
         assert self.broken or list(tokens) == self.slots[request][: len(tokens)]
 
     def missing_pages(self, needs: Mapping[int, int]) -> int:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Model, Speculator, load
 from runtime.contract import Out
-from runtime.engine.engine import MIXED_ROWS, PREFILL_ROWS, Engine
+from runtime.engine.engine import Engine
 from runtime.engine.metrics import Clock, Metrics
+from runtime.engine.schedule import MIXED_ROWS, PREFILL_ROWS
 from runtime.errors import UserError
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions

@@ -1,0 +1,307 @@
+"""Who drafts for whom in a round, and how much: an engine's drafters, each with the γ that pays for it.
+
+Requests of one drafter are asked for together. What a request's grammar forces comes before its drafter: such a round
+costs no draft, and the drafter learns nothing from it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from runtime.engine.deferred import DeferredRound, begin_deferred
+from runtime.engine.round import NO_DRAFT, Proposer, RequestState, ScheduledRequest, refused
+from runtime.errors import UserError
+from runtime.model.on_device import DeviceRounds
+from runtime.sampling.constraint import Constraint
+from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome
+from runtime.speculative.draft_length import LONGEST, Controller, Drafted, Round
+from runtime.speculative.verify import require_sound
+
+NONE, GRAMMAR = "none", "grammar"
+
+
+class Drafters:
+    """The drafters of an engine by name; "none" and "grammar" (forced tokens alone) are always among them.
+
+    drafters      the first is taken where a request names none.
+    draft_length  γ of all; or a Controller, the first one's (others get their own); or one for each by name.
+    lenient       a drafter that fails is left alone by the requests that it failed for, which go on without a draft;
+                  otherwise what it raised is raised.
+    """
+
+    def __init__(
+        self,
+        drafters: Drafter | Mapping[str, Drafter],
+        draft_length: int | Controller | Mapping[str, Controller],
+        lenient: bool = False,
+    ) -> None:
+        given = dict(drafters) if isinstance(drafters, Mapping) else {drafters.name: drafters}
+        if not given:
+            raise ValueError("an engine needs at least one drafter")
+        self._lenient = lenient
+        self._nothing = Proposer(NONE, NoDrafter(), None, 0)
+        self._by_name: dict[str, Proposer] = {}
+        for name, drafter in given.items():
+            controller, most = None, LONGEST
+            if isinstance(draft_length, int):
+                most = draft_length
+            elif isinstance(draft_length, Controller):
+                controller = Controller(draft_length.limit) if self._by_name else draft_length
+            else:
+                controller = draft_length[name]
+            if isinstance(drafter, NoDrafter):
+                controller, most = None, 0
+            self._by_name[name] = Proposer(name, drafter, controller, most)
+        self._default = next(iter(self._by_name.values()))
+        self._by_name.setdefault(NONE, self._nothing)
+        self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))
+
+    def named(self, name: str | None) -> Proposer:
+        """The drafter of this name; None: the default. Raises UserError for an unknown one."""
+        if name is None:
+            return self._default
+        if name not in self._by_name:
+            raise UserError(f"drafter must be one of {', '.join(self._by_name)}, but is {name}; choose one of them.")
+        return self._by_name[name]
+
+    def budgets(self, decoding: Sequence[RequestState], alone: bool) -> dict[int, int]:
+        """By number, how many tokens may be drafted for each of the requests that are decoding.
+
+        alone  no prompt shares the forward.
+        """
+        found: dict[int, int] = {}
+        asking = decoding
+        if any(state.request.grammar is not None for state in decoding):
+            for state in decoding:
+                state.forced = self._forced(state)
+                if state.forced:
+                    found[state.number] = len(state.forced)
+            asking = [state for state in decoding if not state.forced]
+        for proposer, states in _by_proposer(asking):
+            found |= _budgets(proposer, states, alone)
+        return found
+
+    def draft(
+        self,
+        batch: Sequence[ScheduledRequest],
+        on_device: DeviceRounds | None,
+        vocab_size: int,
+        now: Callable[[], float],
+    ) -> tuple[list[Draft], DeferredRound | None, dict[Proposer, float]]:
+        """A draft for each part of the round, and the seconds that each drafter took by the clock `now`.
+
+        Of a deferred round, whose drafts are still on their way, the drafts are placeholders.
+        """
+        if not any(part.budget > 0 for part in batch):
+            return [NO_DRAFT] * len(batch), None, {}
+        only = self._only(batch) if on_device is not None else None
+        if on_device is not None and only is not None:
+            try:
+                deferred = begin_deferred(on_device, only.drafter, batch)
+            except Exception as error:
+                self.failed([part.state for part in batch if part.budget > 0], error)
+                return [NO_DRAFT] * len(batch), None, {}
+            if deferred is not None:
+                return deferred.placeholders, deferred, {}
+        drafts, seconds = self._propose(batch, vocab_size, now)
+        return drafts, None, seconds
+
+    def settle(self, deferred: DeferredRound, tokens: Sequence[Sequence[int]], vocab_size: int) -> list[Draft]:
+        """A deferred round's drafts, now that their tokens are known."""
+        try:
+            return deferred.settle(tokens, vocab_size)
+        except Exception as error:
+            self.failed([part.state for part in deferred.batch if part.budget > 0], error)
+            return refused(deferred.placeholders)
+
+    def _only(self, batch: Sequence[ScheduledRequest]) -> Proposer | None:
+        """The drafter that all drafts of a round are asked of; None where they are several, or a grammar drafts."""
+        asked = {part.state.proposer for part in batch if part.budget > 0}
+        constrained = any(part.budget > 0 and part.state.request.grammar is not None for part in batch)
+        return asked.pop() if len(asked) == 1 and not constrained else None
+
+    def _propose(
+        self, batch: Sequence[ScheduledRequest], vocab_size: int, now: Callable[[], float]
+    ) -> tuple[list[Draft], dict[Proposer, float]]:
+        drafts = [NO_DRAFT] * len(batch)
+        asked: dict[Proposer, list[int]] = {}
+        for i, part in enumerate(batch):
+            if part.budget > 0 and part.state.forced:
+                drafts[i] = Draft.chain(list(part.state.forced))
+            elif part.budget > 0:
+                asked.setdefault(part.state.proposer, []).append(i)
+        seconds: dict[Proposer, float] = {}
+        for proposer, places in asked.items():
+            began = now()
+            found = self._ask(proposer, [batch[i] for i in places], vocab_size)
+            seconds[proposer] = now() - began
+            for i, draft in zip(places, found, strict=True):
+                grammar = batch[i].state.request.grammar
+                drafts[i] = draft if grammar is None else pruned(draft, grammar)
+        return drafts, seconds
+
+    def observe(self, batch: Sequence[ScheduledRequest], outcomes: Sequence[Outcome | None]) -> None:
+        """Tells each drafter what became of its requests' round."""
+        told: dict[Proposer, list[tuple[RequestState, Outcome]]] = {}
+        for part, outcome in zip(batch, outcomes, strict=True):
+            if outcome is not None:
+                told.setdefault(part.state.proposer, []).append((part.state, outcome))
+        for proposer, found in told.items():
+            try:
+                proposer.drafter.observe([outcome for _, outcome in found])
+            except Exception as error:
+                self.failed([state for state, _ in found], error)
+
+    def close(self, state: RequestState) -> None:
+        """The request has ended, or gives its place back: its drafter forgets it."""
+        if not self._lenient:
+            state.proposer.drafter.close(state.request)
+            return
+        try:
+            state.proposer.drafter.close(state.request)
+        except Exception as error:
+            state.metrics.drafter_faults[_reason(error)] += 1
+
+    def failed(self, states: Sequence[RequestState], error: Exception) -> None:
+        """The drafter of these requests has failed: they go on without. Raises `error` where that is not allowed."""
+        if not self._lenient:
+            raise error
+        for state in states:
+            self.close(state)
+            state.request.drafter_fault = error
+            state.metrics.drafter_faults[_reason(error)] += 1
+            state.proposer, state.drafted = self._nothing, False
+
+    def _ask(self, proposer: Proposer, parts: Sequence[ScheduledRequest], vocab_size: int) -> list[Draft]:
+        """A draft for each part. Where the drafter fails for several at once, each is asked for alone."""
+        try:
+            found = proposer.drafter.propose([part.state.request for part in parts], [part.budget for part in parts])
+            for draft, part in zip(found, parts, strict=True):
+                require_sound(draft, part.budget, vocab_size)
+            return found
+        except Exception as error:
+            if len(parts) == 1 or not self._lenient:
+                self.failed([part.state for part in parts], error)
+                return [NO_DRAFT]
+            # Whatever it holds of them may be half done: it begins anew.
+            for part in parts:
+                self.close(part.state)
+            return [self._ask(proposer, [part], vocab_size)[0] for part in parts]
+
+    def _forced(self, state: RequestState) -> list[int]:
+        """The tokens that the request's grammar forces next, as many as may be drafted."""
+        grammar, proposer = state.request.grammar, state.proposer
+        if grammar is None or (proposer.most == 0 and proposer.name != GRAMMAR):
+            return []
+        most = min(state.room, state.forcing)
+        return grammar.forced(most) if most > 0 else []
+
+
+def pruned(draft: Draft, grammar: Constraint) -> Draft:
+    """A draft without the tokens that the grammar does not allow, which would be rejected anyway.
+
+    Of a draft that was drawn at random nothing is left out but what follows such a token: `rejection` must judge every
+    token that was drawn.
+    """
+    if draft.is_chain:
+        count = grammar.valid(draft.tokens)
+        if draft.probs is None:
+            return draft if count == len(draft.tokens) else Draft.chain(draft.tokens[:count])
+        return Draft.chain(draft.tokens[: count + 1], draft.probs[: count + 1])
+    if draft.probs is not None:
+        return draft
+    places: dict[int, int] = {-1: -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for i, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent in places and grammar.allows(draft.paths[parent + 1], token):
+            places[i] = len(tokens)
+            tokens.append(token)
+            parents.append(places[parent])
+    return Draft(tokens, parents)
+
+
+def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) -> dict[int, int]:
+    """Of one drafter's requests: see `Drafters.budgets`."""
+    controller = proposer.controller
+    if proposer.most == 0 or (controller is not None and controller.resting(len(states))):
+        return {state.number: 0 for state in states}
+    room = {state.number: state.room for state in states}
+    if controller is None:
+        return {number: min(proposer.most, most) for number, most in room.items()}
+    gamma, count = controller.next_budget(len(states), max(room.values()), alone)
+    # Rather one whose drafter is up to date, and that has room for the whole draft.
+    first = sorted(states, key=lambda state: (not state.drafted, -min(gamma, room[state.number])))[:count]
+    drafting = {state.number for state in first}
+    return {number: min(gamma, most) if number in drafting else 0 for number, most in room.items()}
+
+
+def learn(
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    times: Sequence[float],
+    seconds: Mapping[Proposer, float],
+) -> None:
+    """Tells the controllers of a round in which every request went on with its text; arguments as for `round.account`.
+
+    seconds  what each drafter took. Where several share the round the target's time counts by rows.
+    """
+    started, drafted, _, ended = times
+    controllers = {part.state.proposer for part in batch if part.state.proposer.controller is not None}
+    alone = len(controllers) == 1 and not any(
+        part.state.forced or part.state.proposer.controller is None for part in batch
+    )
+    width = sum(1 + len(draft.tokens) for draft in drafts)
+    for proposer in controllers:
+        ours = range(len(batch)) if alone else _ours(batch, proposer)
+        if not ours:
+            continue
+        rows = width if alone else sum(1 + len(drafts[i].tokens) for i in ours)
+        drafting = drafted - started if alone else seconds.get(proposer, 0.0)
+        _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
+
+
+def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:
+    return [i for i, part in enumerate(batch) if part.state.proposer is proposer and not part.state.forced]
+
+
+def _learn(
+    proposer: Proposer,
+    ours: Sequence[int],
+    batch: Sequence[ScheduledRequest],
+    drafts: Sequence[Draft],
+    outcomes: Sequence[Outcome | None],
+    cost: tuple[int, float, float],
+) -> None:
+    """Tells one controller of its requests' part of a round: rows, seconds of drafting and of the rest."""
+    controller, (rows, drafting, rest) = proposer.controller, cost
+    if controller is None:
+        return
+    if controller.resting(len(ours)):
+        controller.rested(drafting + rest)
+        return
+    budget = max(batch[i].budget for i in ours)
+    found = tuple(
+        Drafted(len(drafts[i].tokens), outcome.length, drafts[i].is_chain)
+        for i in ours
+        # A text about to end drafts less than the others: that says nothing of this γ.
+        if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
+    )
+    behind = any(batch[i].budget > 0 and not batch[i].state.drafted for i in ours)
+    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, behind))
+
+
+def _by_proposer(states: Sequence[RequestState]) -> list[tuple[Proposer, Sequence[RequestState]]]:
+    """The requests of each drafter."""
+    if not states:
+        return []
+    first = states[0].proposer
+    if all(state.proposer is first for state in states):
+        return [(first, states)]
+    found: dict[Proposer, list[RequestState]] = {}
+    for state in states:
+        found.setdefault(state.proposer, []).append(state)
+    return list(found.items())
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]

@@ -1,0 +1,77 @@
+"""Which rows go into a round's forward: texts that go on with their drafts, and pieces of the prompts in turns."""
+
+from collections.abc import Callable, Sequence
+
+from runtime.contract import Cache
+from runtime.engine.logprobs import PROMPT_LOGIT_BYTES, scored_rows
+from runtime.engine.round import NO_ROWS, RequestState, ScheduledRequest
+
+# Rows of prompts in one forward: all of them where nobody waits for a next token, fewer where others do.
+PREFILL_ROWS = 512
+MIXED_ROWS = 128
+# By number, how many tokens may be drafted for each of these requests, which are decoding; the second argument says
+# whether no prompt shares the forward.
+Budgets = Callable[[Sequence[RequestState], bool], dict[int, int]]
+
+
+def no_budgets(decoding: Sequence[RequestState], alone: bool) -> dict[int, int]:
+    """Budgets of rounds without drafts."""
+    return {state.number: 0 for state in decoding}
+
+
+def plan_round(
+    running: Sequence[RequestState],
+    cache: Cache,
+    vocab_size: int,
+    budgets: Budgets,
+) -> list[ScheduledRequest]:
+    """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
+    held = [cache.length(state.handle) for state in running]
+    ready = [
+        state.metrics.arrivals[0] != [] and len(state.request.tokens) == first + 1
+        for state, first in zip(running, held, strict=True)
+    ]
+    decoding = [state for state, is_ready in zip(running, ready, strict=True) if is_ready]
+    drafted = budgets(decoding, len(decoding) == len(running)) if decoding else {}
+    reading = [
+        (state, len(state.request.tokens) - first)
+        for state, first, is_ready in zip(running, held, ready, strict=True)
+        if not is_ready
+    ]
+    pieces = prompt_pieces(reading, MIXED_ROWS if decoding else PREFILL_ROWS) if reading else {}
+    scoring = max(1, PROMPT_LOGIT_BYTES // (4 * vocab_size))
+    batch = []
+    for state, first, is_ready in zip(running, held, ready, strict=True):
+        request = state.request
+        if is_ready:
+            batch.append(ScheduledRequest(state, first, 1, drafted[state.number], samples=True, decoding=True))
+            continue
+        piece, scored = pieces[state.number], NO_ROWS
+        if request.wanted.prompt_logprobs is not None and piece:
+            scored = scored_rows(request, first, piece)
+            if len(scored) > scoring:
+                piece = scored.start + scoring - first
+                scored = scored_rows(request, first, piece)
+            scoring -= len(scored)
+        if piece > 0:
+            last = first + piece == len(request.tokens)
+            batch.append(ScheduledRequest(state, first, piece, 0, last and request.missing > 0, False, scored))
+    return batch
+
+
+def prompt_pieces(reading: Sequence[tuple[RequestState, int]], rows: int) -> dict[int, int]:
+    """By number, how many tokens of each prompt are read, of those that are left of it: `rows` in all.
+
+    Half of the rows are the oldest request's, so that it comes to its end whatever else comes; of the rest those with
+    the least left are read first, so that a long prompt keeps nobody waiting for long.
+    """
+    oldest = min(reading, key=lambda one: one[0].number)[0].number
+    pieces = {state.number: 0 for state, _ in reading}
+    left = {state.number: count for state, count in reading}
+    pieces[oldest] = min(left[oldest], rows - rows // 2)
+    rows -= pieces[oldest]
+    for number in sorted(left, key=lambda number: (left[number] - pieces[number], number)):
+        more = min(rows, left[number] - pieces[number])
+        pieces[number] += more
+        rows -= more
+    return pieces
