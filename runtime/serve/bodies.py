@@ -31,7 +31,7 @@ def parse(data: bytes) -> dict[str, Any]:
     except ValueError:
         raise invalid("the body holds a number of more than 4,300 digits") from None
     if not isinstance(found, dict):
-        raise invalid("the body must be a JSON object, such as {\"prompt\": \"Hello\"}")
+        raise invalid('the body must be a JSON object, such as {"prompt": "Hello"}')
     if text.count("[") + text.count("{") > DEEPEST and _depth(found) > DEEPEST:
         raise invalid(f"the body nests lists and objects more than {DEEPEST} deep")
     return found
@@ -61,7 +61,9 @@ def read(kind: type[Model], data: bytes, lenient: bool) -> Model:
     if unknown:
         names = sorted({_name(place) for place in unknown})
         are = "is no field" if len(names) == 1 else "are no fields"
-        raise invalid(f"{', '.join(names)[:500]} {are} of this endpoint: leave out what it does not know", names[0][:200])
+        raise invalid(
+            f"{', '.join(names)[:500]} {are} of this endpoint: leave out what it does not know", names[0][:200]
+        )
     raise _sentence(wrong)
 
 
@@ -83,7 +85,7 @@ def _depth(value: Any) -> int:
 def _remove(found: Any, place: tuple[int | str, ...]) -> None:
     """Takes out the value at a place; steps of it that name no key (the kind of a union) are passed over."""
     for step in place[:-1]:
-        if isinstance(found, dict) and step in found or isinstance(found, list) and isinstance(step, int):
+        if (isinstance(found, dict) and step in found) or (isinstance(found, list) and isinstance(step, int)):
             found = found[step]
     if isinstance(found, dict):
         found.pop(place[-1], None)
@@ -107,5 +109,9 @@ def _sentence(wrong: list[Any]) -> ApiError:
     found = repr(one["input"]) if isinstance(one["input"], str | int | float | bool | None) else ""
     found = found.encode("ascii", "backslashreplace").decode()
     shown = f", found {found[:SHOWN]}" if found else ""
-    name = str(place[0]) if len({error["loc"][0] for error in wrong if error["loc"]}) == 1 and len(wrong) > 2 else _name(place)
+    name = (
+        str(place[0])
+        if len({error["loc"][0] for error in wrong if error["loc"]}) == 1 and len(wrong) > 2
+        else _name(place)
+    )
     return invalid(f"{name[:200]}: {said[:1].lower()}{said[1:]}{shown}", param)

@@ -157,9 +157,12 @@ class Common(Strict):
 class CompletionRequest(Common):
     """`POST /v1/completions`."""
 
-    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)] | Annotated[
-        list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)
-    ]
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None

@@ -203,5 +203,3 @@ def _log(error: Exception) -> None:
 def _figures(metrics: "Metrics") -> dict[str, Any]:
     """A request's metrics as plain values, without the times of single tokens."""
     return {key: value for key, value in asdict(metrics).items() if key != "arrivals"}
-
-
