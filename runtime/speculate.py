@@ -24,6 +24,7 @@ from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import Stop
 from runtime.speculative.draft import Drafter, NoDrafter, Request, Rule
 from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.for_requests import request_drafters
 from runtime.speculative.drafters.other_tokenizer import model_drafter
 from runtime.speculative.wanted import TokenLogprob
 
@@ -120,8 +121,9 @@ class Speculator:
     """Decodes with a target and a drafter. Threads may share it: their texts take turns, round by round.
 
     target        what `runtime.load` returns.
-    draft         another such model, any Drafter, or None for plain decoding. A model with another vocabulary drafts
-                  text, which is encoded again for the target (`drafter.name` says so).
+    draft         another such model, any Drafter, or None for plain decoding; a model with another vocabulary
+                  drafts text, which is encoded again for the target (`drafter.name` says so). Requests may name another
+                  drafter: none, grammar, lookup, suffix, prediction.
     draft_length  γ: tokens drafted a round, 0 to 64; None: what pays most, chosen every round by what was measured.
     verify        the rule for requests that sample; greedy requests need none.
     lossy         allows the rule `typical`, whose text is not distributed as the target's.
@@ -159,8 +161,10 @@ class Speculator:
         else:
             known = hasattr(draft, "propose")
             self.drafter = cast(Drafter, draft) if known else model_drafter(target, cast("Model", draft), verify)
-        length = 0 if isinstance(self.drafter, NoDrafter) else draft_length
-        self._length = Controller() if length is None else length
+        self._drafters = request_drafters(self.drafter)
+        self._length: int | dict[str, Controller] = (
+            {name: Controller() for name in self._drafters} if draft_length is None else draft_length
+        )
         self._cache = cache.make(target.decoder)
         self._max_batch = max_batch
         self._ids = itertools.count()
@@ -240,7 +244,7 @@ class Speculator:
 
     def _engine(self) -> Engine:
         decoder = self.target.decoder
-        return Engine(decoder, self.drafter, self._length, self.verify, self._cache, max_batch=self._max_batch)
+        return Engine(decoder, self._drafters, self._length, self.verify, self._cache, max_batch=self._max_batch)
 
     def _request(
         self,
