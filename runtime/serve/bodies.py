@@ -109,9 +109,10 @@ def _sentence(wrong: list[Any]) -> ApiError:
     found = repr(one["input"]) if isinstance(one["input"], str | int | float | bool | None) else ""
     found = found.encode("ascii", "backslashreplace").decode()
     shown = f", found {found[:SHOWN]}" if found else ""
-    name = (
-        str(place[0])
-        if len({error["loc"][0] for error in wrong if error["loc"]}) == 1 and len(wrong) > 2
-        else _name(place)
-    )
+    same = [error for error in wrong if error["loc"][:1] == place[:1]]
+    if len(same) > 1 and len({error["loc"] for error in same}) > 1 and one["type"] != "string_unicode":
+        # A field of several forms, none of which fits: what the nearest one lacks, and the others in short.
+        name, said = str(place[0]), f"none of its forms fits ({_name(place)}: {said[:1].lower()}{said[1:]})"
+    else:
+        name = _name(place)
     return invalid(f"{name[:200]}: {said[:1].lower()}{said[1:]}{shown}", param)

@@ -35,6 +35,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     options: dict[str, Any] = {"device": settings.device, "threads": settings.threads, "kernels": settings.kernels}
     kinds = (settings.drafter or "").split("+")
     model = load(settings.path, planes="nested" in kinds, **options)
+    _ = model.tokenizer  # is read at its first use: here, and not in the middle of the first request
     corpus = None if settings.corpus is None else Path(settings.corpus)
     verify: Any = settings.verify
     chosen = drafter_by_name(model, settings.drafter, settings.draft, corpus, verify, options)

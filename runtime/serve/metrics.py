@@ -6,7 +6,7 @@ Tokens are counted as they reach the server, everything else of a text when it h
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from runtime.serve.flight import Flight
@@ -22,6 +22,7 @@ class Registry:
     """All figures of a server, each with the label `model_name`."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a second line for each figure, which nobody reads
         self.registry = CollectorRegistry(auto_describe=False)
         self.running = self._gauge("vllm:num_requests_running", "Texts that the engine writes now.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Texts that wait for it.")

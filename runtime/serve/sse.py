@@ -6,6 +6,7 @@ memory but its text.
 
 import asyncio
 import logging
+import time
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -14,6 +15,7 @@ from runtime.serve.errors import ApiError, failed
 from runtime.serve.run import ClientGone, Fresh, Progress, Receive, Run, unless_gone
 
 PING = b": ping\n\n"
+SILENCE = 0.9  # seconds; the front rings every second
 DONE = b"data: [DONE]\n\n"
 _LOG = logging.getLogger("specpress.serve")
 
@@ -56,12 +58,13 @@ class EventStream(Response):
         run, writer = self._run, self._writer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         waiting = writer.opening()
+        spoke = time.monotonic()
         try:
             while True:
                 found = await run.next()
                 if found:
                     waiting += b"".join([writer.delta(text, fresh) for text, fresh in found])
-                elif not waiting and not run.ended:
+                elif not waiting and time.monotonic() - spoke > SILENCE:
                     waiting = PING
                 if run.ended:
                     waiting += writer.closing()
@@ -69,6 +72,7 @@ class EventStream(Response):
                 if waiting:
                     await send({"type": "http.response.body", "body": waiting, "more_body": True})
                     waiting = b""
+                    spoke = time.monotonic()
         except ApiError as error:
             waiting += writer.error(error)
         except asyncio.CancelledError:

@@ -202,4 +202,5 @@ def _log(error: Exception) -> None:
 
 def _figures(metrics: "Metrics") -> dict[str, Any]:
     """A request's metrics as plain values, without the times of single tokens."""
-    return {key: value for key, value in asdict(metrics).items() if key != "arrivals"}
+    found = {key: value for key, value in asdict(metrics).items() if key != "arrivals"}
+    return found | {"drafter_faults": dict(metrics.drafter_faults)}
