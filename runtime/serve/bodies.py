@@ -10,6 +10,7 @@ from runtime.serve.errors import ApiError, invalid
 Model = TypeVar("Model", bound=BaseModel)
 
 DEEPEST = 400  # lists and objects in one another
+_FORMS = ("str", "constrained-str", "bool", "NamedTool", "ResponseToolChoice")
 SHOWN = 80  # characters of what was found, in a sentence
 
 
@@ -92,7 +93,9 @@ def _remove(found: Any, place: tuple[int | str, ...]) -> None:
 
 
 def _name(place: tuple[int | str, ...]) -> str:
-    return ".".join(str(step) for step in place)
+    """A place as a client would write it: without pydantic's steps that say which form of a field was tried."""
+    inner = [step for step in place[:-1] if isinstance(step, int) or not (step in _FORMS or "[" in step)]
+    return ".".join(str(step) for step in (*inner, *place[-1:]))
 
 
 def _sentence(wrong: list[Any]) -> ApiError:
@@ -105,12 +108,13 @@ def _sentence(wrong: list[Any]) -> ApiError:
     if one["type"] == "value_error":
         return invalid(said.removeprefix("Value error, "), param)
     if one["type"] == "string_unicode":
-        said = "a text holds half a character (a lone surrogate), which is no Unicode"
+        where = f" in {_name(place)}" if _name(place).isascii() and place else ""
+        return invalid(f"a text{where} holds half a character (a lone surrogate), which is no Unicode", param)
     found = repr(one["input"]) if isinstance(one["input"], str | int | float | bool | None) else ""
     found = found.encode("ascii", "backslashreplace").decode()
     shown = f", found {found[:SHOWN]}" if found else ""
     same = [error for error in wrong if error["loc"][:1] == place[:1]]
-    if len(same) > 1 and len({error["loc"] for error in same}) > 1 and one["type"] != "string_unicode":
+    if len(same) > 1 and len({error["loc"] for error in same}) > 1:
         # A field of several forms, none of which fits: what the nearest one lacks, and the others in short.
         name, said = str(place[0]), f"none of its forms fits ({_name(place)}: {said[:1].lower()}{said[1:]})"
     else:
