@@ -115,6 +115,14 @@ def show_load(facts: Figures, results: Mapping[str, Figures], bounded: bool) -> 
             out.print(f"{name}: no rate that was tried stays under the bound")
 
 
+def show_http(facts: Figures, rows: Sequence[Figures]) -> None:
+    """What `http` found: a row for each number of clients."""
+    out = console(110)
+    out.print(_title(facts), soft_wrap=True)
+    keys = "clients in_process.tokens_per_second http.tokens_per_second ratio in_process.ttft_ms http.ttft_ms ttft_added_ms"
+    out.print(listed(keys, rows))
+
+
 def show(title: str, keys: str, rows: Sequence[Figures], place: Place) -> None:
     """One table of `gpu`, of `keys` as `listed` takes them. A CPU's times are said to be no speed."""
     told = "medians of CUDA events"

@@ -16,8 +16,11 @@ from runtime.sampling.params import Sampling
 from runtime.sampling.stopping import Exactly
 from runtime.serve.settings import ModelSettings
 from runtime.speculate import CacheOptions
+from runtime.speculative.draft import Drafter, NoDrafter, Rule
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.by_name import drafter_by_name
+from runtime.speculative.drafters.for_requests import request_drafters
+from runtime.speculative.drafters.other_tokenizer import model_drafter
 
 if TYPE_CHECKING:
     from runtime.speculative.draft import Request
@@ -39,7 +42,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     corpus = None if settings.corpus is None else Path(settings.corpus)
     verify: Any = settings.verify
     chosen = drafter_by_name(model, settings.drafter, settings.draft, corpus, verify, options)
-    drafters = _drafters(model, chosen.drafter, verify)
+    drafters = request_drafters(_default(model, chosen.drafter, verify))
     positions = model.decoder.max_positions
     context = positions if settings.context is None else min(settings.context, positions)
     cache = _cache(model, settings, context)
@@ -128,16 +131,8 @@ def _free_memory(model: Model) -> int:
     return 4_000_000_000
 
 
-def _drafters(model, chosen, verify):  # TODO: request_drafters
-    from runtime.speculative.draft import NoDrafter
-    from runtime.speculative.drafters.lookup import LookupDrafter
-    from runtime.speculative.drafters.other_tokenizer import model_drafter
-    from runtime.speculative.drafters.suffix import SuffixDrafter
-
+def _default(model: Model, chosen: Model | Drafter | None, verify: Rule) -> Drafter:
+    """Who drafts where a request names nobody."""
     if chosen is None:
-        d = NoDrafter()
-    else:
-        d = chosen if hasattr(chosen, "propose") else model_drafter(model, chosen, verify)
-    return {d.name: d, "none": NoDrafter()} | {
-        x.name: x for x in (LookupDrafter(), SuffixDrafter([])) if x.name != d.name
-    }
+        return NoDrafter()
+    return model_drafter(model, chosen, verify) if isinstance(chosen, Model) else chosen
