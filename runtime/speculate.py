@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from runtime.contract import Cache, CacheKind, Decoder
@@ -20,8 +21,10 @@ from runtime.engine.requests import (
 )
 from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer
+from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.params import Sampling
-from runtime.sampling.stopping import Stop
+from runtime.sampling.stopping import Stop, resolve
+from runtime.sampling.structure import Structure
 from runtime.speculative.draft import Drafter, NoDrafter, Request, Rule
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.for_requests import request_drafters
@@ -177,12 +180,14 @@ class Speculator:
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         stop: Stop | None = None,
+        structure: Structure | None = None,
         **options: Any,
     ) -> Stream:
         """Continues one text; yields a Piece a round.
 
         stop     token ids and texts that end the text; None: the model's own ids; (): none. Ids replace the model's
                  own, texts come on top of them.
+        structure  what the text must keep to (extra `serve`).
         options  fields of Sampling by name (temperature=0.8, seed=1), over `sampling`, and of RequestOptions
                  (logprobs=3, draft_length=4).
 
@@ -190,7 +195,7 @@ class Speculator:
         and not at the first piece.
         """
         asked, rest = _split(options)
-        request = self._request(prompt, max_new_tokens, _sampling(sampling, rest), stop, asked)
+        request = self._request(prompt, max_new_tokens, _sampling(sampling, rest), stop, structure, asked)
         metrics, engine = Metrics(), self._engine()
         engine.clock.pause()
         with self._turn:
@@ -203,6 +208,7 @@ class Speculator:
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Stop | None = None,
+        structure: Structure | None = None,
         **options: Any,
     ) -> list[Result]:
         """Continues many texts at once, all live ones in the same forwards; arguments and errors as for `stream`.
@@ -219,7 +225,7 @@ class Speculator:
             )
         asked, rest = _split(options)
         requests = [
-            self._request(prompt, max_new_tokens, _sampling(one, rest), stop, asked)
+            self._request(prompt, max_new_tokens, _sampling(one, rest), stop, structure, asked)
             for prompt, one in zip(cast("Sequence[str | Sequence[int]]", prompts), each, strict=True)
         ]
         metrics = [Metrics() for _ in requests]
@@ -252,11 +258,20 @@ class Speculator:
         max_new_tokens: int,
         sampling: Sampling,
         stop: Stop | None,
+        structure: Structure | None,
         options: RequestOptions,
     ) -> Request:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, but is {max_new_tokens}; choose a larger number.")
-        return make_request(self.target, prompt, max_new_tokens, sampling, stop, options, id=next(self._ids))
+        grammar = None if structure is None else self._grammars.compile(structure)
+        return make_request(
+            self.target, prompt, max_new_tokens, sampling, stop, options, id=next(self._ids), grammar=grammar
+        )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        decoder, (ends, _) = self.target.decoder, resolve(None, self.target, self.target.decoder.vocab_size)
+        return GrammarCompiler(self.target.tokenizer, decoder.vocab_size, ends)
 
     def _pieces(self, engine: Engine, request: Request) -> Generator[Piece, None, None]:
         text = Detokenizer(self.target.tokenizer, request.tokens)

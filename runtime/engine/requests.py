@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from runtime.contract import Loaded
 from runtime.errors import UserError
-from runtime.sampling.constraint import Constraint
 from runtime.sampling.detokenize import Detokenizer, encode
+from runtime.sampling.grammar import Grammar
 from runtime.sampling.params import Sampling, require_known
 from runtime.sampling.stopping import Stop, StopStrings, kept, resolve
 from runtime.speculative.draft import NOTHING_WANTED, Request, Rule
@@ -81,7 +81,7 @@ def make_request(
     options: RequestOptions = NO_OPTIONS,
     *,
     id: int,
-    grammar: Constraint | None = None,
+    grammar: Grammar | None = None,
     resumed: Sequence[int] = (),
 ) -> Request:
     """A request for an engine of this target.
@@ -89,7 +89,8 @@ def make_request(
     max_new_tokens  0: the prompt is only read, for the log-probabilities of its tokens.
     stop            token ids and texts that end the text; None: the model's own ids; (): none.
     id              unlike that of any other live request.
-    grammar         a matcher of the request's own, which stands at the end of the prompt.
+    grammar         what the text must keep to, compiled for this target. The model's end tokens end such a text,
+                    whatever `stop` is; others that do may do so anywhere.
     resumed         new tokens that the text has already; they count to max_new_tokens. It goes on as it would have if
                     it had just gained them: greedy and `coupled` texts then end in the same tokens. If they have ended
                     it, the request is finished.
@@ -113,7 +114,7 @@ def make_request(
         prompt_length=len(tokens),
         sampling=sampling,
         max_new_tokens=min(max_new_tokens, decoder.max_positions - len(tokens)),
-        stop_tokens=stop_tokens,
+        stop_tokens=stop_tokens if grammar is None else stop_tokens.union(grammar.ends),
         stop_strings=StopStrings(strings, Detokenizer(tokenizer, tokens), sampling.min_tokens) if strings else None,
         wanted=options.wanted,
         drafter=options.drafter,
@@ -121,7 +122,7 @@ def make_request(
         rule=options.verify,
         cache_salt=options.cache_salt,
         prediction=options.prediction,
-        grammar=grammar,
+        grammar=None if grammar is None else grammar.matcher(),
     )
     if resumed:
         _resume(request, resumed)
