@@ -131,11 +131,12 @@ class Worker:
     def _compile(self, structure: tuple[str, str, str]) -> Any:
         """The grammar of a structure, in a thread of its own: the engine's rounds go on meanwhile."""
         from runtime.sampling.grammar import GrammarCompiler
+        from runtime.sampling.stopping import resolve
         from runtime.sampling.structure import Structure
 
         if self._grammars is None:
-            model = self._model
-            self._grammars = GrammarCompiler(model.tokenizer, model.decoder.vocab_size, model.end_tokens)
+            model, size = self._model, self._model.decoder.vocab_size
+            self._grammars = GrammarCompiler(model.tokenizer, size, resolve(None, model, size)[0])
         kind, text, whitespace = structure
         return self._grammars.compile(Structure(kind, text, whitespace))  # type: ignore[arg-type]
 
