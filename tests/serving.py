@@ -46,13 +46,13 @@ class Running:
         finally:
             connection.close()
 
-    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+    def post(self, path: str, /, **fields: Any) -> dict[str, Any]:
         """The answer to a request that must succeed."""
         answer = self.ask("POST", path, fields)
         assert answer.status == 200, answer.body
         return answer.json()
 
-    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+    def events(self, path: str, /, **fields: Any) -> list[dict[str, Any]]:
         """The events of a stream that must end as streams do."""
         answer = self.ask("POST", path, fields | {"stream": True})
         assert answer.status == 200, answer.body
@@ -123,7 +123,12 @@ def running(folder: Path, targets: Sequence[str], *options: str, template: bool 
     command = [sys.executable, "-m", "runtime.serve", *told, "--port", "0", *options]
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     try:
         assert process.stdout is not None

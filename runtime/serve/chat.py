@@ -8,7 +8,7 @@ from runtime.serve.errors import ApiError
 from runtime.serve.protocol import ChatRequest, NamedTool
 from runtime.serve.run import Fresh, Progress, Run, round_shown
 from runtime.serve.sse import DONE
-from runtime.serve.texts import Scored, chat_logprobs, prompt_logprobs
+from runtime.serve.texts import chat_logprobs, prompt_logprobs
 from runtime.serve.tools import Calls
 
 
@@ -69,7 +69,7 @@ class Chat:
         for number, delta in enumerate(deltas):
             choice = _choice(place, delta)
             if number == 0:
-                choice |= self._details(text, fresh.tokens, fresh.scored, fresh.rounds, not self._begun[place])
+                choice |= self._details(text, fresh, not self._begun[place])
                 self._begun[place] = True
             out += self._told(choice)
         if fresh.finish is not None:
@@ -89,25 +89,14 @@ class Chat:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended. Raises ApiError."""
-        run = self._run
-        gathered: list[tuple[list[str], list[int], list[Scored], list[Any]]] = [([], [], [], []) for _ in run.texts]
-        finish: list[str] = [""] * len(run.texts)
-        while not run.ended:
-            for text, fresh in await run.next():
-                texts, tokens, scored, rounds = gathered[text.place]
-                texts.append(fresh.text)
-                tokens += fresh.tokens
-                scored += fresh.scored
-                rounds += fresh.rounds
-                finish[text.place] = fresh.finish or ""
         choices = []
-        for text, (texts, tokens, scored, rounds) in zip(run.texts, gathered, strict=True):
-            message = message_of(self._calls[text.place], "".join(texts))
+        for text, whole in zip(self._run.texts, await self._run.whole(), strict=True):
+            message = message_of(self._calls[text.place], whole.text)
             choice: dict[str, Any] = {"index": text.place, "message": message, "logprobs": None}
-            choice |= self._details(text, tokens, scored, rounds, True)
-            choice["finish_reason"] = self._reason(text.place, finish[text.place])
+            choice |= self._details(text, whole, True)
+            choice["finish_reason"] = self._reason(text.place, str(whole.finish))
             choices.append(choice)
-        return self._head | {"choices": choices, "usage": run.usage(), "specpress": {"seed": self._plan.seed}}
+        return self._head | {"choices": choices, "usage": self._run.usage(), "specpress": {"seed": self._plan.seed}}
 
     def _reason(self, place: int, finish: str) -> str | None:
         calls = self._calls[place]
@@ -120,21 +109,20 @@ class Chat:
             chunk["usage"] = self._run.usage() if self._each else None
         return _event(chunk)
 
-    def _details(
-        self, text: Progress, tokens: list[int], scored: list[Scored], rounds: list[Any], first: bool
-    ) -> dict[str, Any]:
-        plan, request, out = self._plan, self._request, {}
+    def _details(self, text: Progress, fresh: Fresh, first: bool) -> dict[str, Any]:
+        plan, request = self._plan, self._request
+        out: dict[str, Any] = {}
         vocabulary = plan.served.vocabulary
         if plan.top is not None:
-            out["logprobs"] = {"content": chat_logprobs(vocabulary, scored, plan.top), "refusal": None}
+            out["logprobs"] = {"content": chat_logprobs(vocabulary, fresh.scored, plan.top), "refusal": None}
         if request.return_token_ids:
-            out["token_ids"] = tokens
+            out["token_ids"] = fresh.tokens
             if first:
                 out["prompt_token_ids"] = plan.prompts[0]
         if first and request.prompt_logprobs is not None:
             out["prompt_logprobs"] = prompt_logprobs(vocabulary, text.prompt_scored)
         if request.specpress is not None and request.specpress.rounds:
-            out["specpress"] = {"rounds": [round_shown(plan, event) for event in rounds]}
+            out["specpress"] = {"rounds": [round_shown(plan, event) for event in fresh.rounds]}
         return out
 
 

@@ -53,7 +53,7 @@ class Completion:
             if not fresh.text:
                 return b""
             return f'{self._start}{place},"text":{json.dumps(fresh.text)}{self._plain_end}'.encode()
-        choice = self._choice(text, fresh.text, fresh.tokens, fresh.scored, fresh.rounds, not self._begun[place])
+        choice = self._choice(text, fresh, not self._begun[place])
         choice["finish_reason"] = reason(fresh.finish)
         first = not any(self._begun)
         self._begun[place] = True
@@ -78,32 +78,19 @@ class Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended. Raises ApiError."""
-        run = self._run
-        gathered: list[tuple[list[str], list[int], list[Scored], list[Any]]] = [([], [], [], []) for _ in run.texts]
-        finish: list[str | None] = [None] * len(run.texts)
-        while not run.ended:
-            for text, fresh in await run.next():
-                texts, tokens, scored, rounds = gathered[text.place]
-                texts.append(fresh.text)
-                tokens += fresh.tokens
-                scored += fresh.scored
-                rounds += fresh.rounds
-                finish[text.place] = fresh.finish
         choices = []
-        for text, (texts, tokens, scored, rounds) in zip(run.texts, gathered, strict=True):
-            choice = self._choice(text, "".join(texts), tokens, scored, rounds, True)
-            choice["finish_reason"] = reason(finish[text.place])
+        for text, whole in zip(self._run.texts, await self._run.whole(), strict=True):
+            choice = self._choice(text, whole, True)
+            choice["finish_reason"] = reason(whole.finish)
             choices.append(choice)
         ours = {"seed": self._plan.seed}
-        return self._head | {"choices": choices, "usage": run.usage(), "specpress": ours}
+        return self._head | {"choices": choices, "usage": self._run.usage(), "specpress": ours}
 
-    def _choice(
-        self, text: Progress, shown: str, tokens: list[int], scored: list[Scored], rounds: list[Any], first: bool
-    ) -> dict[str, Any]:
-        plan, request = self._plan, self._request
+    def _choice(self, text: Progress, fresh: Fresh, first: bool) -> dict[str, Any]:
+        plan, request, shown = self._plan, self._request, fresh.text
         vocabulary, prompt = plan.served.vocabulary, plan.prompts[text.place // plan.n]
-        listed: list[Scored | None] = list(scored)
-        ids = list(tokens)
+        listed: list[Scored | None] = list(fresh.scored)
+        ids = list(fresh.tokens)
         if first and self._echo:
             shown = (
                 vocabulary.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -121,13 +108,13 @@ class Completion:
                     told["text_offset"][-1] + len(told["tokens"][-1]) if told["tokens"] else offset
                 )
         if request.return_token_ids:
-            choice["token_ids"] = tokens
+            choice["token_ids"] = fresh.tokens
             if first:
                 choice["prompt_token_ids"] = prompt
         if first and request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(vocabulary, text.prompt_scored)
         if request.specpress is not None and request.specpress.rounds:
-            choice["specpress"] = {"rounds": [round_shown(plan, event) for event in rounds]}
+            choice["specpress"] = {"rounds": [round_shown(plan, event) for event in fresh.rounds]}
         return choice
 
 

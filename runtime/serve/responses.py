@@ -121,10 +121,8 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when the text has ended. Raises ApiError."""
-        while not self._run.ended:
-            for _, fresh in await self._run.next():
-                self._text += fresh.text
-                self._scored += fresh.scored
+        found = await self._run.whole()
+        self._text, self._scored = found[0].text, found[0].scored
         return self._body(self._status(), self._items())
 
     def _status(self) -> str:

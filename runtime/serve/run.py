@@ -94,6 +94,20 @@ class Run:
             self._waiting = 0
         return [(one, fresh) for one in self.texts if (fresh := one.take()) is not None]
 
+    async def whole(self) -> list[Fresh]:
+        """Each text from its beginning to its end, which it may have reached before anybody asks."""
+        found = [Fresh([], "", [], [], None) for _ in self.texts]
+        while True:
+            for one, fresh in await self.next():
+                gathered = found[one.place]
+                gathered.tokens += fresh.tokens
+                gathered.text += fresh.text
+                gathered.scored += fresh.scored
+                gathered.rounds += fresh.rounds
+                gathered.finish = fresh.finish
+            if self.ended:
+                return found
+
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""

@@ -22,7 +22,18 @@ def pair() -> tuple[Path, Path]:
 def server(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Iterator[Running]:
     """A server of the pair's target as `pair`, whose drafter is the pair's draft."""
     target, draft = pair
-    options = ("--draft", str(draft), "--drafter", "lookup+model", "--threads", "1", "--stall", "3", "--max-batch", "16")
+    options = (
+        "--draft",
+        str(draft),
+        "--drafter",
+        "lookup+model",
+        "--threads",
+        "1",
+        "--stall",
+        "3",
+        "--max-batch",
+        "16",
+    )
     with running(tmp_path_factory.mktemp("server"), [f"pair={target}"], *options) as found:
         yield found
 

@@ -107,7 +107,9 @@ def test_a_bad_body_is_told_in_a_sentence(server: Running, name: str) -> None:
     assert part in error["message"] and "\n" not in error["message"] and len(error["message"]) < 700
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["param"] == param
-    assert "Traceback" not in error["message"] and "/work" not in error["message"] and "pydantic" not in error["message"]
+    assert (
+        "Traceback" not in error["message"] and "/work" not in error["message"] and "pydantic" not in error["message"]
+    )
 
 
 def test_the_server_still_answers_afterwards(server: Running) -> None:
@@ -163,11 +165,15 @@ def _mutated(generator: random.Random) -> tuple[bytes, bool]:
         elif kind == 1:
             del body[place : place + generator.randrange(8)]
         elif kind == 2:
-            body[place:place] = generator.choice([b"null", b"[", b"{", b'"', b"1e400", b"-1", b"true", b"\\ud800", b"\x00"])
+            body[place:place] = generator.choice(
+                [b"null", b"[", b"{", b'"', b"1e400", b"-1", b"true", b"\\ud800", b"\x00"]
+            )
         else:
             body[place:place] = bytes(body[place : place + 20])
     length = len(body) if generator.random() < 0.95 else generator.randrange(2 * len(body) + 1)
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+    )
     raw = bytearray(head.encode() + b"Connection: close\r\n\r\n" + bytes(body))
     whole = length == len(body)
     if generator.random() < 0.1:

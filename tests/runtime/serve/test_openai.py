@@ -57,7 +57,9 @@ def test_a_drawn_seed_is_told_and_gives_the_same_text_again(client: openai.OpenA
 def test_choices_are_the_texts_of_seeds_in_a_row(client: openai.OpenAI, alone: Any) -> None:
     answer = client.completions.create(model="pair", prompt=PROMPTS[:2], max_tokens=12, temperature=1, seed=3, n=3)
     expected = [
-        alone.generate([prompt], 12, Sampling(temperature=1, seed=3 + i))[0].text for prompt in PROMPTS[:2] for i in range(3)
+        alone.generate([prompt], 12, Sampling(temperature=1, seed=3 + i))[0].text
+        for prompt in PROMPTS[:2]
+        for i in range(3)
     ]
     assert [choice.text for choice in answer.choices] == expected
 
@@ -65,7 +67,10 @@ def test_choices_are_the_texts_of_seeds_in_a_row(client: openai.OpenAI, alone: A
 def test_a_chat_is_the_templates_text_continued(client: openai.OpenAI, alone: Any) -> None:
     import jinja2
 
-    messages: Any = [{"role": "system", "content": "You count."}, {"role": "user", "content": [{"type": "text", "text": "1 2 3"}]}]
+    messages: Any = [
+        {"role": "system", "content": "You count."},
+        {"role": "user", "content": [{"type": "text", "text": "1 2 3"}]},
+    ]
     prompt = jinja2.Template(TEMPLATE, keep_trailing_newline=True).render(
         messages=[{"role": "system", "content": "You count."}, {"role": "user", "content": "1 2 3"}],
         add_generation_prompt=True,

@@ -21,7 +21,12 @@ def _requests(count: int, tokens: int) -> list[dict[str, Any]]:
     drafters = ["lookup", "none", "suffix", None]
     out = []
     for i in range(count):
-        one: dict[str, Any] = {"prompt": PROMPT.format(i), "max_tokens": tokens, "temperature": 0.9 * (i % 2), "seed": i}
+        one: dict[str, Any] = {
+            "prompt": PROMPT.format(i),
+            "max_tokens": tokens,
+            "temperature": 0.9 * (i % 2),
+            "seed": i,
+        }
         one["specpress"] = {"drafter": drafters[i % 4]} if drafters[i % 4] else None
         if i % 3 == 0:
             one["frequency_penalty"] = 0.5
