@@ -117,8 +117,8 @@ def resolve(stop: Stop | None, model: Loaded, vocab_size: int) -> tuple[frozense
     if stop is None:
         return _end_tokens(model), ()
     if isinstance(stop, Exactly):
-        tokens, strings = resolve([*stop.tokens, *stop.strings], model, vocab_size)
-        return tokens & stop.tokens, strings
+        tokens, texts = resolve([*stop.tokens, *stop.strings], model, vocab_size)
+        return tokens & stop.tokens, texts
     given = [stop] if isinstance(stop, str) else list(stop)
     for one in given:
         if not isinstance(one, str | int):

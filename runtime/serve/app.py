@@ -44,6 +44,7 @@ _LOG = logging.getLogger("specpress.serve")
 _INLINE = 20_000  # characters that are tokenised between other things; more go to a thread
 VERSION = metadata.version("specpress")
 Writers = Callable[[Run], Any]
+Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Service:
@@ -56,7 +57,7 @@ class Service:
     def app(self) -> FastAPI:
         """The ASGI app."""
         app = FastAPI(title="Specpress", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-        for path, endpoint in (
+        posts: tuple[tuple[str, Endpoint], ...] = (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat),
             ("/v1/responses", self.responses),
@@ -64,9 +65,10 @@ class Service:
             ("/detokenize", self.detokenize),
             ("/admin/models/load", self.load),
             ("/admin/models/unload", self.unload),
-        ):
+        )
+        for path, endpoint in posts:
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-        for path, endpoint in (
+        gets: tuple[tuple[str, Endpoint], ...] = (
             ("/v1/models", self.list_models),
             ("/v1/models/{name:path}", self.one_model),
             ("/tokenizer_info", self.tokenizer_info),
@@ -76,7 +78,8 @@ class Service:
             ("/version", self.version),
             ("/openapi.json", self.openapi),
             ("/admin/models", self.admin_models),
-        ):
+        )
+        for path, endpoint in gets:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_exception_handler(ApiError, _told)
         app.add_exception_handler(HTTPException, _http)

@@ -87,7 +87,7 @@ def _remove(found: Any, place: tuple[int | str, ...]) -> None:
     """Takes out the value at a place; steps of it that name no key (the kind of a union) are passed over."""
     for step in place[:-1]:
         if (isinstance(found, dict) and step in found) or (isinstance(found, list) and isinstance(step, int)):
-            found = found[step]
+            found = found[step]  # type: ignore[index]
     if isinstance(found, dict):
         found.pop(place[-1], None)
 

@@ -1,4 +1,4 @@
-"""Messages between the server and the engine's process: over a pair of sockets, without ever waiting for the other side.
+"""Messages between the server and the engine's process, over a pair of sockets: nobody waits for the other side.
 
 A message is a tuple of Python's plain values. It travels as `marshal` writes it, after its length: both ends are the
 same Python, started by the same program, and no byte of a client's gets here other than inside a text or a number.
@@ -97,7 +97,7 @@ class Channel:
 
     def wait(self, seconds: float) -> None:
         """Returns when there is something to receive, or after so long; sends meanwhile what waits. Raises Closed."""
-        readable, writable, _ = select.select([self.socket], [self.socket] if self._unsent else [], [], seconds)
+        _, writable, _ = select.select([self.socket], [self.socket] if self._unsent else [], [], seconds)
         if writable:
             self.flush()
 

@@ -140,7 +140,8 @@ def message_of(calls: Calls | None, text: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls is None:
         return message
-    content, made = "", {}
+    content = ""
+    made: dict[int, dict[str, Any]] = {}
     for delta in calls.add(text, True):
         content += delta.get("content", "")
         for call in delta.get("tool_calls", ()):

@@ -159,7 +159,4 @@ def _named(said: str) -> tuple[str, str]:
     parts = [part for part in folder.parts if part not in ("/", ".", "..")] or ["model"]
     if parts[-1] in _GENERIC and len(parts) > 1:
         return parts[-2], said
-    # A hub name is OWNER/NAME; a file loses its ending.
-    return (
-        said if said.count("/") == 1 and not folder.exists() else folder.stem if folder.is_file() else parts[-1]
-    ), said
+    return (folder.stem if folder.is_file() else parts[-1]), said

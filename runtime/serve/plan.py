@@ -118,8 +118,8 @@ def _most(prompt: int, asked: int | None, context: int) -> int:
         return context - prompt
     if prompt + asked > context:
         raise invalid(
-            f"max_tokens: {asked} new tokens after a prompt of {prompt} exceed the context of {context}: ask for at most"
-            f" {context - prompt}",
+            f"max_tokens: {asked} new tokens after a prompt of {prompt} exceed the context of {context}: ask for"
+            f" at most {context - prompt}",
             "max_tokens",
             "context_length_exceeded",
         )
@@ -219,7 +219,7 @@ def _structured(asked: StructuredOutputs) -> Structured:
     return made_structure("lark", asked.grammar)
 
 
-def made_structure(kind: str, value: Any, whitespace: str = "compact") -> Structured:
+def made_structure(kind: str, value: Any, whitespace: Any = "compact") -> Structured:
     """A structure as the engine's process reads it. Raises ApiError naming what cannot be held."""
     from runtime.sampling.structure import Structure
 

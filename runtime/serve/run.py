@@ -1,7 +1,7 @@
 """A request's texts while they are written: places taken, taken back when the client leaves, told of as they grow."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from runtime.serve.flight import Flight
 from runtime.serve.plan import Plan
 from runtime.serve.texts import Scored
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 @dataclass

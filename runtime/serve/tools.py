@@ -48,6 +48,7 @@ class Calls:
         self._named, self._parallel = named, parallel
         self._held = ""
         self._open = False
+        self._quiet = True  # no content since the beginning, or since a call
         self.count = 0
 
     def add(self, text: str, last: bool) -> list[dict[str, Any]]:
@@ -87,7 +88,7 @@ class Calls:
                 before, tag, after = self._held.partition(_CLOSE)
                 if not tag and not last:
                     return out
-                self._open, self._held = False, after
+                self._open, self._held, self._quiet = False, after, True
                 out.append(self._read(before))
                 continue
             before, tag, after = self._held.partition(_OPEN)
@@ -96,8 +97,15 @@ class Calls:
             else:
                 held = 0 if last else _doubtful(self._held)
                 before, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]
-            if before and not (tag and not before.strip()):
+            if before.strip() or (before and not self._quiet):
+                self._quiet = False
                 out.append({"content": before})
+            elif before and not tag:
+                # Blanks before and between calls are no content; whether these are is not known yet.
+                if not last:
+                    self._held = before + self._held
+                elif not self.count:
+                    out.append({"content": before})
             if not self._open:
                 return out
 

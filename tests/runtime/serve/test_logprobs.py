@@ -1,4 +1,4 @@
-"""Log-probabilities over HTTP: the same floats whatever drafts, whatever is cached, whatever runs beside; as lm-eval reads them."""
+"""Log-probabilities over HTTP: the same floats whatever drafts, is cached or runs beside; as lm-eval reads them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -146,7 +146,7 @@ def test_targets_are_named_by_their_folders() -> None:
     told = ["runs/int4", "runs/nf4/model", "other=runs/x", "user/name"]
     found = model_settings(ServeOptions(target=told, drafter="none", draft="runs/d"))
     assert [(one.name, one.path) for one in found] == [
-        ("int4", "runs/int4"), ("nf4", "runs/nf4/model"), ("other", "runs/x"), ("user/name", "user/name"),
+        ("int4", "runs/int4"), ("nf4", "runs/nf4/model"), ("other", "runs/x"), ("name", "user/name"),
     ]  # fmt: skip
     assert [one.draft for one in found] == ["runs/d", None, None, None]
 

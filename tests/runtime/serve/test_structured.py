@@ -1,4 +1,4 @@
-"""Forms over HTTP: schemas, expressions, choices and grammars hold; what they cannot hold is refused by its name; tools."""
+"""Forms over HTTP: schemas, expressions, choices and grammars hold, or are refused by name; and calls of tools."""
 
 import json
 import re
