@@ -17,7 +17,7 @@ import pytest
 from compress.model.source import default_pair
 from runtime import Speculator, load
 from runtime.errors import UserError
-from specpress.chat import Conversation
+from runtime.sampling.conversation import Conversation
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -80,7 +80,7 @@ def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) 
 
 @pytest.mark.parametrize("template", ["{% for i in range(9999) %}" * 4 + "{% endfor %}" * 4, "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_end_is_ended(target: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr("specpress.chat.LONGEST", 0.3)
+    monkeypatch.setattr("runtime.sampling.conversation.LONGEST", 0.3)
     tokenizer = load(target, threads=1).tokenizer
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"template: it had not ended after 0\.3 s"):
