@@ -73,7 +73,7 @@ def requested(model: Model, id_: int, asked: dict[str, Any], grammar: Any) -> "R
         Exactly(frozenset(asked["stop"][0]), tuple(asked["stop"][1])),
         RequestOptions(**asked["options"]),
         id=id_,
-        grammar=None if grammar is None else grammar.matcher(),
+        grammar=grammar,
         resumed=asked["resumed"],
     )
 

@@ -188,10 +188,10 @@ class Front:
             flight.accepted = True
             flight.bell.set()
 
-    def _refused(self, id_: int, why: str) -> None:
+    def _refused(self, id_: int, why: str | None) -> None:
         flight = self.flights.get(id_)
         if flight is not None:
-            self._fail(flight, refused(UserError(why)))
+            self._fail(flight, failed() if why is None else refused(UserError(why)))
 
     def _round(self, message: Message) -> None:
         _, events, counts = message

@@ -73,7 +73,7 @@ def make_plan(
         served.vocabulary.require_known(prompt, "prompt")
         most.append(_most(len(prompt), wanted.max_tokens, context))
     seed = secrets.randbits(32) if request.seed is None else request.seed % 2**64
-    stops = _stops(served, request)
+    stops = _stops(served, request, wanted.structure is not None)
     options = _options(served, request, wanted)
     asked = []
     for prompt, room in zip(prompts, most, strict=True):
@@ -150,14 +150,15 @@ def _sampling(served: Served, request: Common, seed: int, room: int) -> dict[str
     return made | {"logit_bias": tuple(made["logit_bias"])}
 
 
-def _stops(served: Served, request: Common) -> Exactly:
+def _stops(served: Served, request: Common, structured: bool) -> Exactly:
+    """What ends the text. A form ends with the model's end tokens, whatever `ignore_eos` says."""
     given = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
     for text in given:
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise invalid("stop holds half a character (a lone surrogate), which is no Unicode", "stop")
     ids = set(request.stop_token_ids or [])
     served.vocabulary.require_known(sorted(ids), "stop_token_ids")
-    if not request.ignore_eos:
+    if structured or not request.ignore_eos:
         ids |= served.end_tokens
     special = served.vocabulary.special
     ids |= {special[text] for text in given if text in special}

@@ -11,7 +11,7 @@ and to it go
     ("failed", sentence)    the model cannot be loaded
     ("ready", about)        what the server has to know of the model
     ("accepted", id)        the engine has the request
-    ("refused", id, why)    it never will
+    ("refused", id, why)    it never will; why: None for a bug, which the process has told on standard error
     ("round", events, counts)  an event for each text that gained tokens or ended: (id, tokens, details, end)
 """
 
@@ -151,6 +151,11 @@ class Worker:
                 self._engine.add(request, metrics)
         except UserError as error:
             self._channel.send(("refused", id_, str(error)))
+            return
+        except Exception as error:
+            # A bug of ours over one request: the others go on.
+            _log(error)
+            self._channel.send(("refused", id_, None))
             return
         self._channel.send(("accepted", id_))
         self._live[id_] = (request, metrics)
