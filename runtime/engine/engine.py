@@ -23,7 +23,7 @@ from runtime.engine.drafting import Drafters, learn
 from runtime.engine.forward import ForwardError, run_forward
 from runtime.engine.logprobs import missing_prompt_rows, note_gained, note_prompt
 from runtime.engine.metrics import Clock, Counts, Metrics
-from runtime.engine.round import RequestState, ScheduledRequest, account, append_accepted, note_round, verify
+from runtime.engine.round import NO_DRAFT, RequestState, ScheduledRequest, account, append_accepted, note_round, verify
 from runtime.engine.schedule import Budgets, no_budgets, plan_round
 from runtime.errors import UserError
 from runtime.model.on_device import DeviceRounds
@@ -259,7 +259,14 @@ class Engine:
     ) -> Outcome:
         """Verifies one draft and appends what was accepted; arguments are those of the draft's n + 1 nodes."""
         state, request = part.state, part.state.request
-        accepted = verify(request, draft, logits, tokens, request.rule or self._rule, self._on_device is not None)
+        rule, on_device = request.rule or self._rule, self._on_device is not None
+        try:
+            accepted = verify(request, draft, logits, tokens, rule, on_device)
+        except UserError:
+            if not draft.tokens:
+                raise
+            # The text before what failed is to be what it would be without a draft.
+            accepted = verify(request, NO_DRAFT, logits[:1], tokens[:1], rule, on_device)
         outcome = append_accepted(request, draft, accepted, hidden)
         gained = len(request.tokens) - part.end
         if request.wanted.logprobs is not None:

@@ -23,10 +23,7 @@ class Constraint(Protocol):
         """How many of these tokens may follow the text, one after the other."""
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens that write what must follow the text; [] where there is a choice.
-
-        A draft: the same text may be written in other tokens, which are as much allowed.
-        """
+        """Up to `most` tokens of what must follow the text; [] where there is a choice. A draft, no more."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text has grown by these tokens."""

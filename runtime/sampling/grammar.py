@@ -2,7 +2,8 @@
 
 A grammar is compiled for a tokenizer, once; each text has a matcher, which stands at its end. Which tokens may follow
 is a function of the text alone, as a logit bias is one of nothing: so greedy decoding, `coupled` and `rejection` stay
-what they are. What a grammar forces is offered as a draft, in the tokens that the tokenizer would take, and verified.
+what they are. Where only one text can follow, only the tokens that the tokenizer makes of it are allowed (as far as no
+later character changes them); these are offered as a draft, and verified as any other.
 """
 
 import json
@@ -51,15 +52,13 @@ class Matcher:
     def allows(self, path: Sequence[int], token: int) -> bool:
         if not self._ends.isdisjoint(path):
             return True
-        return token < self._vocab_size and self._went(path).validate_tokens([token]) == 1
+        return token < self._vocab_size and bool(self._words(path)[token >> 3] >> (token & 7) & 1)
 
     def mask(self, path: Sequence[int]) -> NDArray[np.bool_]:
         if not self._ends.isdisjoint(path):
             return np.ones(self._vocab_size, dtype=np.bool_)
-        matcher = self._went(path)
-        words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        _require_sound(matcher)
-        return np.unpackbits(words, bitorder="little")[: self._vocab_size].astype(np.bool_)
+        bits = np.unpackbits(np.frombuffer(self._words(path), dtype=np.uint8), bitorder="little")
+        return bits[: self._vocab_size].astype(np.bool_)
 
     def valid(self, tokens: Sequence[int]) -> int:
         return int(self._at.validate_tokens(list(tokens)))
@@ -75,6 +74,13 @@ class Matcher:
             _require_sound(self._at)
             raise UserError("the text holds a token that its grammar does not allow; ask without it.")
         self._ahead, self._path = self._at, []
+
+    def _words(self, path: Sequence[int]) -> bytes:
+        """The mask after the text and `path`, a bit for each token."""
+        matcher = self._went(path)
+        words: bytes = matcher.compute_bitmask()
+        _require_sound(matcher)
+        return words
 
     def _went(self, path: Sequence[int]) -> "LLMatcher":
         """The matcher after the text and `path`."""

@@ -22,7 +22,7 @@ MAX_BYTES: Mapping[Kind, int] = {
     "lark": 64_000,
 }
 # Attributes of a rule in llguidance's Lark that a mask does not follow.
-_ATTRIBUTE = re.compile(r"\[[^\[\]\n\"/]*\b(temperature|max_tokens)\s*=")
+_ATTRIBUTE = re.compile(r"^\s*\w+\s*\[[^\]]*?\b(temperature|max_tokens)\s*=", re.MULTILINE)
 
 
 @dataclass(frozen=True)
