@@ -118,8 +118,8 @@ llama-server: .peers/llama-server
 
 .peers/llama-server:
 	mkdir -p .peers/source
-	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --no-build-isolation --no-binary :all: \
-		--dest .peers/source "$(LLAMA_CPP_PYTHON)" || test -n "$$(ls .peers/source/llama_cpp_python-*.tar.gz)"
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --no-binary llama-cpp-python \
+		--dest .peers/source "$(LLAMA_CPP_PYTHON)"
 	tar -xzf .peers/source/llama_cpp_python-*.tar.gz -C .peers/source --strip-components 1
 	cmake -S .peers/source/vendor/llama.cpp -B .peers/build -DCMAKE_BUILD_TYPE=Release $(PEERS_CMAKE) \
 		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.soak --seconds 1800
 
-Sixteen clients ask for greedy and sampled texts with stop strings, log-probabilities, forms, several choices, chats and
-every drafter; nearly a third leave in the middle, a tenth read slowly. Texts are compared with those of an engine of this
+Sixteen clients ask for greedy and sampled texts with stop strings, log-probabilities, forms, several choices and every
+drafter; nearly a third leave in the middle, a tenth read slowly. Texts are compared with those of an engine of this
 process. The server's pages are so few that texts are preempted.
 """
 
@@ -86,7 +86,9 @@ def joined(events: list[dict[str, Any]], count: int) -> list[Any]:
     return out
 
 
-def client(server: Running, requests: list[dict[str, Any]], right: list[Any], seed: int, end: float, seen: Counts) -> None:
+def client(
+    server: Running, requests: list[dict[str, Any]], right: list[Any], seed: int, end: float, seen: Counts
+) -> None:
     """Asks until the time is over."""
     generator = random.Random(seed)
     while time.monotonic() < end:
@@ -169,6 +171,7 @@ def soak(server: Running, seconds: float, clients: int, requests: int, warm: flo
     for thread in threads:
         thread.start()
     time.sleep(min(warm, seconds / 2))
+    assert server.engine()["restarts"] == 0, server.log.read_text()
     first = memory(pids)
     for thread in threads:
         thread.join()

@@ -4,11 +4,13 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import TracebackType
+from typing import Any
 
 from runtime.bench.options import HttpOptions
 from runtime.bench.speculate import Item, Job, Way, run_once
@@ -63,11 +65,18 @@ def in_process(job: Job, way: Way, clients: int) -> tuple[float, float]:
 
 def over_http(port: int, job: Job, clients: int) -> tuple[float, float]:
     """The same over HTTP, each text a stream on a connection of its own."""
-    return asyncio.run(_streams(port, job, clients))
+    return streams(port, [_asked(job, item, i) for i, item in enumerate(_items(job, clients))])
 
 
-async def _streams(port: int, job: Job, clients: int) -> tuple[float, float]:
-    bodies = [_body(job, item, i) for i, item in enumerate(_items(job, clients))]
+def streams(port: int, asked: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """(tokens a second, median seconds to the first token) of completions streamed at once, with their usage.
+
+    Raises UserError where a server breaks one off.
+    """
+    return asyncio.run(_streams(port, [_request(one) for one in asked]))
+
+
+async def _streams(port: int, bodies: Sequence[bytes]) -> tuple[float, float]:
     open_ = [await asyncio.open_connection("127.0.0.1", port) for _ in bodies]
     started = perf_counter()
     found = await asyncio.gather(*(_stream(*ends, body) for ends, body in zip(open_, bodies, strict=True)))
@@ -90,20 +99,21 @@ async def _stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bo
     return int(json.loads(usage[-1][len(b"data: ") :])["usage"]["completion_tokens"]), first
 
 
-def _body(job: Job, item: Item, place: int) -> bytes:
-    asked = {
+def _asked(job: Job, item: Item, place: int) -> dict[str, Any]:
+    return {
         "prompt": item.tokens,
         "max_tokens": job.new_tokens,
         "temperature": job.sampling.temperature,
         "seed": job.sampling.seed,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
         # Passes read the same prompts again and again: no pass may find them read.
         "cache_salt": f"{perf_counter()} {place}",
         "specpress": {"verify": job.rule},
     }
-    data = json.dumps(asked).encode()
+
+
+def _request(asked: dict[str, Any]) -> bytes:
+    data = json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 

@@ -234,7 +234,7 @@ class Service:
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
-        self.models.tick()
+        self.models.gauge()
         return Response(self.registry.text(), media_type=metrics.CONTENT_TYPE)
 
     async def version(self) -> Response:

@@ -7,8 +7,11 @@ Whose text was there at two deaths runs alone; at the third it ends with an erro
 import asyncio
 import logging
 import multiprocessing
+import os
+import signal
 import socket
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
@@ -70,6 +73,7 @@ class Front:
         self._process: BaseProcess | None = None
         self._channel: Channel | None = None
         self._heard = 0.0
+        self._silent = 0  # ticks since it said something
         self._ready: asyncio.Future[None] | None = None
         self._revival: asyncio.Task[None] | None = None
 
@@ -83,7 +87,7 @@ class Front:
         process.start()
         theirs.close()
         self._process, self._channel = process, Channel(ours)
-        self._heard = time.monotonic()
+        self._silent = 0
         self._ready = loop.create_future()
         loop.add_reader(ours.fileno(), self._read)
         try:
@@ -125,8 +129,12 @@ class Front:
     def tick(self) -> None:
         """Once a second: looks whether the process still speaks, and rings for streams that have been silent."""
         now = time.monotonic()
-        if self._channel is not None and now - self._heard > self._stall:
+        # Counted in ticks: where this process was held up itself, the other one is not to blame.
+        self._silent += 1
+        self._read()
+        if self._channel is not None and self._silent > self._stall:
             _LOG.warning("%s: the engine's process has said nothing for %.0f s", self.settings.name, self._stall)
+            self._ask_where()
             self._died()
         for flight in self.flights.values():
             if now - flight.last >= 1.0:
@@ -158,7 +166,9 @@ class Front:
         except Closed:
             self._died()
             return
-        self._heard = time.monotonic()
+        if not messages:
+            return
+        self._heard, self._silent = time.monotonic(), 0
         for message in messages:
             kind = message[0]
             if kind == "round":
@@ -285,6 +295,13 @@ class Front:
         if kill and process is not None:
             process.kill()  # SIGKILL ends a stopped process, too
             process.join(1.0)
+
+    def _ask_where(self) -> None:
+        """Has a process that hangs tell on standard error where it does."""
+        if self.pid is not None and hasattr(signal, "SIGUSR1"):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+                time.sleep(0.1)
 
     def _died(self) -> None:
         """The process is gone, or as good as gone."""

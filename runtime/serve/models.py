@@ -113,6 +113,9 @@ class Models:
         """Once a second."""
         for served in self._all():
             served.front.tick()
+
+    def gauge(self) -> None:
+        """Sets the figures that rise and fall to what they are now."""
         for served in self._served.values():
             running, waiting, used, free = served.front.counts
             self._registry.running.labels(served.name).set(running)

@@ -15,6 +15,7 @@ and to it go
     ("round", events, counts)  an event for each text that gained tokens or ended: (id, tokens, details, end)
 """
 
+import faulthandler
 import signal
 import socket
 import threading
@@ -43,6 +44,8 @@ def main(end: socket.socket, settings: ModelSettings) -> None:
     # Ctrl-C and a service manager's SIGTERM reach every process of a group; the server says when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # where it is, asked for by a server that hears nothing of it
     channel = Channel(end)
     stop = threading.Event()
     threading.Thread(target=_beats, args=(channel, stop), daemon=True).start()

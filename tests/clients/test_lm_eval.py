@@ -9,7 +9,28 @@ from typing import Any
 import pytest
 
 QUESTIONS = 200
-WORDS = "path name value index count start total first list key line text node item size self data file code test".split()
+WORDS = [
+    "path",
+    "name",
+    "value",
+    "index",
+    "count",
+    "start",
+    "total",
+    "first",
+    "list",
+    "key",
+    "line",
+    "text",
+    "node",
+    "item",
+    "size",
+    "self",
+    "data",
+    "file",
+    "code",
+    "test",
+]
 
 
 @pytest.fixture(scope="module")

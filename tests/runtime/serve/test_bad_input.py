@@ -32,10 +32,13 @@ BODIES: dict[str, tuple[str, bytes, str, str | None]] = {
         "/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * MILLION + b"}", "4,300 digits", None,
     ),
     "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', "half a character", "prompt"),
-    "half a character in a stop": ("/v1/completions", b'{"prompt": "a", "stop": "\\udc00"}', "half a character", "stop"),
+    "half a character in a stop": (
+        "/v1/completions", b'{"prompt": "a", "stop": "\\udc00"}', "half a character", "stop",
+    ),
     "half a character in a name": ("/v1/completions", b'{"prompt": "a", "\\ud800": 1}', "half a character", None),
     "half a character in a chat": (
-        "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a character", "messages",
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a character", "messages",
     ),
     "half a character to tokenize": ("/tokenize", b'{"prompt": "\\ud800"}', "half a character", "prompt"),
     "no prompt": ("/v1/completions", b"{}", "prompt is missing", "prompt"),
@@ -44,7 +47,8 @@ BODIES: dict[str, tuple[str, bytes, str, str | None]] = {
     "a prompt of prompts of nothing": ("/v1/completions", b'{"prompt": [[]]}', "prompt", "prompt"),
     "unknown fields": ("/v1/completions", b'{"prompt": "a", "foo": 1, "bar": 2}', "bar, foo are no fields", "bar"),
     "an unknown field inside": (
-        "/v1/completions", b'{"prompt": "a", "specpress": {"draft": 1}}', "specpress.draft is no field", "specpress.draft",
+        "/v1/completions",
+        b'{"prompt": "a", "specpress": {"draft": 1}}', "specpress.draft is no field", "specpress.draft",
     ),
     "text for a number": ("/v1/completions", b'{"prompt": "a", "max_tokens": "5"}', "max_tokens", "max_tokens"),
     "true for a number": ("/v1/completions", b'{"prompt": "a", "max_tokens": true}', "max_tokens", "max_tokens"),
@@ -56,7 +60,9 @@ BODIES: dict[str, tuple[str, bytes, str, str | None]] = {
         "/v1/completions", b'{"prompt": "a", "logit_bias": {"99999": 1}}', "99999", "logit_bias",
     ),
     "a bias on a word": ("/v1/completions", b'{"prompt": "a", "logit_bias": {"x": 1}}', "no token id", "logit_bias"),
-    "a prompt over the context": ("/v1/completions", json.dumps({"prompt": "a b " * 4000}).encode(), "context", "prompt"),
+    "a prompt over the context": (
+        "/v1/completions", json.dumps({"prompt": "a b " * 4000}).encode(), "context", "prompt",
+    ),
     "n of 17": ("/v1/completions", b'{"prompt": "a", "n": 17}', "n:", "n"),
     "logprobs of 21": ("/v1/completions", b'{"prompt": "a", "logprobs": 21}', "logprobs", "logprobs"),
     "17 stops": ("/v1/completions", json.dumps({"prompt": "a", "stop": ["x"] * 17}).encode(), "stop", "stop"),

@@ -126,7 +126,8 @@ def test_places_are_counted_and_given_back() -> None:
     ("host", "known"),
     [
         ("localhost", True), ("LOCALHOST:8000", True), ("127.0.0.1:1", True), ("[::1]:8000", True), ("10.1.2.3", True),
-        ("own.example:80", True), ("evil.example", False), ("localhost.evil.example", False), ("", False), ("[::1", False),
+        ("own.example:80", True), ("evil.example", False), ("localhost.evil.example", False), ("", False),
+        ("[::1", False),
     ],
 )  # fmt: skip
 def test_hosts(host: str, known: bool) -> None:
