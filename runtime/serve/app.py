@@ -1,8 +1,6 @@
 """The endpoints, and that every error has OpenAI's shape."""
 
 import asyncio
-import json
-import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -16,31 +14,30 @@ from starlette.exceptions import HTTPException
 
 from runtime.errors import UserError
 from runtime.serve import metrics
+from runtime.serve.answers import api_error, as_json, bug, http_error, model_shown
 from runtime.serve.bodies import Model, read
 from runtime.serve.chat import Chat
+from runtime.serve.chat_protocol import ChatRequest, TokenizeRequest
 from runtime.serve.completions import Completion, plan_top
-from runtime.serve.errors import ApiError, failed, invalid, unavailable
+from runtime.serve.errors import ApiError, invalid, unavailable
 from runtime.serve.models import Models, Served
 from runtime.serve.openapi import described
 from runtime.serve.plan import Plan, Wanted, make_plan, structure_of, token_prompts
 from runtime.serve.protocol import (
-    ChatRequest,
     Common,
     CompletionRequest,
     DetokenizeRequest,
     LoadRequest,
-    ResponsesRequest,
-    TokenizeRequest,
     UnloadRequest,
 )
 from runtime.serve.responses import Answer, as_chat
+from runtime.serve.responses_protocol import ResponsesRequest
 from runtime.serve.run import ClientGone, Run, unless_gone
 from runtime.serve.settings import Limits, ModelSettings
 from runtime.serve.sse import EventStream
 from runtime.serve.templates import chat_messages, chat_tools, render, response_messages
 from runtime.serve.tools import forced
 
-_LOG = logging.getLogger("specpress.serve")
 _INLINE = 20_000  # characters that are tokenised between other things; more go to a thread
 VERSION = metadata.version("specpress")
 Writers = Callable[[Run], Any]
@@ -81,9 +78,9 @@ class Service:
         )
         for path, endpoint in gets:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.add_exception_handler(ApiError, _told)
-        app.add_exception_handler(HTTPException, _http)
-        app.add_exception_handler(Exception, _bug)
+        app.add_exception_handler(ApiError, api_error)
+        app.add_exception_handler(HTTPException, http_error)
+        app.add_exception_handler(Exception, bug)
         return app
 
     # Texts.
@@ -168,7 +165,7 @@ class Service:
             if asked.stream:
                 streaming, run = run, None
                 return EventStream(streaming, writer, {})
-            return _json(await unless_gone(writer.whole(), request.receive))
+            return as_json(await unless_gone(writer.whole(), request.receive))
         except ClientGone:
             return Response(status_code=499)
         except BaseException:
@@ -198,7 +195,7 @@ class Service:
 
         found = await self._apart(tokens, len(asked.prompt or "") or _INLINE)
         names = [vocabulary.shown(token) for token in found] if asked.return_token_strs else None
-        return _json(
+        return as_json(
             {"tokens": found, "count": len(found), "max_model_len": served.about["context"], "token_strs": names}
         )
 
@@ -206,23 +203,23 @@ class Service:
         """The text of tokens."""
         asked = await self._read(DetokenizeRequest, request)
         served = self._served(asked.model)
-        return _json({"prompt": await self._apart(served.vocabulary.decode, len(asked.tokens), asked.tokens)})
+        return as_json({"prompt": await self._apart(served.vocabulary.decode, len(asked.tokens), asked.tokens)})
 
     async def tokenizer_info(self) -> Response:
         """Special tokens and the chat template."""
-        return _json(self.models.get(None).vocabulary.about())
+        return as_json(self.models.get(None).vocabulary.about())
 
     async def list_models(self) -> Response:
         """The models that can be asked for."""
-        return _json({"object": "list", "data": [_model(one) for one in self.models]})
+        return as_json({"object": "list", "data": [model_shown(one) for one in self.models]})
 
     async def one_model(self, name: str) -> Response:
         """One of them."""
-        return _json(_model(self.models.get(name)))
+        return as_json(model_shown(self.models.get(name)))
 
     async def health(self) -> Response:
         """Whether the server lives; it does."""
-        return _json({"status": "ok"})
+        return as_json({"status": "ok"})
 
     async def ready(self) -> Response:
         """Whether a request would be taken on now."""
@@ -230,7 +227,7 @@ class Service:
             raise unavailable("the server is shutting down", "draining", 5)
         if not self.models.ready:
             raise unavailable("an engine is starting", "engine_down", 5)
-        return _json({"status": "ready"})
+        return as_json({"status": "ready"})
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -239,11 +236,11 @@ class Service:
 
     async def version(self) -> Response:
         """The server's version."""
-        return _json({"version": VERSION})
+        return as_json({"version": VERSION})
 
     async def openapi(self) -> Response:
         """This description."""
-        return _json(described(VERSION))
+        return as_json(described(VERSION))
 
     async def admin_models(self) -> Response:
         """The models and their engines."""
@@ -260,7 +257,7 @@ class Service:
             }
             for one in self.models
         ]
-        return _json({"models": found})
+        return as_json({"models": found})
 
     async def load(self, request: Request) -> Response:
         """Loads a model, then gives it its name; the one that had it ends its texts."""
@@ -275,13 +272,13 @@ class Service:
         except (UserError, OSError, ValueError) as error:
             said = str(error) if isinstance(error, UserError) else "path: it cannot be read"
             raise invalid(said, "path", "load_failed") from None
-        return _json(_model(served))
+        return as_json(model_shown(served))
 
     async def unload(self, request: Request) -> Response:
         """Takes a model away; its texts end first."""
         asked = await self._read(UnloadRequest, request)
         self.models.unload(asked.name)
-        return _json({"name": asked.name, "unloaded": True})
+        return as_json({"name": asked.name, "unloaded": True})
 
     def _served(self, name: str | None) -> Served:
         if self.draining:
@@ -310,41 +307,3 @@ def _size(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(one) for one in prompt if isinstance(one, str))
-
-
-def _model(served: Served) -> dict[str, Any]:
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "specpress",
-        "root": served.name,
-        "parent": None,
-        "max_model_len": served.about["context"],
-    }
-
-
-def _json(content: Any) -> Response:
-    # A half of a character in a model's text cannot be: texts come of whole characters. allow_nan: figures are finite.
-    return Response(json.dumps(content, separators=(",", ":"), allow_nan=False).encode(), media_type="application/json")
-
-
-async def _told(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.body, error.status, error.headers, "application/json")
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    where = request.url.path[:100].encode("ascii", "backslashreplace").decode()
-    said = {404: f"there is no {where} here", 405: f"{where} does not take {request.method[:20]}"}
-    message = said.get(error.status_code, str(error.detail))
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-    return Response(told.body, told.status, told.headers, "application/json")
-
-
-async def _bug(_: Request, error: Exception) -> Response:
-    _LOG.error("a request failed", exc_info=error)
-    told = failed()
-    return Response(told.body, told.status, told.headers, "application/json")

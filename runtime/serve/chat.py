@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from runtime.serve.chat_protocol import ChatRequest, NamedTool
 from runtime.serve.completions import reason
 from runtime.serve.errors import ApiError
-from runtime.serve.protocol import ChatRequest, NamedTool
 from runtime.serve.run import Fresh, Progress, Run, round_shown
 from runtime.serve.sse import DONE
 from runtime.serve.texts import chat_logprobs, prompt_logprobs

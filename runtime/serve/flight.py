@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.serve.errors import ApiError
 
@@ -45,3 +45,25 @@ class Flight:
         """Whether another process would go on with the same bytes, as far as that is the request's to say."""
         rule = self.asked["options"].get("verify")
         return self.asked["sampling"].get("temperature", 0.0) == 0 or rule in (None, "coupled")
+
+
+class Listener(Protocol):
+    """Who counts: `metrics.Meter` does."""
+
+    def gained(self, flight: Flight, tokens: int, now: float) -> None:
+        """A text has new tokens."""
+
+    def ended(self, flight: Flight) -> None:
+        """A text has ended."""
+
+    def figures(self, figures: dict[str, Any]) -> None:
+        """What the engine counted of a text."""
+
+    def restarted(self) -> None:
+        """An engine's process died."""
+
+    def resumed(self, texts: int) -> None:
+        """So many texts go on in a new process."""
+
+    def round(self, tokens: int) -> None:
+        """A round gave so many tokens."""

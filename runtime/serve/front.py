@@ -6,48 +6,20 @@ Whose text was there at two deaths runs alone; at the third it ends with an erro
 
 import asyncio
 import logging
-import multiprocessing
-import os
-import signal
-import socket
 import time
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.errors import UserError
-from runtime.serve import worker
-from runtime.serve.channel import Channel, Closed, Message
+from runtime.serve.channel import Closed, Message
 from runtime.serve.errors import ApiError, failed, refused, unavailable
-from runtime.serve.flight import Flight
+from runtime.serve.flight import Flight, Listener
+from runtime.serve.link import Link
 from runtime.serve.settings import ModelSettings
 
 BACK_OFF = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a restart, by how many there were without a round between
 MOST_DEATHS = 3
 LONGEST_LOAD = 3600.0  # seconds
 _LOG = logging.getLogger("specpress.serve")
-
-
-class Listener(Protocol):
-    """Who counts: metrics.Meter does."""
-
-    def gained(self, flight: Flight, tokens: int, now: float) -> None:
-        """A text has new tokens."""
-
-    def ended(self, flight: Flight) -> None:
-        """A text has ended."""
-
-    def figures(self, figures: dict[str, Any]) -> None:
-        """What the engine counted of a text."""
-
-    def restarted(self) -> None:
-        """An engine's process died."""
-
-    def resumed(self, texts: int) -> None:
-        """So many texts go on in a new process."""
-
-    def round(self, tokens: int) -> None:
-        """A round gave so many tokens."""
 
 
 class Front:
@@ -70,8 +42,7 @@ class Front:
         self._suspect: Flight | None = None
         self._failures = 0
         self._next = 0
-        self._process: BaseProcess | None = None
-        self._channel: Channel | None = None
+        self._link: Link | None = None
         self._heard = 0.0
         self._silent = 0  # ticks since it said something
         self._ready: asyncio.Future[None] | None = None
@@ -79,17 +50,9 @@ class Front:
 
     async def start(self) -> None:
         """Loads the model in a new process. Raises UserError with the loader's sentence."""
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        context = multiprocessing.get_context("spawn")
-        name = f"specpress-{self.settings.name}"
-        process = context.Process(target=worker.main, args=(theirs, self.settings), name=name, daemon=True)
-        process.start()
-        theirs.close()
-        self._process, self._channel = process, Channel(ours)
         self._silent = 0
-        self._ready = loop.create_future()
-        loop.add_reader(ours.fileno(), self._read)
+        self._ready = asyncio.get_running_loop().create_future()
+        self._link = Link(self.settings, self._read)
         try:
             await asyncio.wait_for(self._ready, LONGEST_LOAD)
         except TimeoutError:
@@ -102,7 +65,7 @@ class Front:
     @property
     def pid(self) -> int | None:
         """Of the engine's process."""
-        return None if self._process is None else self._process.pid
+        return None if self._link is None else self._link.pid
 
     def submit(self, asked: dict[str, Any], bell: asyncio.Event) -> Flight:
         """Sends a text on its way."""
@@ -132,9 +95,9 @@ class Front:
         # Counted in ticks: where this process was held up itself, the other one is not to blame.
         self._silent += 1
         self._read()
-        if self._channel is not None and self._silent > self._stall:
+        if self._link is not None and self._silent > self._stall:
             _LOG.warning("%s: the engine's process has said nothing for %.0f s", self.settings.name, self._stall)
-            self._ask_where()
+            self._link.ask_where()
             self._died()
         for flight in self.flights.values():
             if now - flight.last >= 1.0:
@@ -147,22 +110,17 @@ class Front:
             self._revival.cancel()
         for flight in list(self.flights.values()):
             self._fail(flight, unavailable("the server is shutting down", "draining", 5))
-        process = self._process
-        self._drop(kill=False)
-        if process is not None:
-            await asyncio.to_thread(process.join, 2.0)
-            if process.is_alive():
-                process.kill()
-                await asyncio.to_thread(process.join)
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
 
     # What comes from the process.
 
     def _read(self) -> None:
-        channel = self._channel
-        if channel is None:
+        if self._link is None:
             return
         try:
-            messages = channel.receive()
+            messages = self._link.receive()
         except Closed:
             self._died()
             return
@@ -238,26 +196,8 @@ class Front:
         self._tell(("add", flight.id, flight.asked | {"resumed": flight.tokens}))
 
     def _tell(self, message: Message) -> None:
-        channel = self._channel
-        if channel is None:
-            return
-        try:
-            channel.send(message)
-        except Closed:
-            return  # `_read` will notice, and everything in flight is sent again
-        if channel.unsent:
-            asyncio.get_running_loop().add_writer(channel.fileno(), self._write)
-
-    def _write(self) -> None:
-        channel = self._channel
-        if channel is None:
-            return
-        try:
-            channel.flush()
-        except Closed:
-            return
-        if not channel.unsent:
-            asyncio.get_running_loop().remove_writer(channel.fileno())
+        if self._link is not None:
+            self._link.tell(message)
 
     # Ends.
 
@@ -284,32 +224,13 @@ class Front:
 
     # Deaths.
 
-    def _drop(self, kill: bool = True) -> None:
-        """Lets go of the process and of the channel to it."""
-        channel, process, self._channel, self._process = self._channel, self._process, None, None
-        if channel is not None:
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(channel.fileno())
-            loop.remove_writer(channel.fileno())
-            channel.close()
-        if kill and process is not None:
-            process.kill()  # SIGKILL ends a stopped process, too
-            process.join(1.0)
-
-    def _ask_where(self) -> None:
-        """Has a process that hangs tell on standard error where it does."""
-        if self.pid is not None and hasattr(signal, "SIGUSR1"):
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
-                time.sleep(0.1)
+    def _drop(self) -> int | None:
+        link, self._link = self._link, None
+        return None if link is None else link.drop()
 
     def _died(self) -> None:
         """The process is gone, or as good as gone."""
-        process = self._process
-        if process is not None:
-            process.join(0.05)
-            _LOG.warning("%s: the engine's process ended (exit code %s)", self.settings.name, process.exitcode)
-        self._drop()
+        _LOG.warning("%s: the engine's process ended (exit code %s)", self.settings.name, self._drop())
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(UserError("the engine's process died while it loaded the model"))
             return

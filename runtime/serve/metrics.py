@@ -87,7 +87,7 @@ class Meter:
             counter.labels(model)  # 0 is a figure, too
 
     def gained(self, flight: Flight, tokens: int, now: float) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         if flight.first is None:
             flight.first = now
             self._first.observe(now - flight.came)
@@ -100,15 +100,15 @@ class Meter:
         self._generated.inc(tokens)
 
     def round(self, tokens: int) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         self._iteration.observe(tokens)
 
     def restarted(self) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         self._registry.restarts.labels(self._model).inc()
 
     def resumed(self, texts: int) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         self._registry.resumed.labels(self._model).inc(texts)
 
     def rejected(self) -> None:
@@ -116,7 +116,7 @@ class Meter:
         self._registry.rejections.labels(self._model).inc()
 
     def ended(self, flight: Flight) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         one, model, figures = self._registry, self._model, flight.figures
         if not flight.accepted:
             return
@@ -133,7 +133,7 @@ class Meter:
             one.inference.labels(model).observe(max(0.0, flight.last - flight.came - queue))
 
     def figures(self, figures: dict[str, Any]) -> None:
-        """See front.Listener."""
+        """See flight.Listener."""
         one, model = self._registry, self._model
         one.queue.labels(model).observe(figures.get("queue_seconds", 0.0))
         one.queries.labels(model).inc(figures["prompt_tokens"])

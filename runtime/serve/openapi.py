@@ -6,15 +6,20 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from runtime.serve import protocol
+from runtime.serve import chat_protocol, protocol, responses_protocol
 
 _REF = "#/components/schemas/{model}"
 # path: (method, what for, request's model, statuses beside 200)
 _ENDPOINTS: dict[str, tuple[str, str, type[BaseModel] | None, tuple[int, ...]]] = {
     "/v1/completions": ("post", "Continue prompts", protocol.CompletionRequest, (404, 429, 500, 503)),
-    "/v1/chat/completions": ("post", "Answer a conversation", protocol.ChatRequest, (404, 429, 500, 503)),
-    "/v1/responses": ("post", "Answer a conversation, statelessly", protocol.ResponsesRequest, (404, 429, 500, 503)),
-    "/tokenize": ("post", "Tokens of a text", protocol.TokenizeRequest, (404, 503)),
+    "/v1/chat/completions": ("post", "Answer a conversation", chat_protocol.ChatRequest, (404, 429, 500, 503)),
+    "/v1/responses": (
+        "post",
+        "Answer a conversation, statelessly",
+        responses_protocol.ResponsesRequest,
+        (404, 429, 500, 503),
+    ),
+    "/tokenize": ("post", "Tokens of a text", chat_protocol.TokenizeRequest, (404, 503)),
     "/detokenize": ("post", "Text of tokens", protocol.DetokenizeRequest, (404, 503)),
     "/admin/models/load": ("post", "Load a model, or another under a name", protocol.LoadRequest, (403,)),
     "/admin/models/unload": ("post", "Take a model away", protocol.UnloadRequest, (403, 404, 503)),

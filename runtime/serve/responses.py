@@ -5,18 +5,10 @@ import secrets
 from typing import Any
 
 from runtime.serve.chat import calls_of, message_of
+from runtime.serve.chat_protocol import ChatRequest, Function, NamedFunction, NamedTool, Tool
 from runtime.serve.errors import ApiError
-from runtime.serve.protocol import (
-    ChatRequest,
-    Function,
-    JsonSchema,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    ResponsesRequest,
-    ResponseToolChoice,
-    Tool,
-)
+from runtime.serve.protocol import JsonSchema, ResponseFormat
+from runtime.serve.responses_protocol import ResponsesRequest, ResponseToolChoice
 from runtime.serve.run import Fresh, Progress, Run
 from runtime.serve.texts import Scored, chat_logprobs
 

@@ -4,8 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from runtime.serve.chat_protocol import ChatRequest, Message
 from runtime.serve.errors import invalid
-from runtime.serve.protocol import ChatRequest, InputItem, Message, ResponsesRequest, TextPart
+from runtime.serve.protocol import TextPart
+from runtime.serve.responses_protocol import InputItem, ResponsesRequest
 from runtime.serve.vocabulary import Vocabulary
 
 _LONGEST = 300  # characters of what a template says

@@ -5,8 +5,8 @@ import re
 import secrets
 from typing import Any
 
+from runtime.serve.chat_protocol import ChatRequest, NamedTool
 from runtime.serve.plan import Structured, made_structure
-from runtime.serve.protocol import ChatRequest, NamedTool
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*')
