@@ -104,7 +104,7 @@ clients: .venv/installed .clients/installed
 .clients/installed: tests/clients/constraints.txt
 	$(PYTHON) -m venv .clients
 	$(CLIENTS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(CLIENTS_PIP) pytest openai langchain-openai "lm-eval[api]" guidellm
+	$(CLIENTS_PIP) pytest openai langchain-openai "lm-eval[api]" guidellm schemathesis
 	@touch $@
 
 # Half an hour of mixed requests, clients that leave and slow readers; SOAK=120 for two minutes.

@@ -33,6 +33,7 @@ class Message(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    type: Literal["message", "text"] | None = None  # lm-eval says text
     # What OpenAI's clients send back of an answer, always null here.
     audio: None = None
     function_call: None = None

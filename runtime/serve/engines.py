@@ -36,6 +36,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     Raises UserError for a model that cannot be loaded, and a drafter that does not fit it.
     """
     options: dict[str, Any] = {"device": settings.device, "threads": settings.threads, "kernels": settings.kernels}
+    _require_memory(settings)
     kinds = (settings.drafter or "").split("+")
     model = load(settings.path, planes="nested" in kinds, **options)
     _ = model.tokenizer  # is read at its first use: here, and not in the middle of the first request
@@ -117,12 +118,28 @@ def _cache(model: Model, settings: ModelSettings, context: int) -> Cache:
     return CacheOptions(kind, max(per_text, min(room, per_text * settings.max_batch))).make(model.decoder)
 
 
+def _require_memory(settings: ModelSettings) -> None:
+    """Raises UserError for a model whose weights alone exceed this machine's free memory: loading would end others."""
+    path = Path(settings.path).expanduser()
+    files = [path] if path.is_file() else [*path.glob("*"), *path.glob("model/*")]
+    size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf", ".data"))
+    if settings.device == "cpu" and size > _free_on_host():
+        raise UserError(
+            f"{path.name} has {size / 1e9:.1f} GB of weights, and {_free_on_host() / 1e9:.1f} GB of memory are free:"
+            " unload a model first, or take a smaller one"
+        )
+
+
 def _free_memory(model: Model) -> int:
     """Bytes that may still be taken, where the decoder keeps keys and values."""
     if model.decoder.device.type == "cuda":
         from runtime.model.triton.cache import free_bytes
 
         return free_bytes(model.decoder.device)
+    return _free_on_host()
+
+
+def _free_on_host() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
