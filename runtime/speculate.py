@@ -14,6 +14,7 @@ from runtime.engine.metrics import Metrics
 from runtime.engine.requests import (
     NO_OPTIONS,
     RequestOptions,
+    finish_reason,
     make_request,
     require_draft_length,
     require_rule,
@@ -309,7 +310,9 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
 
 
 def _finish(request: Request) -> Literal["stop", "length"]:
-    return "stop" if request.stopped else "length"
+    reason = finish_reason(request)
+    assert reason != "error", "errors are raised where they are seen"
+    return reason
 
 
 def _raise_errors(stepped: Sequence[Request]) -> None:

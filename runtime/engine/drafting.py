@@ -67,15 +67,19 @@ class Drafters:
 
         alone  no prompt shares the forward.
         """
+        first, asking = decoding[0].proposer, decoding
         found: dict[int, int] = {}
-        asking = decoding
-        if any(state.request.grammar is not None for state in decoding):
-            for state in decoding:
-                state.forced = self._forced(state)
-                if state.forced:
-                    found[state.number] = len(state.forced)
-            asking = [state for state in decoding if not state.forced]
-        for proposer, states in _by_proposer(asking):
+        for state in decoding:
+            if state.request.grammar is not None or state.proposer is not first:
+                break
+        else:
+            return _budgets(first, decoding, alone)
+        for state in decoding:
+            state.forced = self._forced(state)
+            if state.forced:
+                found[state.number] = len(state.forced)
+        asking = [state for state in decoding if not state.forced]
+        for proposer, states in _by_proposer(asking).items():
             found |= _budgets(proposer, states, alone)
         return found
 
@@ -90,7 +94,10 @@ class Drafters:
 
         Of a deferred round, whose drafts are still on their way, the drafts are placeholders.
         """
-        if not any(part.budget > 0 for part in batch):
+        for part in batch:
+            if part.budget > 0:
+                break
+        else:
             return [NO_DRAFT] * len(batch), None, {}
         only = self._only(batch) if on_device is not None else None
         if on_device is not None and only is not None:
@@ -140,15 +147,15 @@ class Drafters:
 
     def observe(self, batch: Sequence[ScheduledRequest], outcomes: Sequence[Outcome | None]) -> None:
         """Tells each drafter what became of its requests' round."""
-        told: dict[Proposer, list[tuple[RequestState, Outcome]]] = {}
+        told: dict[Proposer, list[Outcome]] = {}
         for part, outcome in zip(batch, outcomes, strict=True):
-            if outcome is not None:
-                told.setdefault(part.state.proposer, []).append((part.state, outcome))
+            if outcome is not None and part.state.proposer.drafts:
+                told.setdefault(part.state.proposer, []).append(outcome)
         for proposer, found in told.items():
             try:
-                proposer.drafter.observe([outcome for _, outcome in found])
+                proposer.drafter.observe(found)
             except Exception as error:
-                self.failed([state for state, _ in found], error)
+                self.failed([part.state for part in batch if part.state.proposer is proposer], error)
 
     def close(self, state: RequestState) -> None:
         """The request has ended, or gives its place back: its drafter forgets it."""
@@ -245,6 +252,8 @@ def learn(
 
     seconds  what each drafter took. Where several share the round the target's time counts by rows.
     """
+    if not any(map(_controlled, batch)):
+        return
     started, drafted, _, ended = times
     controllers = {part.state.proposer for part in batch if part.state.proposer.controller is not None}
     alone = len(controllers) == 1 and not any(
@@ -258,6 +267,10 @@ def learn(
         rows = width if alone else sum(1 + len(drafts[i].tokens) for i in ours)
         drafting = drafted - started if alone else seconds.get(proposer, 0.0)
         _learn(proposer, ours, batch, drafts, outcomes, (rows, drafting, (ended - drafted) * rows / width))
+
+
+def _controlled(part: ScheduledRequest) -> bool:
+    return part.state.proposer.controller is not None
 
 
 def _ours(batch: Sequence[ScheduledRequest], proposer: Proposer) -> list[int]:
@@ -290,17 +303,12 @@ def _learn(
     controller.observe(Round(len(ours), budget, found, rows, drafting, rest, behind))
 
 
-def _by_proposer(states: Sequence[RequestState]) -> list[tuple[Proposer, Sequence[RequestState]]]:
+def _by_proposer(states: Sequence[RequestState]) -> dict[Proposer, list[RequestState]]:
     """The requests of each drafter."""
-    if not states:
-        return []
-    first = states[0].proposer
-    if all(state.proposer is first for state in states):
-        return [(first, states)]
     found: dict[Proposer, list[RequestState]] = {}
     for state in states:
         found.setdefault(state.proposer, []).append(state)
-    return list(found.items())
+    return found
 
 
 def _reason(error: Exception) -> str:

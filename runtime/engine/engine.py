@@ -145,27 +145,27 @@ class Engine:
         account(batch, drafts, outcomes, times)
         if all(part.decoding for part in batch):
             learn(batch, drafts, outcomes, times, seconds)
-        changed = [self._settle(*one, times) for one in zip(batch, drafts, outcomes, strict=True)]
-        return [*filter(None, changed), *self._take_failed()]
+        changed: list[Request] = []
+        for part, draft, outcome in zip(batch, drafts, outcomes, strict=True):
+            state, request = part.state, part.state.request
+            if outcome is None or not part.decoding:
+                self._settle_prompt(part, outcome)
+            if outcome is not None and request.wanted.rounds:
+                note_round(part, draft, outcome, times)
+            state.drafted = part.budget > 0 and not state.forced
+            if request.finished and request.error is None:
+                self._finish(state)
+            if outcome is not None or (request.finished and request.error is None):
+                changed.append(request)
+        return changed + self._take_failed() if self._failed else changed
 
-    def _settle(
-        self, part: ScheduledRequest, draft: Draft, outcome: Outcome | None, times: Sequence[float]
-    ) -> Request | None:
-        """What is to be done about a part after its round; its request where it gained tokens or ended."""
+    def _settle_prompt(self, part: ScheduledRequest, outcome: Outcome | None) -> None:
+        """After a round that read a piece of a prompt: complete ones need not be read again by others like them."""
         state, request = part.state, part.state.request
-        if request.error is not None:
-            return None
-        if outcome is not None and not part.decoding:
-            # Prompts that are complete now need not be read again by others that begin like them.
+        if outcome is not None:
             self._cache.cache_prefix(state.handle, request.tokens[: part.end], request.cache_salt)
-        if outcome is not None and request.wanted.rounds:
-            note_round(part, draft, outcome, times)
-        state.drafted = part.budget > 0 and not state.forced
-        if outcome is None and part.end == len(request.tokens) and request.missing <= 0:
+        elif part.end == len(request.tokens) and request.missing <= 0:
             request.finished = True  # nothing but its prompt was to be read
-        if request.finished:
-            self._finish(state)
-        return request if request.finished or outcome is not None else None
 
     def _admit(self) -> None:
         """Begins waiting requests, in their order, while there is room."""

@@ -12,7 +12,7 @@ from runtime.engine.metrics import Metrics
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
 from runtime.sampling.distribution import Distributions, Logits, largest_logits, not_finite
 from runtime.sampling.stopping import kept
-from runtime.speculative.draft import Draft, Drafter, Outcome, Request, Rule
+from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome, Request, Rule
 from runtime.speculative.draft_length import LONGEST, Controller
 from runtime.speculative.verify import (
     Acceptance,
@@ -38,6 +38,9 @@ class Proposer:
     drafter: Drafter
     controller: Controller | None = None
     most: int = LONGEST
+
+    def __post_init__(self) -> None:
+        self.drafts = not isinstance(self.drafter, NoDrafter)
 
 
 @dataclass(eq=False)
@@ -248,7 +251,7 @@ def account(
             metrics.first_seconds += drafting
             metrics.first_drafted = len(draft.tokens)
         metrics.count_draft(draft.depths, [draft.depths[i] for i in outcome.path])
-        if part.state.forced and part.budget > 0:
+        if part.budget > 0 and part.state.forced:
             metrics.forced += len(draft.tokens)
             metrics.forced_accepted += outcome.length
             whole = outcome.length == len(draft.tokens)

@@ -26,27 +26,32 @@ def plan_round(
     budgets: Budgets,
 ) -> list[ScheduledRequest]:
     """The decoding requests with their drafts, and pieces of the prompts as far as the rows go."""
-    held = [cache.length(state.handle) for state in running]
-    ready = [
-        state.metrics.arrivals[0] != [] and len(state.request.tokens) == first + 1
-        for state, first in zip(running, held, strict=True)
-    ]
-    decoding = [state for state, is_ready in zip(running, ready, strict=True) if is_ready]
-    drafted = budgets(decoding, len(decoding) == len(running)) if decoding else {}
-    reading = [
-        (state, len(state.request.tokens) - first)
-        for state, first, is_ready in zip(running, held, ready, strict=True)
-        if not is_ready
-    ]
-    pieces = prompt_pieces(reading, MIXED_ROWS if decoding else PREFILL_ROWS) if reading else {}
+    # Most rounds are of decoding requests alone, and cheap models feel each microsecond of them.
+    decoding: list[RequestState] = []
+    held: list[int] = []
+    reading: list[tuple[RequestState, int]] = []
+    for state in running:
+        first, tokens = cache.length(state.handle), state.request.tokens
+        held.append(first)
+        if len(tokens) == first + 1 and state.metrics.arrivals[0]:
+            decoding.append(state)
+        else:
+            reading.append((state, len(tokens) - first))
+    if not reading:
+        drafted = budgets(decoding, True)
+        return [
+            ScheduledRequest(state, first, 1, drafted[state.number], True, True)
+            for state, first in zip(running, held, strict=True)
+        ]
+    drafted = budgets(decoding, False) if decoding else {}
+    pieces = prompt_pieces(reading, MIXED_ROWS if decoding else PREFILL_ROWS)
     scoring = max(1, PROMPT_LOGIT_BYTES // (4 * vocab_size))
     batch = []
-    for state, first, is_ready in zip(running, held, ready, strict=True):
-        request = state.request
-        if is_ready:
-            batch.append(ScheduledRequest(state, first, 1, drafted[state.number], samples=True, decoding=True))
+    for state, first in zip(running, held, strict=True):
+        if state.number in drafted:
+            batch.append(ScheduledRequest(state, first, 1, drafted[state.number], True, True))
             continue
-        piece, scored = pieces[state.number], NO_ROWS
+        request, piece, scored = state.request, pieces[state.number], NO_ROWS
         if request.wanted.prompt_logprobs is not None and piece:
             scored = scored_rows(request, first, piece)
             if len(scored) > scoring:
