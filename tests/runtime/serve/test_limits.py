@@ -74,15 +74,16 @@ def test_a_lenient_server_passes_over_what_it_does_not_know(guarded: Running) ->
 def test_a_text_whose_client_left_is_ended(server: Running, stream: bool) -> None:
     server.wait_idle()
     generated = server.metric("vllm:generation_tokens_total")
-    body = json.dumps(LONG | {"stream": stream, "max_tokens": 1000}).encode()
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    body = json.dumps(LONG | {"stream": stream, "n": 8}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        while server.engine()["running"] == 0:
-            pass
+        while server.metric("vllm:generation_tokens_total") == generated:
+            time.sleep(0.002)
     server.wait_idle()
-    assert server.metric("vllm:generation_tokens_total") < generated + 950
-    assert server.metric("vllm:request_success_total", finished_reason="abort") >= 1
+    assert server.metric("vllm:generation_tokens_total") < generated + 7800
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 8
     assert server.engine()["pages_used"] == 0
 
 

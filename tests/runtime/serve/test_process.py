@@ -92,7 +92,7 @@ def test_a_stopped_engine_is_noticed(server: Running, alone: Any) -> None:
 
 
 def test_what_brings_the_engine_down_three_times_ends_and_the_rest_goes_on(server: Running, alone: Any) -> None:
-    long = {"prompt": "import", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+    long = {"prompt": "import", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "n": 8}
     other = {"prompt": "class Late:\n", "max_tokens": 30, "temperature": 0}
     answers: dict[str, Any] = {}
     first = threading.Thread(target=lambda: answers.update(long=server.ask("POST", "/v1/completions", long)))
@@ -134,17 +134,18 @@ def test_the_engine_ends_with_the_server(tmp_path: Path, pair: tuple[Path, Path]
 def test_sigterm_lets_running_streams_end_and_takes_nothing_new(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     with running(tmp_path, [f"pair={pair[0]}"], "--threads", "1") as server:
         answers: list[Any] = []
-        asked = {"prompt": "import", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        asked = {"prompt": "import", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "n": 4}
         stream = threading.Thread(target=lambda: answers.append(server.events("/v1/completions", **asked)))
         stream.start()
-        while server.engine()["running"] == 0:
+        while server.metric("vllm:generation_tokens_total") == 0:
             time.sleep(0.002)
         server.process.send_signal(signal.SIGTERM)
         refused = [server.ask("GET", "/ready"), server.ask("POST", "/v1/completions", {"prompt": "a"})]
         assert [(one.status, one.json()["error"]["code"]) for one in refused] == [(503, "draining")] * 2
         assert refused[0].headers["retry-after"]
         stream.join()
-        assert answers[0][-1]["choices"][0]["finish_reason"] == "length"
+        ends = [choice["finish_reason"] for event in answers[0] for choice in event["choices"]]
+        assert ends.count("length") == 4
         assert server.process.wait(10) == 0
 
 
