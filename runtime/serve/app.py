@@ -287,6 +287,9 @@ class Service:
 
     async def _read(self, kind: type[Model], request: Request) -> Model:
         """The body. Raises ApiError."""
+        # Anything but JSON can be sent by a page of another origin without being asked for leave.
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
         most, parts, size = self.limits.max_body, [], 0
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:

@@ -20,7 +20,7 @@ SHORTEST_KEY = 8
 
 
 class Guard:
-    """A layer around an ASGI app: Host, key, Content-Type, and an id for each request."""
+    """A layer around an ASGI app: Host, key, and an id for each request."""
 
     def __init__(self, app: App, access: Access) -> None:
         self._app, self._access = app, access
@@ -73,11 +73,6 @@ class Guard:
             self._check_admin(scope, headers)
         elif self._keys and path not in OPEN and scope["method"] != "OPTIONS":
             _require(self._keys, headers)
-        if scope["method"] == "POST":
-            kind = headers.get("content-type", "").split(";")[0].strip().lower()
-            # Anything else can be sent by a page of another origin without being asked for leave.
-            if kind != "application/json":
-                raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
 
     def _check_admin(self, scope: Any, headers: dict[str, str]) -> None:
         if self._admin:
