@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-paths test-slow bench lint map format peers compressors clean
+.PHONY: demo test test-paths test-slow bench lint map format peers compressors clients soak llama-server clean
 
 demo: .venv/installed
 	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
@@ -93,6 +93,39 @@ compressors: .compressors/installed
 	$(COMPRESSORS_PIP) llmcompressor transformers accelerate optimum
 	$(COMPRESSORS_PIP) --no-build-isolation gptqmodel
 	@touch $@
+
+# openai, langchain-openai, lm-eval and guidellm against the server, unmodified, in an environment of their own.
+CLIENTS_PIP := .clients/bin/python -m pip install --disable-pip-version-check --quiet \
+	--constraint tests/clients/constraints.txt
+
+clients: .venv/installed .clients/installed
+	.clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+
+.clients/installed: tests/clients/constraints.txt
+	$(PYTHON) -m venv .clients
+	$(CLIENTS_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(CLIENTS_PIP) pytest openai langchain-openai "lm-eval[api]" guidellm schemathesis
+	@touch $@
+
+# Half an hour of mixed requests, clients that leave and slow readers; SOAK=120 for two minutes.
+SOAK ?= 1800
+soak: .venv/installed
+	$(BIN)/python -m tests.soak --seconds $(SOAK)
+
+# llama.cpp's server, for examples/compare/serving.py: from the source distribution of llama-cpp-python, which holds it.
+LLAMA_CPP_PYTHON ?= llama-cpp-python==0.3.36
+llama-server: .peers/llama-server
+
+.peers/llama-server:
+	mkdir -p .peers/source
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --no-binary llama-cpp-python \
+		--dest .peers/source "$(LLAMA_CPP_PYTHON)"
+	tar -xzf .peers/source/llama_cpp_python-*.tar.gz -C .peers/source --strip-components 1
+	cmake -S .peers/source/vendor/llama.cpp -B .peers/build -DCMAKE_BUILD_TYPE=Release $(PEERS_CMAKE) \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON
+	cmake --build .peers/build --target llama-server --parallel
+	cp .peers/build/bin/llama-server $@
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -108,6 +108,9 @@ def main(
             " bitsandbytes."
         ),
     ] = "auto",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message, written by the chat template.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the new text on standard output.")] = False,
 ) -> None:
     """Continues a prompt with a target model and a drafter, and prints acceptance and speed at the end."""
@@ -124,13 +127,16 @@ def main(
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
         if beams is not None:
             _require_plain(sampling, stop, draft, drafter)
+            if chat:
+                raise UserError("--beams continues a text; leave out --chat, or --beams.")
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
         model = load(target, planes=drafter is DrafterName.NESTED, **options)
         named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options, tree)
         speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
-        stream = speculator.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
-        _print(prompt, stream, quiet)
+        asked = _message(model, prompt) if chat else prompt
+        stream = speculator.stream(asked, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        _print(f"{prompt}\n" if chat else prompt, stream, quiet)
         lossless = lossless_class(model, verify.value, sampling)
         lines = [
             ("drafter", f"{speculator.drafter.name}{named.note}"),
@@ -172,6 +178,16 @@ def _require_plain(
         raise UserError("--beams ends with the model's own stop tokens only; leave out --stop, or --beams.")
     if draft is not None or drafter not in (None, DrafterName.NONE):
         raise UserError("--beams searches without speculation; leave out --draft and --drafter, or --beams.")
+
+
+def _message(model: "Model", prompt: str) -> list[int]:
+    """The tokens of a conversation of one message, up to where its answer begins."""
+    from runtime.sampling.conversation import Conversation
+
+    conversation = Conversation(model.tokenizer)
+    if not conversation.has_template:
+        raise UserError("--chat needs a tokenizer with a chat template, and this model's has none; leave it out.")
+    return conversation.ask(prompt)
 
 
 def _search(model: "Model", prompt: str, beams: int, max_new_tokens: int, quiet: bool) -> None:

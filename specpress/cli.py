@@ -22,7 +22,8 @@ class Entry(NamedTuple):
 COMMANDS = {
     "compress": Entry("compress.run", "app", "Compress a model by a recipe, and write its report."),
     "generate": Entry("runtime.generate", "app", "Continue a prompt, speculatively."),
-    "chat": Entry("specpress.chat", "command", "Talk with a model in the terminal."),
+    "chat": Entry("runtime.chat", "app", "Talk with a model in the terminal."),
+    "serve": Entry("runtime.serve.command", "app", "Serve models by OpenAI's HTTP interface."),
     "bench": Entry("runtime.bench.__main__", "app", "Measure kernels, decoding and speculation."),
     "sweep": Entry("compress.sweep", "app", "Run several recipes, and compare them in one table."),
     "export": Entry("compress.export.__main__", "app", "Write a run in other engines' formats."),

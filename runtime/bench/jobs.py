@@ -73,9 +73,11 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, options)
         plain = Job(model.decoder, NoDrafter(), items, options.new_tokens, options.batch, sampling, rule, length)
-        if list(kinds) == ["model"] and draft_model is not None and not (model.path / "tokenizer.json").exists():
+        if kinds == ["none"]:
+            drafter: Drafter = NoDrafter()
+        elif list(kinds) == ["model"] and draft_model is not None and not (model.path / "tokenizer.json").exists():
             # Random weights have no tokenizers whose vocabularies could differ.
-            drafter: Drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
+            drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
         elif "oracle" not in kinds:
             drafter = make(model, kinds, draft_model, options.corpus, rule, heads, options.tree)
         elif len(kinds) > 1:

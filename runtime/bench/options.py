@@ -145,6 +145,14 @@ class LoadOptions(JobOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HttpOptions(JobOptions):
+    """Of `http`."""
+
+    clients: Annotated[str, typer.Option(help="Clients at a time, with commas between the numbers.")] = "1,16"
+    rounds: Annotated[int, typer.Option(help="Passes in-process and over HTTP, in turns.")] = 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class OracleOptions:
     """Of `gpu speculate`."""
 

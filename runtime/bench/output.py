@@ -34,6 +34,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "predicted_speedup": ("predicted", ".2f"), "mismatches": ("texts that differ", "d"),
     "rate": ("asked/s", ".2f"), "requests_per_second": ("served/s", ".2f"), "mean_batch": ("batch", ".1f"),
     "latency_ms.p50": ("latency p50", ".1f"), "latency_ms.p90": ("p90", ".1f"), "ttft_ms.p50": ("ttft p50", ".1f"),
+    "clients": ("clients", "d"), "in_process.tokens_per_second": ("tokens/s alone", ".1f"),
+    "http.tokens_per_second": ("over HTTP", ".1f"),
+    "ratio": ("ratio", ".3f"),
+    "in_process.ttft_ms": ("ttft alone", ".2f"), "http.ttft_ms": ("over HTTP", ".2f"),
+    "ttft_added_ms": ("added", ".2f"),
     "ttft_ms.p90": ("p90", ".1f"), "itl_ms.p50": ("itl p50", ".1f"), "itl_ms.p99": ("p99", ".1f"),
 }  # fmt: skip
 """Every figure's key in a row (a.b: in the mapping at a): its heading and format. What a row lacks is shown as "-"."""
@@ -113,6 +118,14 @@ def show_load(facts: Figures, results: Mapping[str, Figures], bounded: bool) -> 
             out.print(f"{name}: highest rate under the bound {found['highest_rate']:.3g} requests/s")
         elif bounded:
             out.print(f"{name}: no rate that was tried stays under the bound")
+
+
+def show_http(facts: Figures, rows: Sequence[Figures]) -> None:
+    """What `http` found: a row for each number of clients."""
+    out = console(110)
+    out.print(_title(facts), soft_wrap=True)
+    speeds = "in_process.tokens_per_second http.tokens_per_second ratio"
+    out.print(listed(f"clients {speeds} in_process.ttft_ms http.ttft_ms ttft_added_ms", rows))
 
 
 def show(title: str, keys: str, rows: Sequence[Figures], place: Place) -> None:

@@ -5,12 +5,21 @@ tokens alone, never on how many of them a round brought.
 """
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from runtime.contract import Loaded
 from runtime.errors import UserError
 from runtime.sampling.detokenize import Detokenizer
 
-Stop = str | Sequence[str | int]
+
+class Exactly(NamedTuple):
+    """What ends a text, with nothing added to it: not the model's own end tokens either."""
+
+    tokens: frozenset[int]
+    strings: tuple[str, ...] = ()
+
+
+Stop = str | Sequence[str | int] | Exactly
 
 
 class StopStrings:
@@ -107,6 +116,9 @@ def resolve(stop: Stop | None, model: Loaded, vocab_size: int) -> tuple[frozense
     """
     if stop is None:
         return _end_tokens(model), ()
+    if isinstance(stop, Exactly):
+        tokens, texts = resolve([*stop.tokens, *stop.strings], model, vocab_size)
+        return tokens & stop.tokens, texts
     given = [stop] if isinstance(stop, str) else list(stop)
     for one in given:
         if not isinstance(one, str | int):

@@ -24,6 +24,8 @@ MODULES = {
     "compress.export": ["export"],
     "runtime.generate": ["generate"],
     "runtime.bench": ["bench"],
+    "runtime.chat": ["chat"],
+    "runtime.serve": ["serve"],
     "calib.corpora": [],
     "specpress": [],
 }

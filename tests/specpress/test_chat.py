@@ -17,7 +17,7 @@ import pytest
 from compress.model.source import default_pair
 from runtime import Speculator, load
 from runtime.errors import UserError
-from specpress.chat import Conversation
+from runtime.sampling.conversation import Conversation
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -70,6 +70,14 @@ def test_writes_the_conversation_by_the_template(with_template: Path, specpress:
     assert answers("hello\n", with_template, specpress, "--system", "be brief") == expected + "\n"
 
 
+def test_a_single_question_by_the_template(target: Path, with_template: Path, specpress: Callable[..., Any]) -> None:
+    asked = ("--prompt", "x = 1", "--chat", "--quiet", "--max-new-tokens", "12", "--threads", "1")
+    done = specpress("generate", "--target", with_template, *asked)
+    assert done.returncode == 0 and done.stdout + "\n" == answers("x = 1\n", with_template, specpress), done.stderr
+    refused = specpress("generate", "--target", target, *asked)
+    assert refused.returncode == 2 and "chat template" in refused.stderr and "--chat" in refused.stderr
+
+
 def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) -> None:
     done = specpress("chat", target, "--system", "be brief", input="x\n")
     assert done.returncode == 2 and "chat template" in done.stderr and len(done.stderr.splitlines()) == 1
@@ -80,7 +88,7 @@ def test_mistakes_are_one_sentence(target: Path, specpress: Callable[..., Any]) 
 
 @pytest.mark.parametrize("template", ["{% for i in range(9999) %}" * 4 + "{% endfor %}" * 4, "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_end_is_ended(target: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr("specpress.chat.LONGEST", 0.3)
+    monkeypatch.setattr("runtime.sampling.conversation.LONGEST", 0.3)
     tokenizer = load(target, threads=1).tokenizer
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"template: it had not ended after 0\.3 s"):
@@ -177,6 +185,20 @@ def test_a_second_turn_reads_only_what_is_new(target: Path, terminal: Callable[.
         chat.until(PROMPT)
         chat.type("class Counter:\n")
         assert ("from the cache" in chat.until(STATISTICS)) == (turn > 0)
+
+
+def test_speed_sums_up_the_answers(target: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("--target", str(target), "--max-new-tokens", "20", "--temperature", "0", "--threads", "1")
+    for _ in range(2):
+        chat.until(PROMPT)
+        chat.type("class Counter:\n")
+        chat.until(STATISTICS)
+    chat.until(PROMPT)
+    chat.type("/speed\n")
+    found = chat.until(
+        r"\[\d+ tokens in 2 answers, acceptance rate α [\d.-]+, τ tokens a round [\d.]+, tokens/s [\d.]+\]"
+    )
+    assert 2 <= int(found[1:].split()[0]) <= 40
 
 
 def test_too_long_a_conversation_can_go_on(target: Path, terminal: Callable[..., Terminal]) -> None:

@@ -1,9 +1,8 @@
-"""`specpress chat`: a conversation with a model in the terminal, answered speculatively and shown as it comes."""
+"""`python -m runtime.chat` and `specpress chat`: a conversation in the terminal, answered speculatively as it comes."""
 
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,21 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.cli import without_traceback
-from runtime.errors import UserError, fault_of
+from runtime.errors import UserError
 from runtime.generate import DrafterName
 
 if TYPE_CHECKING:
+    from runtime.engine.metrics import Metrics
     from runtime.model.load import Model
+    from runtime.sampling.conversation import Conversation
     from runtime.sampling.params import Sampling
     from runtime.speculate import CacheOptions, Speculator, Stream
 
-HELP = "/reset starts again · Ctrl-C ends an answer · Ctrl-D ends the chat"
+HELP = "/speed shows α, τ and tokens/s · /reset starts again · Ctrl-C ends an answer · Ctrl-D ends the chat"
 PAGE = 64  # tokens
-LONGEST = 10.0  # seconds for a chat template, which is somebody's program; sound ones take milliseconds
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
+@app.command()
 def command(
-    target: Annotated[str, typer.Argument(help="A run folder, a model directory, a GGUF file or a hub name.")],
+    model_path: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", help="A run folder, a model directory, a GGUF file or a hub name."),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The same as an option.")] = None,
     draft: Annotated[
         str | None, typer.Option(help="A draft model's directory, or Medusa heads'.", show_default="the run's own")
     ] = None,
@@ -51,13 +58,15 @@ def command(
     one conversation; then only the answers are printed.
     """
     with without_traceback():
+        path = _one(model_path, target)
         from runtime.model.load import load
+        from runtime.sampling.conversation import Conversation
         from runtime.sampling.params import Sampling
         from runtime.speculate import Speculator
         from runtime.speculative.drafters.by_name import drafter_by_name
 
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
-        model = load(target, planes=drafter is DrafterName.NESTED, **options)
+        model = load(path, planes=drafter is DrafterName.NESTED, **options)
         chosen = drafter_by_name(model, drafter and drafter.value, draft, options=options)
         room = min(context, model.decoder.max_positions)
         speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))
@@ -66,68 +75,9 @@ def command(
         chat = Chat(speculator, Conversation(model.tokenizer, system), sampling, max_new_tokens, room, terminal)
         if terminal:
             kind = "chat" if chat.conversation.has_template else "no chat template: the model continues the text"
-            typer.echo(f"{Path(target).name} ({kind}), drafter {speculator.drafter.name}{chosen.note}\n{HELP}")
+            typer.echo(f"{Path(path).name} ({kind}), drafter {speculator.drafter.name}{chosen.note}\n{HELP}")
         for said in _turns(terminal):
             chat.take(said)
-
-
-@dataclass
-class Conversation:
-    """What was said so far, and what the model is to read of it.
-
-    tokenizer  with a chat template, or without: then the turns are one text.
-    system     the first message, where there is a template.
-    """
-
-    tokenizer: Any
-    system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.system is not None and not self.has_template:
-            raise UserError("--system needs a tokenizer with a chat template, and this model's has none: leave it out")
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer says how a conversation is written."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def ask(self, said: str) -> list[int]:
-        """Adds a turn; returns the tokens of everything up to where the answer begins."""
-        self.messages.append({"role": "user", "content": said})
-        if not self.has_template:
-            # An answer goes on where its turn ended; the next turn begins on a line of its own.
-            text = "".join("\n" * (m["role"] == "user") + m["content"] for m in self.messages)[1:]
-            return list(self.tokenizer(text)["input_ids"])
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        where = "the tokenizer's chat template"
-        with fault_of(where, "it cannot write this conversation"), _at_most(LONGEST, where):
-            messages = [*first, *self.messages]
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@contextmanager
-def _at_most(seconds: float, where: str) -> Iterator[None]:
-    """Ends what it holds, in the main thread, after so long: where the system has alarms, as Windows has not.
-
-    Raises UserError.
-    """
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise UserError(f"{where}: it had not ended after {seconds:g} s: correct it, or take another tokenizer")
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    # Again and again: what is raised while jinja computes constants beforehand, it swallows.
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 @dataclass
@@ -136,19 +86,24 @@ class Chat:
 
     room      tokens that the cache holds: conversation and answer.
     terminal  whether somebody is there to read what is no answer.
+    spoken    what was counted of the answers since the conversation began.
     """
 
     speculator: "Speculator"
-    conversation: Conversation
+    conversation: "Conversation"
     sampling: "Sampling"
     max_new_tokens: int
     room: int
     terminal: bool
+    spoken: "list[Metrics]" = field(default_factory=list)
 
     def take(self, said: str) -> None:
         """Does what a line asks for: a command, or an answer."""
         if said == "/reset":
             self.conversation.messages.clear()
+            self.spoken.clear()
+        elif said == "/speed" and self.terminal:
+            _speed(self.spoken)
         elif said.startswith("/") and self.terminal:
             typer.echo(HELP)
         elif said:
@@ -182,6 +137,7 @@ class Chat:
         sys.stdout.write("\n")
         sys.stdout.flush()
         self.conversation.messages.append({"role": "assistant", "content": "".join(parts)})
+        self.spoken.append(stream.metrics)
         if self.terminal:
             _statistics(stream)
 
@@ -214,6 +170,29 @@ def _turns(terminal: bool) -> Iterator[str]:
             typer.echo(f"\n{HELP}")
 
 
+def _one(argument: str | None, option: str | None) -> str:
+    """The target, said either way. Raises UserError."""
+    found = [said for said in (argument, option) if said is not None]
+    if len(found) != 1:
+        raise UserError("name one target to talk with: a run folder, a model directory, a GGUF file or a hub name")
+    return found[0]
+
+
+def _speed(spoken: "list[Metrics]") -> None:
+    """All answers so far in one line."""
+    from runtime.engine.metrics import total
+
+    metrics = total(spoken)
+    shown = [f"{metrics.new_tokens} tokens in {len(spoken)} answers"]
+    for label, value, form in (
+        ("acceptance rate α", metrics.acceptance_rate, ".3f"),
+        ("τ tokens a round", metrics.tokens_per_round, ".2f"),
+        ("tokens/s", metrics.tokens_per_second, ".1f"),
+    ):
+        shown.append(f"{label} {'-' if value is None else format(value, form)}")
+    typer.secho(f"[{', '.join(shown)}]", dim=True)
+
+
 def _statistics(stream: "Stream") -> None:
     metrics = stream.metrics
     shown = [f"{metrics.new_tokens} tokens"]
@@ -224,3 +203,7 @@ def _statistics(stream: "Stream") -> None:
     if metrics.reused_tokens:
         shown.append(f"{metrics.reused_tokens} of {metrics.prompt_tokens} tokens from the cache")
     typer.secho(f"[{', '.join(shown)}]", dim=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,155 @@
+"""What the engine's process makes of its settings and of what is asked: a model, an engine, requests."""
+
+import hashlib
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.contract import Cache, CacheKind
+from runtime.engine.engine import Engine
+from runtime.engine.requests import RequestOptions, make_request
+from runtime.errors import UserError
+from runtime.files import read_json
+from runtime.model.load import Model, load
+from runtime.sampling.params import Sampling
+from runtime.sampling.stopping import Exactly
+from runtime.serve.settings import ModelSettings
+from runtime.speculate import CacheOptions
+from runtime.speculative.draft import Drafter, NoDrafter, Rule
+from runtime.speculative.draft_length import Controller
+from runtime.speculative.drafters.by_name import drafter_by_name
+from runtime.speculative.drafters.for_requests import request_drafters
+from runtime.speculative.drafters.other_tokenizer import model_drafter
+
+if TYPE_CHECKING:
+    from runtime.speculative.draft import Request
+
+PAGE = 64  # tokens
+_SHARE = 4  # of the memory that is free, one part for keys and values
+_SLICES, _SLICE = 256, 4096  # of a weight file: what its digest is made of
+
+
+def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
+    """The model, an engine that runs it, and what the server has to know of them.
+
+    Raises UserError for a model that cannot be loaded, and a drafter that does not fit it.
+    """
+    options: dict[str, Any] = {"device": settings.device, "threads": settings.threads, "kernels": settings.kernels}
+    _require_memory(settings)
+    kinds = (settings.drafter or "").split("+")
+    model = load(settings.path, planes="nested" in kinds, **options)
+    _ = model.tokenizer  # is read at its first use: here, and not in the middle of the first request
+    corpus = None if settings.corpus is None else Path(settings.corpus)
+    verify: Any = settings.verify
+    chosen = drafter_by_name(model, settings.drafter, settings.draft, corpus, verify, options)
+    drafters = request_drafters(_default(model, chosen.drafter, verify))
+    positions = model.decoder.max_positions
+    context = positions if settings.context is None else min(settings.context, positions)
+    cache = _cache(model, settings, context)
+    length = Controller() if settings.draft_length is None else settings.draft_length
+    engine = Engine(model.decoder, drafters, length, verify, cache, max_batch=settings.max_batch, lenient=True)
+    about = {
+        "model": str(model.path),
+        "vocab_size": model.decoder.vocab_size,
+        "context": min(context, cache.pages * PAGE) if cache.pages else context,
+        "end_tokens": sorted(model.end_tokens),
+        "exact": model.decoder.exact,
+        "verify": settings.verify,
+        "drafters": list(dict.fromkeys([*drafters, "none", "grammar"])),
+        "pages": cache.pages,
+        "max_batch": settings.max_batch,
+        "fingerprint": fingerprint(model),
+    }
+    return model, engine, about
+
+
+def requested(model: Model, id_: int, asked: dict[str, Any], grammar: Any) -> "Request":
+    """What was asked as a request of the engine. Raises UserError for values out of range."""
+    return make_request(
+        model,
+        asked["prompt"],
+        asked["max_new_tokens"],
+        Sampling(**asked["sampling"]),
+        Exactly(frozenset(asked["stop"][0]), tuple(asked["stop"][1])),
+        RequestOptions(**asked["options"]),
+        id=id_,
+        grammar=grammar,
+        resumed=asked["resumed"],
+    )
+
+
+def fingerprint(model: Model) -> str:
+    """A digest of what decides a text's bytes: the weights, the kernels that run, and this version.
+
+    Of weights that no manifest tells of, the sizes and 256 slices of each file count.
+    """
+    said = hashlib.sha256(f"{metadata.version('specpress')} {model.decoder.kernels} {model.decoder.kv.kind}".encode())
+    manifest = model.path.parent / "manifest.json"
+    if model.path.name == "model" and manifest.is_file():
+        said.update(json.dumps(read_json(manifest).get("model"), sort_keys=True).encode())
+    files = [model.path] if model.path.is_file() else sorted(model.path.glob("*"))
+    for file in files:
+        if file.suffix in (".safetensors", ".gguf", ".onnx", ".data", ".json"):
+            said.update(f"{file.name} {file.stat().st_size} ".encode())
+            _slices(file, said)
+    return f"fp_{said.hexdigest()[:16]}"
+
+
+def _slices(file: Path, said: Any) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        for place in range(_SLICES):
+            data.seek(size * place // _SLICES)
+            said.update(data.read(_SLICE))
+
+
+def _cache(model: Model, settings: ModelSettings, context: int) -> Cache:
+    """Pages where the decoder has them; otherwise memory for each request."""
+    kind: CacheKind | Any = settings.kv
+    if settings.pages is not None:
+        return CacheOptions(kind, settings.pages).make(model.decoder)
+    try:
+        one = CacheOptions(kind, 1).make(model.decoder)
+    except UserError:
+        return CacheOptions(kind).make(model.decoder)
+    per_text = -(-context // PAGE)
+    room = _free_memory(model) // _SHARE // max(1, one.bytes_per_token() * PAGE)
+    return CacheOptions(kind, max(per_text, min(room, per_text * settings.max_batch))).make(model.decoder)
+
+
+def _require_memory(settings: ModelSettings) -> None:
+    """Raises UserError for a model whose weights alone exceed this machine's free memory: loading would end others."""
+    path = Path(settings.path).expanduser()
+    files = [path] if path.is_file() else [*path.glob("*"), *path.glob("model/*")]
+    size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf", ".data"))
+    if settings.device == "cpu" and size > _free_on_host():
+        raise UserError(
+            f"{path.name} has {size / 1e9:.1f} GB of weights, and {_free_on_host() / 1e9:.1f} GB of memory are free:"
+            " unload a model first, or take a smaller one"
+        )
+
+
+def _free_memory(model: Model) -> int:
+    """Bytes that may still be taken, where the decoder keeps keys and values."""
+    if model.decoder.device.type == "cuda":
+        from runtime.model.triton.cache import free_bytes
+
+        return free_bytes(model.decoder.device)
+    return _free_on_host()
+
+
+def _free_on_host() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4_000_000_000
+
+
+def _default(model: Model, chosen: Model | Drafter | None, verify: Rule) -> Drafter:
+    """Who drafts where a request names nobody."""
+    if chosen is None:
+        return NoDrafter()
+    return model_drafter(model, chosen, verify) if isinstance(chosen, Model) else chosen

@@ -1,0 +1,215 @@
+"""The engine's process: loads the model, then runs rounds; takes requests in between, and sends what each round gave.
+
+From the server come
+
+    ("add", id, asked)      a text to write: the fields that `requested` reads
+    ("cancel", id)          a text that nobody wants any more
+
+and to it go
+
+    ("loading",) ("beat",)  once a second, so that a process that hangs is noticed
+    ("failed", sentence)    the model cannot be loaded
+    ("ready", about)        what the server has to know of the model
+    ("accepted", id)        the engine has the request
+    ("refused", id, why)    it never will; why: None for a bug, which the process has told on standard error
+    ("round", events, counts)  an event for each text that gained tokens or ended: (id, tokens, details, end)
+"""
+
+import faulthandler
+import signal
+import socket
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import UserError
+from runtime.serve.channel import Channel, Closed, Message
+from runtime.serve.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from runtime.engine.engine import Engine
+    from runtime.engine.metrics import Metrics
+    from runtime.model.load import Model
+    from runtime.speculative.draft import Request
+
+BEAT = 1.0  # seconds
+_IDLE = 60.0  # seconds of one wait for messages
+_COMPILING = 0.002  # the same while a grammar is being compiled
+
+
+def main(end: socket.socket, settings: ModelSettings) -> None:
+    """Runs until the server's end of the socket is closed."""
+    # Ctrl-C and a service manager's SIGTERM reach every process of a group; the server says when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # where it is, asked for by a server that hears nothing of it
+    channel = Channel(end)
+    stop = threading.Event()
+    threading.Thread(target=_beats, args=(channel, stop), daemon=True).start()
+    try:
+        served = _load(channel, settings)
+        if served is not None:
+            served.run()
+    except Closed:
+        pass
+    finally:
+        stop.set()
+
+
+def _beats(channel: Channel, stop: threading.Event) -> None:
+    try:
+        while not stop.wait(BEAT):
+            channel.send(("beat",))
+    except Closed:
+        pass
+
+
+def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
+    from runtime.serve.engines import opened
+
+    try:
+        model, engine, about = opened(settings)
+    except UserError as error:
+        channel.send(("failed", str(error)))
+        while channel.unsent:
+            channel.wait(_IDLE)
+        return None
+    except MemoryError:
+        channel.send(("failed", "this machine has too little memory for the model: take a smaller one"))
+        return None
+    channel.send(("ready", about))
+    return Worker(channel, model, engine)
+
+
+class Worker:
+    """The engine and the texts that it writes. `sent` counts the tokens of each that the server knows."""
+
+    def __init__(self, channel: Channel, model: "Model", engine: "Engine") -> None:
+        self._channel, self._model, self._engine = channel, model, engine
+        self._live: dict[int, tuple[Request, Metrics]] = {}
+        self._sent: dict[int, int] = {}
+        self._told: dict[int, int] = {}  # of rounds
+        self._compiled: deque[tuple[int, dict[str, Any], Future[Any]]] = deque()
+        self._grammars: Any = None
+        self._pool = ThreadPoolExecutor(1, "grammar")
+
+    def run(self) -> None:
+        """Rounds, and messages between them, until the server is gone."""
+        engine, channel = self._engine, self._channel
+        while True:
+            if not engine.busy:
+                channel.wait(_COMPILING if self._compiled else _IDLE)
+            elif channel.unsent:
+                channel.flush()
+            for message in channel.receive():
+                self._take(message)
+            while self._compiled and self._compiled[0][2].done():
+                id_, asked, future = self._compiled.popleft()
+                self._add(id_, asked, future)
+            if engine.busy:
+                events = [self._event(request) for request in engine.step()]
+                counts = engine.counts()
+                channel.send(("round", events, tuple(counts)))
+
+    def _take(self, message: Message) -> None:
+        kind, id_ = message[0], message[1]
+        if kind == "add":
+            asked = message[2]
+            if asked["structure"] is None:
+                self._add(id_, asked, None)
+            else:
+                self._compiled.append((id_, asked, self._pool.submit(self._compile, asked["structure"])))
+        elif kind == "cancel":
+            waiting = [entry for entry in self._compiled if entry[0] == id_]
+            for entry in waiting:
+                self._compiled.remove(entry)
+            if id_ in self._live:
+                request, _ = self._live[id_]
+                self._engine.cancel(request)
+                self._channel.send(("round", [self._ended(request, "cancelled")], tuple(self._engine.counts())))
+
+    def _compile(self, structure: tuple[str, str, str]) -> Any:
+        """The grammar of a structure, in a thread of its own: the engine's rounds go on meanwhile."""
+        from runtime.sampling.grammar import GrammarCompiler
+        from runtime.sampling.stopping import resolve
+        from runtime.sampling.structure import Structure
+
+        if self._grammars is None:
+            model, size = self._model, self._model.decoder.vocab_size
+            self._grammars = GrammarCompiler(model.tokenizer, size, resolve(None, model, size)[0])
+        kind, text, whitespace = structure
+        return self._grammars.compile(Structure(kind, text, whitespace))  # type: ignore[arg-type]
+
+    def _add(self, id_: int, asked: dict[str, Any], grammar: "Future[Any] | None") -> None:
+        from runtime.engine.metrics import Metrics
+        from runtime.serve.engines import requested
+
+        try:
+            request = requested(self._model, id_, asked, None if grammar is None else grammar.result())
+            metrics = Metrics()
+            if not request.finished:
+                self._engine.add(request, metrics)
+        except UserError as error:
+            self._channel.send(("refused", id_, str(error)))
+            return
+        except Exception as error:
+            # A bug of ours over one request: the others go on.
+            _log(error)
+            self._channel.send(("refused", id_, None))
+            return
+        self._channel.send(("accepted", id_))
+        self._live[id_] = (request, metrics)
+        self._sent[id_] = len(request.tokens)
+        self._told[id_] = 0
+        if request.finished:
+            self._channel.send(("round", [self._event(request)], tuple(self._engine.counts())))
+
+    def _event(self, request: "Request") -> Message:
+        """What a text gained since its last event."""
+        from runtime.engine.requests import finish_reason
+
+        if request.finished:
+            return self._ended(request, finish_reason(request))
+        return (request.id, *self._gained(request), None)
+
+    def _gained(self, request: "Request") -> tuple[list[int], Message | None]:
+        """New tokens; and where something was asked of them (log-probabilities, prompt's, rounds), else None."""
+        sent = self._sent[request.id]
+        tokens = request.tokens[sent:]
+        self._sent[request.id] = sent + len(tokens)
+        wanted, found = request.wanted, request.found
+        if not wanted:
+            return tokens, None
+        first = sent == request.prompt_length
+        logprobs = list(map(tuple, found.logprobs[-len(tokens) :])) if tokens and found.logprobs else []
+        prompt = [entry and tuple(entry) for entry in found.prompt_logprobs] if first else None
+        told = self._told[request.id]
+        rounds = [tuple(one) for one in found.rounds[told:]]
+        self._told[request.id] = told + len(rounds)
+        return tokens, (logprobs, prompt, rounds)
+
+    def _ended(self, request: "Request", why: str) -> Message:
+        gained = self._gained(request)
+        _, metrics = self._live.pop(request.id)
+        del self._sent[request.id], self._told[request.id]
+        error = request.error
+        sentence = None if error is None else str(error) if isinstance(error, UserError) else ""
+        if error is not None and sentence == "":
+            _log(error)
+        return (request.id, *gained, (why, sentence, _figures(metrics)))
+
+
+def _log(error: Exception) -> None:
+    import sys
+    import traceback
+
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def _figures(metrics: "Metrics") -> dict[str, Any]:
+    """A request's metrics as plain values, without the times of single tokens."""
+    found = {key: value for key, value in asdict(metrics).items() if key != "arrivals"}
+    return found | {"drafter_faults": dict(metrics.drafter_faults)}

@@ -1,0 +1,48 @@
+"""A server of the project's own environment, for the clients of `.clients`; without that these tests are left out."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+# `make clients` has them all; elsewhere nothing here is collected.
+if any(find_spec(name) is None for name in ("openai", "langchain_openai", "lm_eval", "guidellm")):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server of the embedded pair's target, called `pair`."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    python = ROOT / ".venv/bin/python"
+    command = [python, "-m", "runtime.serve", "--target", f"pair={ROOT / 'examples/pair/target'}", "--port", "0"]
+    command += ["--draft", ROOT / "examples/pair/draft", "--drafter", "lookup+model"]
+    command += ["--chat-template", folder / "template.jinja"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("ready: "), (folder / "log").read_text()
+    yield line.removeprefix("ready: ").strip()
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is fetched from anywhere."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    assert os.environ.get("OPENAI_API_KEY") and sys.version_info >= (3, 11)
