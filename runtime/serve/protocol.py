@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
 MOST_STOPS = 16
-MOST_PROMPTS = 2048
+MOST_PROMPTS = 256
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]

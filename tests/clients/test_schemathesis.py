@@ -15,7 +15,8 @@ def test_schemathesis(address: str, tmp_path: Path) -> None:
     )
     command = [
         str(Path(sys.executable).with_name("st")), "run", f"{address}/openapi.json", "--checks", "all",
-        "--phases", "examples,coverage,fuzzing,stateful", "-n", "300", "--seed", "1", "--exclude-path-regex", "^/admin",
+        "--phases", "examples,coverage,fuzzing,stateful", "-n", "300", "--seed", "1", "--request-timeout", "120",
+        "--exclude-path-regex", "^/admin",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:]

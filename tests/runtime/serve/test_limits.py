@@ -116,9 +116,11 @@ def test_sums_of_metrics_are_the_clients_counts(server: Running) -> None:
     ours: dict[str, Any] = {"rounds": True, "drafter": "lookup"}
 
     def ask(i: int) -> dict[str, Any]:
-        return server.post(
-            "/v1/completions", prompt=["for i in range(", "x"], max_tokens=40 + i, seed=i, specpress=ours
-        )
+        asked: dict[str, Any] = {"prompt": ["for i in range(", "x"], "max_tokens": 40 + i, "seed": i, "specpress": ours}
+        if i % 2:
+            # What a form forces is drafted always; whether `lookup` drafts is for its controller to say.
+            asked["structured_outputs"] = {"choice": ["the first long answer of two", "some other answer, as long"]}
+        return server.post("/v1/completions", **asked)
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, range(6)))
