@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -58,7 +59,7 @@ class Served:
 
 def in_process(job: Job, way: Way, clients: int) -> tuple[float, float]:
     """(tokens a second, median seconds to the first token) of `clients` texts at once, from the engine alone."""
-    done = run_once(job, way, _items(job, clients))
+    done = run_once(replace(job, batch=clients), way, _items(job, clients))
     firsts = [metrics.arrivals[0][0] for metrics in done.metrics]
     return sum(map(len, done.tokens)) / done.seconds, median(firsts)
 
