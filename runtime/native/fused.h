@@ -32,30 +32,46 @@ inline float fused_lane(float a, float b, float c) {
     return static_cast<float>(sum);
 }
 
+#if defined(__GNUC__)
+__attribute__((noinline, cold))
+#endif
+static void mend(const float* a, const float* b, const float* c, float* out, int lanes) {
+    for (int i = 0; i < 16; i++)
+        if (lanes >> i & 1) out[i] = fused_lane(a[i], b[i], c[i]);
+}
+
 // out = a · b + c; `out` is none of the others.
 inline void fused(const float* a, const float* b, const float* c, float* out) {
 #if defined(__FP_FAST_FMAF)
     for (int i = 0; i < 16; i++) out[i] = std::fma(a[i], b[i], c[i]);
 #elif defined(__SSE2__)
-    __m128i careful = _mm_setzero_si128();
-    for (int i = 0; i < 16; i += 4) {
-        const __m128 x = _mm_loadu_ps(a + i), y = _mm_loadu_ps(b + i), z = _mm_loadu_ps(c + i);
+    __m128i careful[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m128 x = _mm_loadu_ps(a + 4 * i), y = _mm_loadu_ps(b + 4 * i), z = _mm_loadu_ps(c + 4 * i);
         auto sums = [](__m128 p, __m128 q, __m128 r) {
             return _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(p), _mm_cvtps_pd(q)), _mm_cvtps_pd(r));
         };
         const __m128d low = sums(x, y, z), high = sums(_mm_movehl_ps(x, x), _mm_movehl_ps(y, y), _mm_movehl_ps(z, z));
         const __m128 found = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
-        _mm_storeu_ps(out + i, found);
+        _mm_storeu_ps(out + 4 * i, found);
         // Halfway: of the 29 bits that a float has not, all in a double's lower word, the first one alone.
         const __m128i words = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88));
-        const __m128i halfway = _mm_cmpeq_epi32(_mm_and_si128(words, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
-        // Small: not 0, and at most the least normal number.
-        const __m128i size = _mm_and_si128(_mm_castps_si128(found), _mm_set1_epi32(0x7fffffff));
-        const __m128i small = _mm_and_si128(_mm_cmpgt_epi32(size, _mm_setzero_si128()), _mm_cmplt_epi32(size, _mm_set1_epi32(0x00800001)));
-        careful = _mm_or_si128(careful, _mm_or_si128(halfway, small));
+        const __m128i halfway = _mm_cmpeq_epi32(_mm_slli_epi32(words, 3), _mm_set1_epi32(INT32_MIN));
+        // Small: not 0, and at most the least normal number. One less, without the sign, has no bits of an exponent.
+        const __m128i less = _mm_add_epi32(_mm_slli_epi32(_mm_castps_si128(found), 1), _mm_set1_epi32(-2));
+        const __m128i small = _mm_cmpeq_epi32(_mm_srli_epi32(less, 24), _mm_setzero_si128());
+        careful[i] = _mm_or_si128(halfway, small);
     }
-    if (__builtin_expect(_mm_movemask_epi8(careful), 0))
-        for (int i = 0; i < 16; i++) out[i] = fused_lane(a[i], b[i], c[i]);
+    const __m128i half = _mm_packs_epi32(careful[0], careful[1]), rest = _mm_packs_epi32(careful[2], careful[3]);
+    const int lanes = _mm_movemask_epi8(_mm_packs_epi16(half, rest));
+    if (__builtin_expect(lanes, 0)) {
+        // Copies: whose address is handed out is read and written anew at every step.
+        float own[4][16];
+        std::memcpy(own[0], a, 64), std::memcpy(own[1], b, 64), std::memcpy(own[2], c, 64), std::memcpy(own[3], out, 64);
+        mend(own[0], own[1], own[2], own[3], lanes);
+        std::memcpy(out, own[3], 64);
+    }
 #else
     for (int i = 0; i < 16; i++) out[i] = fused_lane(a[i], b[i], c[i]);
 #endif

@@ -90,7 +90,7 @@ def test_decode_writes_a_row_per_scheme_and_width(tmp_path: Path) -> None:
     assert "random weights: speed only" in result.stdout and result.stderr == ""
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", ["auto", "plain-torch"])
 def test_decode_times_the_nested_draft_beside_its_target(tmp_path: Path, kernels: str) -> None:
     options = ("--widths", "1,2", "--kernels", kernels, "--work", tmp_path / "work")
     result, found = measured(tmp_path, "decode", "--scheme", "nested", *options)
@@ -127,7 +127,7 @@ def test_verify_always_times_width_1_and_trees_from_three_rows_on(tmp_path: Path
     assert "γ" in result.stdout and "tree" in result.stdout
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", ["auto", "plain-torch"])
 def test_kernels_times_each_layer_and_all_of_them(tmp_path: Path, kernels: str) -> None:
     _, found = measured(tmp_path, "kernels", "--scheme", "int8", "--widths", "1,3", "--kernels", kernels)
     check_rows(found)
@@ -165,11 +165,11 @@ def test_bytes_of_a_forward() -> None:
     weights = sum(layer.outputs * layer.inputs * layer.count for layer in layers("pair", "bf16", "keep"))
     expected = {
         "auto": {"f32": 4, "bf16": 2, "int8": 1, "int4": 0.5, "nf4": 0.5, "ternary": 0.25},
-        "reference": {"f32": 4},
+        "plain-torch": {"f32": 4},
     }
     for kernels, sizes in expected.items():
         kernel = choose(kernels, "cpu", 1)
-        if kernel.backend.repacks or kernels == "reference":
+        if kernel.backend.repacks or kernels == "plain-torch":
             for scheme, size in sizes.items():
                 head = 512 * 4096 * (0 if scheme in ("f32", "bf16") else 2 - size)
                 read = forward_bytes("pair", scheme, "keep", kernel)

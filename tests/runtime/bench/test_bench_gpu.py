@@ -49,7 +49,7 @@ def run(folder: Path, device: str, *words: object) -> tuple[str, dict[str, Any]]
 
 def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None:
     words = ("--shape", "pair", "--scheme", "int4", "--scheme", "bf16", "--widths", "1,3", "--context", 5)
-    _, found = run(tmp_path, device, "decode", *words, "--kernels", "reference")
+    _, found = run(tmp_path, device, "decode", *words, "--kernels", "plain-torch")
     rows = {(row["scheme"], row["width"]): row for row in found["rows"] if row["what"] == "decode"}
     assert list(rows) == [("bf16", 1), ("bf16", 3), ("int4", 1), ("int4", 3)]
     assert rows["int4", 1]["over_bf16"] > 0 and rows["bf16", 1]["over_bf16"] == 1
@@ -60,7 +60,7 @@ def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None
 def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
     """Every layer and library is either timed or left out with a reason."""
     schemes = [word for scheme in ("int8", "int4", "nf4", "fp8", "bf16") for word in ("--scheme", scheme)]
-    words = ("--shape", "pair", "--widths", "1,3", "--kernels", "reference", *schemes)
+    words = ("--shape", "pair", "--widths", "1,3", "--kernels", "plain-torch", *schemes)
     _, found = run(tmp_path, device, "kernels", *words)
     ours = [row for row in found["rows"] if row["engine"].startswith("specpress")]
     layers = {"qkv", "o", "gate_up", "down"}
@@ -137,7 +137,7 @@ def test_bytes_of_a_cache(kind: str, size: int) -> None:
 
 def test_speculation_beside_its_prediction(tmp_path: Path, device: str) -> None:
     words = ("--shape", "pair", "--draft", "pair", "--draft-lengths", "2", "--prompts", 1, "--new-tokens", 5)
-    _, found = run(tmp_path, device, "speculate", *words, "--kernels", "reference", "--scheme", "int8")
+    _, found = run(tmp_path, device, "speculate", *words, "--kernels", "plain-torch", "--scheme", "int8")
     [row] = found["rows"]
     assert row["mismatches"] == 0 and row["predicted_speedup"] > 0 and row["speedup"] > 0
     assert row["target_bytes"] == row["draft_bytes"] > 0
@@ -150,12 +150,12 @@ def test_batches_of_the_pair(tmp_path: Path, device: str) -> None:
 
 
 def test_generate_beside_transformers(tmp_path: Path, device: str) -> None:
-    words = ("--shape", "pair", "--scheme", "bf16", "--prompt", 3, "--new-tokens", 2, "--kernels", "reference")
+    words = ("--shape", "pair", "--scheme", "bf16", "--prompt", 3, "--new-tokens", 2, "--kernels", "plain-torch")
     _, found = run(tmp_path, device, "generate", *words)
     assert [row["way"].split(",")[0] for row in found["rows"]] == [
         "transformers",
         "transformers",
-        "specpress (reference)",
+        "specpress (plain-torch)",
     ]
     assert all(row["tokens_per_second"] > 0 for row in found["rows"])
 
@@ -169,7 +169,7 @@ def test_tiles_are_sorted_by_time(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("scheme", (*SCHEMES, "fp8"))
 def test_random_models_are_seeded_and_run(scheme: str, device: str) -> None:
-    models = [random_model("pair", scheme, torch.device(device), "reference") for _ in range(2)]
+    models = [random_model("pair", scheme, torch.device(device), "plain-torch") for _ in range(2)]
     found = []
     for model in models:
         cache = model.decoder.new_cache()

@@ -246,11 +246,11 @@ def play(decoder: Any, kind: CacheKind, pages: int | None, examples: int, **opti
 def test_any_sequence_leaves_what_a_fresh_prefill_leaves(
     tiny: Callable[..., Path], kernels: str, pages: int | None, kind: CacheKind
 ) -> None:
-    play(load(tiny("llama"), kernels=kernels).decoder, kind, pages, 6 if kernels == "reference" else 20)
+    play(load(tiny("llama"), kernels=kernels).decoder, kind, pages, 6 if kernels == "plain-torch" else 20)
 
 
 def test_a_packed_model_too(tiny_packed: Callable[[str], Path], kernels: str) -> None:
-    play(load(tiny_packed("int4"), kernels=kernels).decoder, "int8", PAGES, 6 if kernels == "reference" else 20)
+    play(load(tiny_packed("int4"), kernels=kernels).decoder, "int8", PAGES, 6 if kernels == "plain-torch" else 20)
 
 
 @dataclass
@@ -258,7 +258,7 @@ class OnPool:
     """A decoder with the cache of GPUs, whose pool lies in the same memory."""
 
     decoder: Any
-    kernels: str = "reference"
+    kernels: str = "plain-torch"
 
     def new_cache(self, kind: CacheKind, pages: int | None = None) -> KeyValueCache:
         a = self.decoder.architecture

@@ -402,8 +402,8 @@ def test_forwards_from_pages_have_the_contiguous_caches_bits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_reads_pages_as_it_reads_blocks(tiny: Tiny, text: Text, kind: CacheKind) -> None:
-    same_bits(load(tiny("llama"), kernels="reference").decoder, text, kind)
+def test_plain_torch_reads_pages_as_it_reads_blocks(tiny: Tiny, text: Text, kind: CacheKind) -> None:
+    same_bits(load(tiny("llama"), kernels="plain-torch").decoder, text, kind)
 
 
 def same_bits(decoder: Any, text: Text, kind: CacheKind) -> None:

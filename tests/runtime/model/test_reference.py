@@ -10,13 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import load
+from runtime import load, native
 from runtime.contract import Rows
+from runtime.kernels.dispatch import choose
 
 Tiny = Callable[..., Path]
 Text = Callable[..., Tensor]
 Whole = Callable[..., Tensor]
 FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", params=["reference", "plain-torch", *native.PATHS])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """All that plain torch runs, and what `auto` takes here."""
+    name = str(request.param)
+    if name in native.PATHS and name != choose("auto", "cpu").name:
+        pytest.skip("not what auto takes here")
+    return name
 
 
 def transformers_logits(path: Path, tokens: Tensor) -> Tensor:
