@@ -35,6 +35,7 @@ class Served:
             "--draft-length": options.draft_length,
             "--threads": options.threads,
             "--device": options.device,
+            "--kernels": options.kernels,
         }
         self._command = [sys.executable, "-m", "runtime.serve"]
         self._command += [str(part) for pair in told.items() if pair[1] is not None for part in pair]

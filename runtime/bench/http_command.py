@@ -5,6 +5,7 @@ from typing import Any
 
 from runtime.bench.options import WIDEST, HttpOptions, at_least_one, numbers
 from runtime.cli import takes
+from runtime.errors import UserError
 
 
 @takes(HttpOptions)
@@ -17,6 +18,8 @@ def http(options: HttpOptions) -> None:
     from runtime.serve.command import require_packages
 
     require_packages()
+    if options.batch != 1:
+        raise UserError("--batch: the texts at a time are the --clients here; leave it out")
     at_least_one({"--rounds": options.rounds})
     clients = numbers("--clients", options.clients, WIDEST)
     with opened_job(options) as (job, model):

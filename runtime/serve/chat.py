@@ -7,7 +7,7 @@ from runtime.serve.chat_protocol import ChatRequest, NamedTool
 from runtime.serve.completions import reason
 from runtime.serve.errors import ApiError
 from runtime.serve.run import Fresh, Progress, Run, round_shown
-from runtime.serve.sse import DONE
+from runtime.serve.sse import DONE, error_event, event
 from runtime.serve.texts import chat_logprobs, prompt_logprobs
 from runtime.serve.tools import Calls
 
@@ -48,7 +48,7 @@ class Chat:
                 chunk["usage"] = None
             if place == 0:
                 chunk["specpress"] = {"seed": self._plan.seed}
-            out += _event(chunk)
+            out += event(chunk)
         return out
 
     def delta(self, text: Progress, fresh: Fresh) -> bytes:
@@ -80,12 +80,12 @@ class Chat:
 
     def closing(self) -> bytes:
         """See sse.Writer."""
-        last = _event(self._chunk | {"choices": [], "usage": self._run.usage()}) if self._usage else b""
+        last = event(self._chunk | {"choices": [], "usage": self._run.usage()}) if self._usage else b""
         return last + DONE
 
     def error(self, error: ApiError) -> bytes:
         """See sse.Writer."""
-        return b"data: " + error.body + b"\n\n"
+        return error_event(error)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended. Raises ApiError."""
@@ -107,7 +107,7 @@ class Chat:
         chunk: dict[str, Any] = self._chunk | {"choices": [choice]}
         if self._usage or self._each:
             chunk["usage"] = self._run.usage() if self._each else None
-        return _event(chunk)
+        return event(chunk)
 
     def _details(self, text: Progress, fresh: Fresh, first: bool) -> dict[str, Any]:
         plan, request = self._plan, self._request
@@ -158,7 +158,3 @@ def message_of(calls: Calls | None, text: str) -> dict[str, Any]:
 
 def _choice(place: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

@@ -6,7 +6,7 @@ from typing import Any
 from runtime.serve.errors import ApiError
 from runtime.serve.protocol import CompletionRequest
 from runtime.serve.run import Fresh, Progress, Run, round_shown
-from runtime.serve.sse import DONE
+from runtime.serve.sse import DONE, error_event, event
 from runtime.serve.texts import Scored, completion_logprobs, prompt_logprobs
 
 
@@ -62,19 +62,19 @@ class Completion:
             chunk["usage"] = self._run.usage() if self._each else None
         if first:
             chunk["specpress"] = {"seed": self._plan.seed}
-        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        return event(chunk)
 
     def closing(self) -> bytes:
         """See sse.Writer."""
         last = b""
         if self._usage:
             chunk = self._head | {"choices": [], "usage": self._run.usage()}
-            last = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+            last = event(chunk)
         return last + DONE
 
     def error(self, error: ApiError) -> bytes:
         """See sse.Writer."""
-        return b"data: " + error.body + b"\n\n"
+        return error_event(error)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended. Raises ApiError."""

@@ -5,6 +5,7 @@ memory but its text.
 """
 
 import asyncio
+import json
 import logging
 import time
 from typing import Any, Protocol
@@ -18,6 +19,16 @@ PING = b": ping\n\n"
 SILENCE = 0.9  # seconds; the front rings every second
 DONE = b"data: [DONE]\n\n"
 _LOG = logging.getLogger("specpress.serve")
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event without a name: what OpenAI's completions and chats stream."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The event that stands in place of the rest of a stream."""
+    return b"data: " + error.body + b"\n\n"
 
 
 class Writer(Protocol):
