@@ -124,7 +124,7 @@ llama-server: .peers/llama-server
 	cmake -S .peers/source/vendor/llama.cpp -B .peers/build -DCMAKE_BUILD_TYPE=Release $(PEERS_CMAKE) \
 		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON
-	cmake --build .peers/build --target llama-server --parallel
+	cmake --build .peers/build --target llama-server --parallel $(shell getconf _NPROCESSORS_ONLN)
 	cp .peers/build/bin/llama-server $@
 
 clean:

@@ -80,9 +80,10 @@ def main(
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="specpress-serving-")))
             model, exported, vocabulary = _models(folder, shape)
-            room = max(counts) * (2 * tokens + 64) + long_prompt + 64
+            # llama-server gives each of its slots an equal part of the context.
+            room = max(2 * tokens, long_prompt + 8) + 64
             ours = stack.enter_context(_specpress(model, threads, max(counts)))
-            theirs = stack.enter_context(_llama(llama_server, exported, threads, max(counts), room))
+            theirs = stack.enter_context(_llama(llama_server, exported, threads, max(counts), max(counts) * room))
             drafting = stack.enter_context(
                 _llama(llama_server, exported, threads, 1, room, "--spec-type", "ngram-simple")
             )

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import string
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -125,12 +126,20 @@ def _items(job: Job, clients: int) -> list[Item]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer for random weights: bytes, and made-up words for the other ids."""
+    """A tokenizer for random weights: bytes, and for the other ids words of two, then of three letters and digits.
+
+    A word is the merge of a shorter one and a character, so that engines which want merges take it, too.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"<{i}>" for i in range(256, vocab_size))]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names[:vocab_size])}, merges=[]))
+    characters = string.ascii_letters + string.digits
+    pairs = [(one, other) for one in characters for other in characters]
+    triples = ((first + second, third) for first, second in pairs for third in characters)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+    merges = list(islice(chain(pairs, triples), vocab_size - len(letters)))
+    names = [*letters, *(f"{start}{end}" for start, end in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
