@@ -6,12 +6,53 @@ from typing import Any, Protocol
 
 from runtime.serve.errors import ApiError
 
+GAP = 0.004  # seconds: nobody reads faster, and a small model's step takes a tenth of that
+
+
+class Bell:
+    """Wakes who waits for news of a request's texts."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+        self._told = 0.0
+        self._later: asyncio.TimerHandle | None = None
+
+    def ring(self) -> None:
+        """Wakes now."""
+        self._rung.set()
+
+    def tokens_came(self, now: float) -> None:
+        """Wakes now, or GAP seconds after the last were told: what comes faster than that is told of together."""
+        if self._later is not None:
+            return
+        wait = self._told + GAP - now
+        if wait <= 0:
+            self._rung.set()
+        else:
+            self._later = asyncio.get_running_loop().call_later(wait, self._late)
+
+    def _late(self) -> None:
+        self._later = None
+        self._rung.set()
+
+    async def heard(self) -> None:
+        """Returns once it has rung, or at once where it rang since the last time."""
+        await self._rung.wait()
+        self._rung.clear()
+
+    def told(self) -> None:
+        """All that there was is told now."""
+        self._told = time.monotonic()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
 
 class Flight:
     """A text that was asked for.
 
     asked     the fields that the engine's process reads (engines.requested).
-    bell      rung when something came.
+    bell      of the request that it belongs to.
     tokens    all new tokens so far; `details` of the same events: (log-probabilities, prompt's, rounds).
     finish    why it ended: stop, length or cancelled; None while it has not, or where `error` says why.
     deaths    engine processes that died while they had it.
@@ -22,7 +63,7 @@ class Flight:
         "prompt_tokens", "tokens",
     )  # fmt: skip
 
-    def __init__(self, id_: int, asked: dict[str, Any], bell: asyncio.Event) -> None:
+    def __init__(self, id_: int, asked: dict[str, Any], bell: Bell) -> None:
         self.id, self.asked, self.bell = id_, asked, bell
         self.prompt_tokens = len(asked["prompt"])
         self.tokens: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 from runtime.errors import UserError
 from runtime.serve.channel import Closed, Message
 from runtime.serve.errors import ApiError, failed, refused, unavailable
-from runtime.serve.flight import Flight, Listener
+from runtime.serve.flight import Bell, Flight, Listener
 from runtime.serve.link import Link
 from runtime.serve.settings import ModelSettings
 
@@ -67,7 +67,7 @@ class Front:
         """Of the engine's process."""
         return None if self._link is None else self._link.pid
 
-    def submit(self, asked: dict[str, Any], bell: asyncio.Event) -> Flight:
+    def submit(self, asked: dict[str, Any], bell: Bell) -> Flight:
         """Sends a text on its way."""
         flight = Flight(self._next, asked, bell)
         self._next += 1
@@ -101,7 +101,7 @@ class Front:
             self._died()
         for flight in self.flights.values():
             if now - flight.last >= 1.0:
-                flight.bell.set()
+                flight.bell.ring()
 
     async def close(self) -> None:
         """Ends the process; what is in flight ends with an error."""
@@ -154,7 +154,7 @@ class Front:
         flight = self.flights.get(id_)
         if flight is not None and not flight.accepted:
             flight.accepted = True
-            flight.bell.set()
+            flight.bell.ring()
 
     def _refused(self, id_: int, why: str | None) -> None:
         flight = self.flights.get(id_)
@@ -186,7 +186,8 @@ class Front:
                     self._fail(flight, failed() if not sentence else _engine_error(sentence))
                 else:
                     self._end(flight, why)
-            flight.bell.set()
+            else:
+                flight.bell.tokens_came(now)
         if total:
             self._listener.round(total)
 
@@ -214,7 +215,7 @@ class Front:
         if flight in self._held:
             self._held.remove(flight)
         self._listener.ended(flight)
-        flight.bell.set()
+        flight.bell.ring()
         if not self.flights:
             self.idle.set()
         if flight is self._suspect:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.serve.flight import Flight
+from runtime.serve.flight import Bell, Flight
 from runtime.serve.plan import Plan
 from runtime.serve.texts import Scored
 
@@ -62,7 +62,7 @@ class Run:
 
     plan: Plan
     places: int
-    bell: asyncio.Event = field(default_factory=asyncio.Event)
+    bell: Bell = field(default_factory=Bell)
     texts: list[Progress] = field(default_factory=list)
     _waiting: Any = None
     _closed: bool = False
@@ -78,21 +78,22 @@ class Run:
         ]
         flights = [one.flight for one in self.texts]
         while not all(flight.accepted for flight in flights):
-            await self.bell.wait()
-            self.bell.clear()
+            await self.bell.heard()
             for flight in flights:
                 if flight.error is not None:
                     raise flight.error
-        self.bell.set()
+        self.bell.ring()
 
     async def next(self) -> list[tuple[Progress, Fresh]]:
         """Waits, and tells of each text that has something new; nothing where only a second has passed."""
-        await self.bell.wait()
-        self.bell.clear()
+        await self.bell.heard()
         if self._waiting and all(one.flight.first is not None or one.flight.ended for one in self.texts):
             self.plan.served.admission.unqueue(self._waiting)
             self._waiting = 0
-        return [(one, fresh) for one in self.texts if (fresh := one.take()) is not None]
+        found = [(one, fresh) for one in self.texts if (fresh := one.take()) is not None]
+        if found:
+            self.bell.told()
+        return found
 
     async def whole(self) -> list[Fresh]:
         """Each text from its beginning to its end, which it may have reached before anybody asks."""

@@ -1,6 +1,7 @@
 """Runs the app: uvicorn on a socket of ours, models loaded first, and an orderly end."""
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -155,6 +156,8 @@ async def _announce(loading: "asyncio.Task[None]", server: Server, address: str)
         await asyncio.wait([loading], timeout=0.1)
     if loading.done():
         loading.result()
+        gc.collect()
+        gc.freeze()  # as in the engine's process
         typer.echo(f"ready: {address}")
         sys.stdout.flush()
 

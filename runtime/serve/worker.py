@@ -16,6 +16,7 @@ and to it go
 """
 
 import faulthandler
+import gc
 import signal
 import socket
 import threading
@@ -80,6 +81,9 @@ def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
     except MemoryError:
         channel.send(("failed", "this machine has too little memory for the model: take a smaller one"))
         return None
+    # What is there now stays: the garbage collector need not look through it again and again between rounds.
+    gc.collect()
+    gc.freeze()
     channel.send(("ready", about))
     return Worker(channel, model, engine)
 
