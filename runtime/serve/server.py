@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import h11
 import typer
@@ -24,8 +25,38 @@ from runtime.serve.settings import Access, Limits, ModelSettings
 _TICK = 1.0  # seconds
 
 
+class Corked:
+    """A transport whose writes of one turn of the event loop go out together: each call costs a switch of processes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._parts = transport, list[bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """See asyncio.Transport."""
+        if not self._parts:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """See asyncio.Transport."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._transport.write(b"".join(parts))
+
+
 class Protocol(H11Protocol):
     """uvicorn's own, but that what is no HTTP is told in the shape of all errors, and names no framework."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(Corked(transport))  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
         """Answers, and closes."""

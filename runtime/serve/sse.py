@@ -55,6 +55,7 @@ class EventStream(Response):
         super().__init__(None, 200, quiet, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self._run, self._writer = run, writer
+        self._begun = False
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """See Starlette's Response."""
@@ -67,7 +68,6 @@ class EventStream(Response):
 
     async def _write(self, send: Any) -> None:
         run, writer = self._run, self._writer
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         waiting = writer.opening()
         spoke = time.monotonic()
         try:
@@ -81,7 +81,7 @@ class EventStream(Response):
                     waiting += writer.closing()
                     break
                 if waiting:
-                    await send({"type": "http.response.body", "body": waiting, "more_body": True})
+                    await self._tell(send, waiting, True)
                     waiting = b""
                     spoke = time.monotonic()
         except ApiError as error:
@@ -91,4 +91,11 @@ class EventStream(Response):
         except Exception:
             _LOG.exception("a stream broke off")
             waiting += writer.error(failed())
-        await send({"type": "http.response.body", "body": waiting, "more_body": False})
+        await self._tell(send, waiting, False)
+
+    async def _tell(self, send: Any, body: bytes, more: bool) -> None:
+        """Writes a piece of the body; with the first one, which is an event or a ping, the head: one packet less."""
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
