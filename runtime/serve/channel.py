@@ -40,9 +40,8 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Sends a message, or keeps what the socket does not take now. Raises Closed."""
-        data = marshal.dumps(message)
-        framed = _LENGTH.pack(len(data)) + data
+        """Sends a message, after those that were held, or keeps what the socket does not take now. Raises Closed."""
+        framed = _framed(message)
         with self._lock:
             if self._unsent:
                 self._unsent += framed
@@ -56,6 +55,11 @@ class Channel:
                 raise Closed from error
             if sent < len(framed):
                 self._unsent += framed[sent:]
+
+    def hold(self, message: Message) -> None:
+        """Keeps a message until the next `send` or `flush`: a packet wakes the other side, which costs as much again."""
+        with self._lock:
+            self._unsent += _framed(message)
 
     def flush(self) -> None:
         """Sends more of what waits. Raises Closed."""
@@ -103,3 +107,8 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _framed(message: Message) -> bytes:
+    data = marshal.dumps(message)
+    return _LENGTH.pack(len(data)) + data

@@ -43,7 +43,6 @@ class Front:
         self._failures = 0
         self._next = 0
         self._link: Link | None = None
-        self._heard = 0.0
         self._silent = 0  # ticks since it said something
         self._ready: asyncio.Future[None] | None = None
         self._revival: asyncio.Task[None] | None = None
@@ -126,7 +125,7 @@ class Front:
             return
         if not messages:
             return
-        self._heard, self._silent = time.monotonic(), 0
+        self._silent = 0
         for message in messages:
             kind = message[0]
             if kind == "round":
@@ -162,10 +161,10 @@ class Front:
             self._fail(flight, failed() if why is None else refused(UserError(why)))
 
     def _round(self, message: Message) -> None:
-        _, events, counts = message
+        _, events, counts, now = message
         self.counts = counts
         self._failures = 0
-        now, total = self._heard, 0
+        total = 0
         for id_, tokens, details, end in events:
             flight = self.flights.get(id_)
             if flight is None:

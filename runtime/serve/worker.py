@@ -12,7 +12,8 @@ and to it go
     ("ready", about)        what the server has to know of the model
     ("accepted", id)        the engine has the request
     ("refused", id, why)    it never will; why: None for a bug, which the process has told on standard error
-    ("round", events, counts)  an event for each text that gained tokens or ended: (id, tokens, details, end)
+    ("round", events, counts, when)  an event for each text that gained tokens or ended: (id, tokens, details, end);
+                            `when` by the clock that both processes read
 """
 
 import faulthandler
@@ -20,7 +21,9 @@ import gc
 import signal
 import socket
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from runtime.speculative.draft import Request
 
 BEAT = 1.0  # seconds
+GAP = 0.002  # the same: a small model's rounds are shorter, and to tell of each wakes the server each time
 _IDLE = 60.0  # seconds of one wait for messages
 _COMPILING = 0.002  # the same while a grammar is being compiled
 
@@ -96,6 +100,7 @@ class Worker:
         self._live: dict[int, tuple[Request, Metrics]] = {}
         self._sent: dict[int, int] = {}
         self._told: dict[int, int] = {}  # of rounds
+        self._spoke = 0.0
         self._compiled: deque[tuple[int, dict[str, Any], Future[Any]]] = deque()
         self._grammars: Any = None
         self._pool = ThreadPoolExecutor(1, "grammar")
@@ -106,17 +111,27 @@ class Worker:
         while True:
             if not engine.busy:
                 channel.wait(_COMPILING if self._compiled else _IDLE)
-            elif channel.unsent:
-                channel.flush()
             for message in channel.receive():
+                channel.flush()  # the next round may be a long one: it may read a prompt
                 self._take(message)
             while self._compiled and self._compiled[0][2].done():
                 id_, asked, future = self._compiled.popleft()
                 self._add(id_, asked, future)
             if engine.busy:
-                events = [self._event(request) for request in engine.step()]
-                counts = engine.counts()
-                channel.send(("round", events, tuple(counts)))
+                self._tell(engine.step())
+
+    def _tell(self, changed: "Sequence[Request]") -> None:
+        """What these texts gained; a text's first tokens and its end at once, others every GAP seconds."""
+        now = time.monotonic()
+        at_once = now - self._spoke >= GAP
+        for request in changed:
+            at_once = at_once or request.finished or self._sent[request.id] == request.prompt_length
+        message = ("round", [self._event(request) for request in changed], tuple(self._engine.counts()), now)
+        if at_once:
+            self._channel.send(message)
+            self._spoke = now
+        else:
+            self._channel.hold(message)
 
     def _take(self, message: Message) -> None:
         kind, id_ = message[0], message[1]
@@ -133,7 +148,8 @@ class Worker:
             if id_ in self._live:
                 request, _ = self._live[id_]
                 self._engine.cancel(request)
-                self._channel.send(("round", [self._ended(request, "cancelled")], tuple(self._engine.counts())))
+                ended = self._ended(request, "cancelled")
+                self._channel.send(("round", [ended], tuple(self._engine.counts()), time.monotonic()))
 
     def _compile(self, structure: tuple[str, str, str]) -> Any:
         """The grammar of a structure, in a thread of its own: the engine's rounds go on meanwhile."""
@@ -169,7 +185,7 @@ class Worker:
         self._sent[id_] = len(request.tokens)
         self._told[id_] = 0
         if request.finished:
-            self._channel.send(("round", [self._event(request)], tuple(self._engine.counts())))
+            self._tell([request])
 
     def _event(self, request: "Request") -> Message:
         """What a text gained since its last event."""
