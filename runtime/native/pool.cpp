@@ -15,6 +15,9 @@ namespace {
 
 // Long enough to bridge what Python does between two forwards, short enough to cost nothing in an idle program.
 constexpr std::chrono::microseconds PATIENCE(1000);
+// Spins within a forward, some 10 microseconds. Who waits longer lets others have the core: a server's other process
+// waited a millisecond for it to send a token on.
+constexpr int BRIEF = 512;
 
 // The parts of Pool::state_: workers inside, open to more, number of the call.
 constexpr uint64_t INSIDE = 0xffff, OPEN = 0x10000, TURN = 0x20000;
@@ -100,7 +103,9 @@ void Pool::work(int thread) {
         uint64_t state;
         for (int spins = 0; (state = state_.load(std::memory_order_acquire)) / TURN == seen; spins++) {
             pause();
-            if (spins % 64 == 63 && std::chrono::steady_clock::now() - since > PATIENCE) {
+            if (spins % 64 != 63) continue;
+            if (spins > BRIEF) std::this_thread::yield();
+            if (std::chrono::steady_clock::now() - since > PATIENCE) {
                 std::unique_lock<std::mutex> lock(sleep_);
                 asleep_.fetch_add(1);
                 wake_.wait(lock, [&] { return state_.load() / TURN != seen; });
