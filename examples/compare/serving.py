@@ -141,8 +141,8 @@ def _models(folder: Path, shape: str) -> tuple[Path, Path, int]:
     """(our model, its GGUF export, ids of the vocabulary). Raises UserError for an unknown shape."""
     from compress import export
     from compress.progress import show
-    from runtime.bench.http import write_tokenizer
     from runtime.bench.random_models import write_shape
+    from runtime.bench.random_tokenizer import write_tokenizer
     from runtime.files import read_json
 
     say("writing random weights, and exporting them")

@@ -2,19 +2,19 @@
 
 import asyncio
 import json
-import string
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, cycle, islice
-from pathlib import Path
+from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 from runtime.bench.options import HttpOptions
+from runtime.bench.random_models import is_random
+from runtime.bench.random_tokenizer import write_tokenizer
 from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.errors import UserError
 from runtime.model.load import Model
@@ -24,7 +24,7 @@ class Served:
     """`python -m runtime.serve` on the job's target, with the same drafter and threads."""
 
     def __init__(self, options: HttpOptions, model: Model, clients: int) -> None:
-        if not (model.path / "tokenizer.json").exists() and model.path.is_dir():
+        if is_random(model.config) and not (model.path / "tokenizer.json").exists():
             write_tokenizer(model.path, model.decoder.vocab_size)
         told = {
             "--target": f"bench={model.path}",
@@ -123,23 +123,3 @@ def _request(asked: dict[str, Any]) -> bytes:
 
 def _items(job: Job, clients: int) -> list[Item]:
     return list(islice(cycle(job.items), clients))
-
-
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer for random weights: bytes, and for the other ids words of two, then of three letters and digits.
-
-    A word is the merge of a shorter one and a character, so that engines which want merges take it, too.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = string.ascii_letters + string.digits
-    pairs = [(one, other) for one in characters for other in characters]
-    triples = ((first + second, third) for first, second in pairs for third in characters)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
-    merges = list(islice(chain(pairs, triples), vocab_size - len(letters)))
-    names = [*letters, *(f"{start}{end}" for start, end in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

@@ -7,20 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import typer
 
 from runtime.bench.measure import machine
-from runtime.bench.options import JobOptions, at_least_one, writable
+from runtime.bench.options import JobOptions, SpeculateOptions, at_least_one, writable
 from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
-from runtime.bench.random_models import SHAPES, write_shape
-from runtime.bench.speculate import Item, Job, Way, run_once
+from runtime.bench.random_models import SHAPES, is_random, write_shape
+from runtime.bench.random_tokenizer import write_tokenizer
+from runtime.bench.speculate import GrammarDrafter, Item, Job, Way, run_once
 from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError
+from runtime.files import read_json
 from runtime.model.layers import described
 from runtime.model.load import Model, load
 from runtime.sampling.params import Sampling
@@ -30,6 +32,9 @@ from runtime.speculative.drafters.by_name import make
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.drafters.nested import upper_half
 from runtime.speculative.verify import Rule
+
+if TYPE_CHECKING:
+    from runtime.sampling.grammar import Grammar
 
 # Prompts of models without a tokenizer: random tokens.
 _RANDOM_PROMPT, _RANDOM_PROMPTS = 64, 8
@@ -73,8 +78,16 @@ def opened_job(options: JobOptions) -> Iterator[tuple[Job, Model]]:
             raise UserError(f"--draft names a model, but --drafter is {'+'.join(kinds)}; leave out one of the two")
         items = _items(model, options)
         plain = Job(model.decoder, NoDrafter(), items, options.new_tokens, options.batch, sampling, rule, length)
+        schema = options.schema if isinstance(options, SpeculateOptions) else None
+        if kinds == ["grammar"] and schema is None:
+            raise UserError("--drafter grammar drafts what a schema forces; give --schema FILE")
+        if schema is not None:
+            grammar = _grammar(model, schema)
+            plain = replace(plain, grammar=grammar, stop=frozenset(grammar.ends))
         if kinds == ["none"]:
             drafter: Drafter = NoDrafter()
+        elif kinds == ["grammar"]:
+            drafter = GrammarDrafter()
         elif list(kinds) == ["model"] and draft_model is not None and not (model.path / "tokenizer.json").exists():
             # Random weights have no tokenizers whose vocabularies could differ.
             drafter = ModelDrafter(draft_model, rule, model.decoder.vocab_size)
@@ -124,6 +137,19 @@ def _items(model: Model, options: JobOptions) -> tuple[Item, ...]:
     return tuple(fitting)
 
 
+def _grammar(model: Model, schema: Path) -> "Grammar":
+    """The grammar of a schema's JSON. Raises UserError for a file that is none, and what a grammar cannot hold."""
+    from runtime.sampling.grammar import GrammarCompiler
+    from runtime.sampling.stopping import resolve
+    from runtime.sampling.structure import Structure
+
+    size = model.decoder.vocab_size
+    if is_random(model.config) and not (model.path / "tokenizer.json").exists():
+        write_tokenizer(model.path, size)
+    compiler = GrammarCompiler(model.tokenizer, size, resolve(None, model, size)[0])
+    return compiler.compile(Structure.json_schema(read_json(schema)))
+
+
 class Between:
     """Times what wide forwards of the target cost between the passes, for `_COST_SECONDS` in all."""
 
@@ -151,7 +177,7 @@ def facts_of(job: Job, model: Model) -> dict[str, Any]:
     return {
         "machine": machine() | ({"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "target": model.path.name,
-        "random_weights": not (model.path / "tokenizer.json").exists(),
+        "random_weights": is_random(model.config),
         "kernels": described(model.decoder),
         "threads": model.decoder.threads,
         "protocol": "plain and speculative passes over all prompts in turns; tokens/s with the prompts' time; medians",

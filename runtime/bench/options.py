@@ -92,8 +92,8 @@ class JobOptions:
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, or oracle"
-            " (oracle+nested: at the nested drafter's cost).",
+            help="none, model, tree, lookup, suffix, nested, medusa, two of them with a plus between, grammar (with"
+            " --schema) or oracle (oracle+nested: at the nested drafter's cost).",
             show_default="model where there is a draft, else lookup",
         ),
     ] = None
@@ -129,6 +129,9 @@ class JobOptions:
 class SpeculateOptions(JobOptions):
     """Of `speculate`."""
 
+    schema: Annotated[
+        Path | None, typer.Option(help="A JSON schema that each text keeps to; texts then end with their object.")
+    ] = None
     rounds: Annotated[int, typer.Option(help="Passes over the prompts, plain and speculative in turns.")] = 3
 
 

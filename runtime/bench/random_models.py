@@ -125,6 +125,11 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 """The shapes by name: published models, drafts of a tenth of TinyLlama's and the 8B's cost, examples/pair's target."""
 
 
+def is_random(config: Any) -> bool:
+    """Whether a loaded model's configuration says that its weights are random."""
+    return bool(getattr(config, MARK, False))
+
+
 def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", seed: int = 0) -> Path:
     """Writes a model directory (config.json and sharded safetensors, no tokenizer) and returns it: whole or not at all.
 

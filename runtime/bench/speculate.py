@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.contract import Cache, Decoder
+from runtime.engine.drafting import GRAMMAR
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics, predicted_speedup, total
 from runtime.sampling.params import Sampling
@@ -14,6 +15,9 @@ from runtime.speculative.costs import StepCosts, width_cost
 from runtime.speculative.draft import Drafter, NoDrafter, Request
 from runtime.speculative.draft_length import Controller
 from runtime.speculative.verify import Rule
+
+if TYPE_CHECKING:
+    from runtime.sampling.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Job:
-    """What all passes share. `draft_length` None: a controller chooses."""
+    """What all passes share. `draft_length` None: a controller chooses. `grammar`: what each text keeps to."""
 
     decoder: Decoder
     drafter: Drafter
@@ -37,6 +41,13 @@ class Job:
     rule: Rule
     draft_length: int | None
     stop: frozenset[int] = frozenset()
+    grammar: "Grammar | None" = None
+
+
+class GrammarDrafter(NoDrafter):
+    """Drafts nothing itself: the engine drafts what a grammar forces."""
+
+    name = GRAMMAR
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,9 @@ def run_once(job: Job, way: Way, items: Sequence[Item] | None = None, due: Seque
         Request(i, list(item.tokens), len(item.tokens), job.sampling, job.new_tokens, job.stop)
         for i, item in enumerate(items)
     ]
+    if job.grammar is not None:
+        for request in requests:
+            request.grammar = job.grammar.matcher()
     metrics = [Metrics() for _ in items]
     sent, steps, live = 0, 0, 0
     start = engine.clock.now()

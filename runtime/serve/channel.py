@@ -57,7 +57,7 @@ class Channel:
                 self._unsent += framed[sent:]
 
     def hold(self, message: Message) -> None:
-        """Keeps a message until the next `send` or `flush`: each packet wakes the other side, and costs as much again."""
+        """Keeps a message until the next `send` or `flush`: a packet wakes the other side, which costs as much."""
         with self._lock:
             self._unsent += _framed(message)
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.bench.jobs import facts_of, opened_job
 from runtime.bench.load import Bound, Served, arrivals, highest_rate, serve
+from runtime.bench.options import SpeculateOptions
 from runtime.bench.prompts import Prompt, read_prompts
 from runtime.bench.speculate import Item, Job, Way, measure, percentiles, row
 from runtime.engine.metrics import total
@@ -64,6 +66,27 @@ def test_the_prediction_is_tau_over_costs(fake: Fake) -> None:
     base = plain.counts
     decoding = (base.seconds - base.prompt_seconds) / predicted
     assert result["predicted_with_prompts"] == pytest.approx(base.seconds / (counts.prompt_seconds + decoding))
+
+
+def test_a_schema_s_forced_tokens_are_drafted(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "object", "properties": {"surname": {"enum": ["Hopper", "Noether"]}},
+                                  "required": ["surname"], "additionalProperties": False}))  # fmt: skip
+    options = SpeculateOptions(shape="pair", drafter="grammar", schema=schema, count=2, new_tokens=40, threads=1)
+    with opened_job(options) as (found, model):
+        plain, spoken = measure(found, 1, lambda _: None)
+        result = row(found, plain, spoken, None)
+        # The last token is one that ends texts.
+        texts = [model.tokenizer.decode(text[:-1]) for text in plain.passes[0].tokens]
+    assert facts_of(found, model)["random_weights"] is True
+    assert set(texts) <= {'{"surname":"Hopper"}', '{"surname":"Noether"}'}
+    assert result["drafter"] == "grammar" and result["acceptance_rate"] == 1.0 and result["mismatches"] == 0
+    assert spoken.counts.rounds < plain.counts.rounds / 2
+
+
+def test_the_drafter_grammar_wants_a_schema() -> None:
+    with pytest.raises(UserError, match="--schema"), opened_job(SpeculateOptions(shape="pair", drafter="grammar")):
+        pass
 
 
 def test_a_slow_round_does_not_move_the_drafts_cost(fake: Fake) -> None:
