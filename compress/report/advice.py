@@ -101,8 +101,8 @@ def settled(row: Pairing, pays: bool, chosen: bool) -> Advice:
     how = f"γ chosen every round, {gamma:.1f} on average," if chosen else f"{gamma:.1f} tokens drafted a round"
     if not pays:
         why = (
-            f"Speculation does not pay on this machine: the fastest drafter, {row.drafter}, with {how} gave {gained:.2f} "
-            "times the plain speed."
+            f"Speculation does not pay on this machine: the fastest drafter, {row.drafter}, with {how} gave "
+            f"{gained:.2f} times the plain speed."
         )
         return Advice(band=usual, draft_length=0, why=why)
     why = f"The fastest way was measured: the drafter {row.drafter} with {how} gave {gained:.2f} times the plain speed."

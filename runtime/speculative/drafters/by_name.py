@@ -102,7 +102,7 @@ def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
         )
         if not lacks:
             return found.drafter, _said(found)
-        lost = f"{found.drafter} was the fastest when the run was measured, but needs {lacks}, which the run lacks now"
+        lost = f"{found.drafter}, the fastest when measured, lacks {lacks}"
     if target.draft_path is not None:
         return "model", lost
     if target.medusa_path is not None:
@@ -112,8 +112,8 @@ def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
 
 def _said(found: Recorded) -> str:
     if found.drafter == "none":
-        return "speculation did not pay when the run was measured; --drafter names who is to draft nevertheless"
-    return f"the fastest when the run was measured, {found.speedup:.2f} times plain decoding"
+        return "no drafter was faster when measured; --drafter names one"
+    return f"fastest when measured: {found.speedup:.2f}× plain decoding"
 
 
 def make(
