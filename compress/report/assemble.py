@@ -33,7 +33,7 @@ from compress.report.timing import Work
 from runtime import load
 from runtime.bench.prompts import read_prompts
 from runtime.devices import resolve
-from runtime.formats.schemes import KINDS
+from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.kernels import available
 from runtime.model.layers import described
 from runtime.speculate import Speculator
@@ -121,7 +121,8 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         prompts, groups = read_file(Path(context.prompts), compressed, new_tokens)
     timed = speed.not_measured()
     if context.speed:
-        planes = any(KINDS[layer.scheme].has_planes for layer in facts.layers if layer.scheme in KINDS)
+        schemes = {layer.scheme for layer in facts.layers}
+        planes = any(KINDS[SCHEMES[name].kind].has_planes for name in schemes if name in SCHEMES)
         task = speed.Job(
             original,
             Drafting(compressed, draft, compressed.medusa_path, planes, context.threads),

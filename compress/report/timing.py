@@ -1,5 +1,6 @@
 """Several ways of decoding the same prompts, timed in turns, and what their texts have in common."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,11 +80,13 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 def time_interleaved(ways: Mapping[str, Speculator], work: Work, progress: Progress) -> dict[str, Timed]:
-    """Decodes every prompt greedily in every way, one after the other, in an order that rotates.
+    """Decodes every prompt greedily in every way, one after the other, in an order that is shuffled for each prompt.
 
+    Who comes after a larger model finds the processor's caches full of it, so nobody always comes after the same one.
     Exactly `new_tokens` each (no stop tokens), after a warm-up. As many of the repeats as there is time for.
     """
     names, prompts, repeats = list(ways), work.prompts, work.repeats
+    chooser = random.Random(0)
     for way in ways.values():
         way.generate([prompts[0]], max_new_tokens=min(work.new_tokens, _WARM_UP_TOKENS), stop=())
     timed = {name: Timed() for name in names}
@@ -98,8 +101,8 @@ def time_interleaved(ways: Mapping[str, Speculator], work: Work, progress: Progr
             one.metrics.append([])
         for index, prompt in enumerate(prompts):
             progress("speed", repeat * len(prompts) + index, repeats * len(prompts))
-            shift = (repeat + index) % len(names)
-            for name in names[shift:] + names[:shift]:
+            chooser.shuffle(names)
+            for name in names:
                 [result] = ways[name].generate([prompt], max_new_tokens=work.new_tokens, stop=())
                 timed[name].tokens[-1].append(result.tokens)
                 timed[name].metrics[-1].append(result.metrics)

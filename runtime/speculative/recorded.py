@@ -32,19 +32,18 @@ def recorded(target: str | Path) -> Recorded | None:
         return None
     try:
         found = read_json(report)
-        schema, speed = found.get("schema"), found.get("speed")
-        if (
-            not isinstance(schema, int)
-            or schema < _SCHEMA
-            or not isinstance(speed, dict)
-            or speed.get("drafter") is None
-        ):
-            return None
-        drafter, speedup = speed["drafter"], (speed.get("speedup") or {}).get("over_compressed")
-        if not isinstance(drafter, str) or not isinstance(speedup, int | float):
-            raise UserError(f"{folder.name}/report.json: speed.drafter and speed.speedup do not name a drafter")
-    except (UserError, AttributeError) as error:
+    except UserError as error:
         raise UserError(f"{error}; or name a drafter with --drafter") from error
+    schema, speed = found.get("schema"), found.get("speed")
+    if not isinstance(schema, int) or schema < _SCHEMA or not isinstance(speed, dict) or speed.get("drafter") is None:
+        return None
+    gained = speed.get("speedup")
+    drafter, speedup = speed["drafter"], gained.get("over_compressed") if isinstance(gained, dict) else None
+    if not isinstance(drafter, str) or not isinstance(speedup, int | float):
+        raise UserError(
+            f"{folder.name}/report.json: speed.drafter and speed.speedup do not say who was fastest; make the report"
+            " again, or name a drafter with --drafter"
+        )
     return Recorded(drafter, float(speedup))
 
 

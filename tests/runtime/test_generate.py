@@ -91,7 +91,7 @@ def test_the_drafter_that_a_run_recorded_is_the_default(run_folder: Path, tmp_pa
         broken = f'{{"schema": 2, "speed": {speed}}}'
         (run / "report.json").write_text(broken)
         refused = command("--target", run, *common)
-        assert refused.exit_code == 2 and "report.json" in refused.stderr and "--drafter" in refused.stderr
+        assert refused.exit_code == 2 and "/report.json" in refused.stderr and "--drafter" in refused.stderr
         assert refused.stderr.count("error: ") == 1 and drafter("--drafter", "none")
 
 
