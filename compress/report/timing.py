@@ -41,8 +41,8 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """Of all prompts once: of each its median over the repeats, so that what disturbed some of them counts for
-        nothing."""
+        """Of all prompts once: of each its median over the repeats (the lower of two), so that what disturbed some of
+        them counts for nothing."""
         return self._typical(lambda m: m.seconds)
 
     @property
@@ -72,7 +72,7 @@ class Timed:
         return Decoding(**{**self.overall.report(), **rates, "energy_j": None})
 
     def _typical(self, seconds: Callable[[Metrics], float]) -> float:
-        return sum(statistics.median(map(seconds, runs)) for runs in zip(*self.metrics, strict=True))
+        return sum(statistics.median_low(map(seconds, runs)) for runs in zip(*self.metrics, strict=True))
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -349,7 +349,7 @@ def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> Non
     simulate(controller, 1000, per_token(0.0), 0.3, flat)
     before = controller.probing_seconds
     while True:
-        gamma, requests = controller.next_budget(1, 1000)
+        gamma, _ = controller.next_budget(1, 1000)
         slow = 5000.0 if gamma else 1.0
         controller.observe(Round(1, gamma, (Drafted(gamma, 0),) if gamma else (), 1 + gamma, 0.3 * gamma, slow))
         if gamma:
