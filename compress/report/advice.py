@@ -91,19 +91,20 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
     return Advice(band=usual, draft_length=length, why=why)
 
 
-def settled(row: Pairing, pays: bool, chosen: bool) -> Advice:
+def settled(row: Pairing, draft_length: int, chosen: bool) -> Advice:
     """What the timing says: `row` is the fastest drafter's, with an α.
 
-    chosen  γ was chosen every round; otherwise it was the same in all of them.
+    draft_length  what its rounds drafted; 0: it does not pay.
+    chosen        γ was chosen every round; otherwise it was the same in all of them.
     """
     gamma, gained = row.draft_length or 0.0, row.speedup or 0.0
     usual = band(row.acceptance_rate or 0.0)
     how = f"γ chosen every round, {gamma:.1f} on average," if chosen else f"{gamma:.1f} tokens drafted a round"
-    if not pays:
+    if not draft_length:
         why = (
             f"Speculation does not pay on this machine: the fastest drafter, {row.drafter}, with {how} gave "
             f"{gained:.2f} times the plain speed."
         )
         return Advice(band=usual, draft_length=0, why=why)
     why = f"The fastest way was measured: the drafter {row.drafter} with {how} gave {gained:.2f} times the plain speed."
-    return Advice(band=usual, draft_length=max(1, round(gamma)), why=why)
+    return Advice(band=usual, draft_length=draft_length, why=why)

@@ -134,7 +134,8 @@ class Speculation(Strict):
     fastest_drafter  the fastest of those that draft, whether it pays or not: the other figures are its own.
     acceptance_rate  greedy decoding's, _t1 that of sampling at temperature 1; the agreements are the draft model's,
                      teacher-forced on held-out text (speculation.teacher_forced_agreement).
-    mean_draft_length  γ on average over the rounds, which draft_length is as a whole number, at least 1.
+    mean_draft_length  γ on average over all rounds. draft_length: over those that drafted, as a whole number; what was
+                     asked for, if anything was.
     """
 
     speculative: Decoding | None

@@ -115,7 +115,7 @@ def acceptance(report: Report) -> Section:
             )
             for group in speed.groups
         ]
-        tables.append(Table((f"prompts, {who}", "", "repeated 4-grams", "α", "τ", "speed-up"), groups))
+        tables.append(Table((who, "prompts", "repeated 4-grams", "α", "τ", "speed-up"), groups))
     if speed.width_costs:
         costs = [(str(cost.width), number(cost.ms, 2, " ms"), number(cost.ratio, 2)) for cost in speed.width_costs]
         tables.append(Table(("tokens in one forward", "median", "over one token"), costs))
@@ -137,7 +137,7 @@ def pairings(report: Report) -> Table:
     names = ("drafter", "tokens/s", "over plain", "α", "τ", "γ", "predicted")
     note = (
         "The best first; over plain: tokens/s over plain decoding's of the same prompts, which a drafter must beat by "
-        "1 % to count as faster. "
+        "1 % to count as faster; predicted: τ / (γc + v), without the prompts' time. "
     )
     note += "γ is chosen every round." if report.asked.draft_length is None else "γ was asked for."
     if any(row.measured == "trial" for row in report.speed.pairings or []):

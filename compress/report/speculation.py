@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 _AGREEMENT_TOKENS = 2048
+_OFTEN = 0.05  # of the drafts: positions that fewer reach are not told of
 Agreement = tuple[float | None, float | None]
 
 
@@ -95,7 +96,10 @@ def speculation(
     plain, ours, rows = contest.timed[PLAIN], contest.timed[name], contest.rows(costs.widths)
     counts, tree = ours.overall, is_tree(name)
     found = Costs.of(counts, plain.overall, costs.widths)
-    survival, alpha = counts.accepted_by_position, counts.acceptance_rate
+    # Where γ is chosen few drafts go far, and what became of those says little.
+    often = [tried >= _OFTEN * counts.drafted_at[0] for tried in counts.drafted_at]
+    survival = [share for share, kept in zip(counts.accepted_by_position, often, strict=True) if kept]
+    alpha = counts.acceptance_rate
     if tree and counts.rounds:
         # Several nodes stand at a depth, of which one at most is accepted: what counts is how often one was.
         survival = [hits / counts.rounds for hits in counts.accepted_at]
@@ -103,7 +107,8 @@ def speculation(
     gamma, c, v = found.draft_length, found.draft_cost, found.width_cost
     if alpha is not None and gamma is not None:
         row = next(row for row in rows if row.drafter == name)
-        advice = settled(row, contest.winner != PLAIN, fixed is None)
+        length = draft_length(contest, fixed) if contest.winner != PLAIN else 0
+        advice = settled(row, length or 0, fixed is None)
         if not tree and c is not None and v is not None:
             p = fit_acceptance(survival)
             expected = iid_speedup(p, gamma, c, v)
@@ -135,10 +140,12 @@ def speculation(
 
 
 def draft_length(contest: Contest, fixed: int | None) -> int | None:
-    """γ of the fastest drafter as a whole number: what was asked for, or the nearest to what was chosen, at least 1."""
+    """γ of the fastest drafter as a whole number: what was asked for, or the mean over the rounds that drafted."""
     if contest.fastest is None:
         return None
-    return fixed or max(1, round(contest.timed[contest.fastest].overall.mean_draft_length or 0))
+    counts = contest.timed[contest.fastest].overall
+    drafting = sum(counts.draft_lengths[1:])
+    return fixed or (max(1, round(counts.drafted / drafting)) if drafting else 1)
 
 
 def acceptance_when_sampling(
