@@ -86,7 +86,9 @@ def measure(job: Job, progress: Progress) -> SpeedResult:
         missing |= dict.fromkeys((*(f"speed.{name}" for name in Speculation.model_fields), "lossless"), reason)
     elif contest.fastest is None:
         said = speculation.without_drafts(contest)
-        missing |= dict.fromkeys([f"speed.{path}" for path in null_paths(said.model_dump())], _NOBODY)
+        missing |= dict.fromkeys(
+            [f"speed.{path}" for path in null_paths(said.model_dump()) if "." not in path], _NOBODY
+        )
         missing |= {"lossless": _NOBODY, "speed.draft_length": _NOBODY}
     else:
         said, lossless = _speculated(job, contest)
@@ -97,8 +99,12 @@ def measure(job: Job, progress: Progress) -> SpeedResult:
                 _TEACHER_FORCED, "there is no draft model, which predicts a token at every position"
             )
     speed = Speed(**dict(_plain(job, contest)), **dict(said))
-    # Figures that so few tokens, or a drafter that proposed none, cannot give; baselines come later.
-    bare = [f"speed.{path}" for path in null_paths(speed.model_dump()) if path != "baselines"]
+    # Figures that so few tokens, or a drafter that proposed none, cannot give; baselines come later, and the table's
+    # nulls are statements.
+    paths = [
+        path for path in null_paths(speed.model_dump()) if path != "baselines" and not path.startswith("pairings.")
+    ]
+    bare = [f"speed.{path}" for path in paths]
     too_few = {path: TOO_FEW for path in bare if not any(covers(reason, path) for reason in missing)}
     return SpeedResult(speed, lossless, missing | too_few)
 

@@ -58,7 +58,9 @@ def self_drafted(models: tuple[Model, Model], measure: Measure) -> speed.SpeedRe
 
 
 def explained(result: speed.SpeedResult) -> bool:
-    paths = [f"speed.{path}" for path in null_paths(result.speed.model_dump()) if path != "baselines"]
+    nulls = [path for path in null_paths(result.speed.model_dump()) if path != "baselines"]
+    paths = [f"speed.{path}" for path in nulls if not path.startswith("pairings.")]
+    assert not any(path.startswith("speed.pairings.") for path in result.not_measured)
     paths += [f"lossless.{path}" for path in null_paths(result.lossless.model_dump(by_alias=True))]
     return all(any(covers(reason, path) for reason in result.not_measured) for path in paths)
 
@@ -74,7 +76,8 @@ def test_a_perfect_draft(self_drafted: speed.SpeedResult) -> None:
     assert found.accepted_by_position == [1.0, 1.0, 1.0]
     # The first token comes from the prompt; 11 more in rounds of 4, 4 and 3.
     assert found.tokens_per_round == pytest.approx(11 / 3)
-    assert found.speculative.mean_width == pytest.approx(11 / 3)
+    # Where a busy machine lets plain decoding win, that is the headline.
+    assert found.speculative.mean_width == pytest.approx(11 / 3 if found.pays else 1.0)
     assert found.original.mean_width == found.compressed.mean_width == 1.0
     # Rounds at a text's end have room for less.
     assert found.mean_draft_length == pytest.approx(8 / 3)
