@@ -20,6 +20,8 @@ def _number(default: int | None, least: int, most: int) -> Any:
     return field(default=default, metadata={"range": (least, most)})
 
 
+# γ of what is timed beside the report's own drafters, transformers' assistant and exports, where none is asked for.
+FIXED_DRAFT_LENGTH = 4
 # Rows of compress/report/baselines.py, of which the ones after the first take a minute together.
 BASELINES = {"none": 0, "eager": 1, "all": 3}
 
@@ -34,7 +36,10 @@ class RunContext:
     calib           text to calibrate and measure on, as calib.corpora.load takes it.
     samples         calibration windows of `seq_len` tokens.
     eval_tokens     tokens to measure quality on; 0: none is measured.
-    new_tokens      tokens for each prompt that speed is measured on, `draft_length` of them drafted in a round.
+    new_tokens      tokens for each prompt that speed is measured on.
+    prompts         a file of prompts to measure speed on, as runtime.bench.prompts reads it; None: of the text.
+    drafter         the only drafter whose speed is measured, by its name; None: all that the run has.
+    draft_length    tokens that every drafter proposes in a round; None: what pays, chosen every round.
     speed           False: no figure of the report is timed.
     baselines       how much of transformers' own `generate` is timed beside: a key of BASELINES.
     threads         of the CPU; None: torch's own number.
@@ -58,7 +63,9 @@ class RunContext:
     seq_len: int = _number(512, 8, 131_072)
     eval_tokens: int = _number(16_384, 0, 100_000_000)
     new_tokens: int = _number(64, 1, 100_000)
-    draft_length: int = _number(4, 1, 64)
+    prompts: str | None = None
+    drafter: str | None = None
+    draft_length: int | None = _number(None, 1, 64)
     device: str = "cpu"
     threads: int | None = _number(None, 1, 1024)
     seed: int = _number(0, 0, 2**63 - 1)
@@ -97,6 +104,7 @@ class RunContext:
         from compress.recipe.training import LEAST_MINUTES, MOST_MINUTES
         from runtime.devices import resolve
         from runtime.errors import UserError as RuntimeFloorError
+        from runtime.generate import DrafterName
 
         for one in fields(self):
             value = getattr(self, one.name)
@@ -107,6 +115,9 @@ class RunContext:
                 option = "--" + one.name.replace("_", "-")
                 raise UserError(f"{option}: expected a whole number from {least} to {most}, found {value}: correct it")
         check_exports(self.export)
+        names = [name.value for name in DrafterName]
+        if self.drafter is not None and self.drafter not in names:
+            raise UserError(f"--drafter: expected one of {', '.join(names)}, found {self.drafter!r}: correct it")
         if self.baselines not in BASELINES:
             raise UserError(f"--baselines: expected {', '.join(BASELINES)}, found {self.baselines!r}: correct it")
         if self.minutes is not None:

@@ -32,6 +32,7 @@ _TITLES = {
     "write": "Writing the model",
     "load": "Reading it back",
     "quality": "Measuring quality",
+    "trial": "Trying drafters",
     "speed": "Measuring speed",
     "baselines": "Timing transformers",
     "page": "Writing the report",

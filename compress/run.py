@@ -59,7 +59,23 @@ def main(
         int, typer.Option(help="Tokens to measure quality on; 0: measure none.")
     ] = RunContext.eval_tokens,
     new_tokens: Annotated[int, typer.Option(help="Tokens per prompt when measuring speed.")] = RunContext.new_tokens,
-    draft_length: Annotated[int, typer.Option(help="Drafted tokens per round.")] = RunContext.draft_length,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts to measure speed on: a text or .jsonl file, Spec-Bench's by task group.",
+            show_default="beginnings of functions and paragraphs of the text",
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="The only drafter to time; none: plain decoding alone.", show_default="all that the run has"),
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that every drafter proposes a round.", show_default="what pays most, chosen every round"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = RunContext.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = RunContext.seed,
@@ -120,7 +136,8 @@ def _main(
     if not follows():
         folder = artifact.path
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-        console.print(summary_table(read_report(folder)))
+        report = read_report(folder)
+        console.print(*summary_tables(report))
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         typer.echo(f"Report: {where / 'report.html'} (also .md, .json)")
 
@@ -157,24 +174,36 @@ def _shown(value: Any) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
-def summary_table(report: "Report") -> "Table":
-    """The summary for a terminal."""
+def summary_tables(report: "Report") -> list["Table"]:
+    """The summary for a terminal: the figures, and every drafter that was timed."""
     from rich import box
     from rich.table import Table
 
+    from compress.report.sections_speed import pairings
+
     table = Table(box=box.SIMPLE, show_header=False)
-    for row in summary_rows(report):
-        table.add_row(*row)
-    return table
+    for label, text in summary_rows(report):
+        table.add_row(label, text)
+    if not report.speed.pairings:
+        return [table]
+    found = pairings(report)
+    drafters = Table(box=box.SIMPLE)
+    for header in found.headers:
+        drafters.add_column(header, justify="left" if header == found.headers[0] else "right")
+    for row in found.rows:
+        drafters.add_row(*row)
+    return [table, drafters]
 
 
 def summary_rows(report: "Report") -> list[tuple[str, str]]:
     """Label and text of each line of the summary."""
-    from compress.report.wording import megabytes, number
+    from compress.report.wording import NO_GAIN, megabytes, number, times
 
     size, perplexity, speed = report.size, report.quality.perplexity, report.speed
     ways = (speed.original, speed.compressed, speed.speculative)
     sizes = f"{megabytes(size.original_bytes)} -> {megabytes(size.compressed_bytes)}"
+    gain = speed.speedup.over_compressed if speed.speedup else None
+    fastest = NO_GAIN if not speed.pays else f"drafter {speed.drafter}, {times(gain or 0.0)} plain decoding"
     return [
         ("size", f"{sizes} ({size.ratio:.2f} x smaller)"),
         ("bits per quantised weight", number(size.bits_per_weight, 3)),
@@ -183,6 +212,7 @@ def summary_rows(report: "Report") -> list[tuple[str, str]]:
             "tokens/s: original / compressed / speculative",
             " / ".join(number(way.tokens_per_second if way else None, 1) for way in ways),
         ),
+        *([] if speed.drafter is None else [("fastest way", fastest)]),
         ("acceptance rate α", number(speed.acceptance_rate, 3)),
     ]
 

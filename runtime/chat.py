@@ -39,7 +39,9 @@ def command(
     drafter: Annotated[
         DrafterName | None,
         typer.Option(
-            help="Who proposes tokens.", show_default="model where there is a draft, else medusa, else lookup"
+            help="Who proposes tokens.",
+            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
+            " lookup",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the chat template's system message says.")] = None,
@@ -64,9 +66,10 @@ def command(
         from runtime.sampling.params import Sampling
         from runtime.speculate import Speculator
         from runtime.speculative.drafters.by_name import drafter_by_name
+        from runtime.speculative.recorded import needs_planes
 
         options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels}
-        model = load(path, planes=drafter is DrafterName.NESTED, **options)
+        model = load(path, planes=needs_planes(drafter and drafter.value, draft, path), **options)
         chosen = drafter_by_name(model, drafter and drafter.value, draft, options=options)
         room = min(context, model.decoder.max_positions)
         speculator = Speculator(model, chosen.drafter, cache=_cache(model, room))

@@ -53,7 +53,11 @@ def main(
     ] = None,
     drafter: Annotated[
         DrafterName | None,
-        typer.Option(help="By default model where there is a draft, else medusa, else lookup; nested: int8 targets."),
+        typer.Option(
+            help="Who proposes tokens; nested: int8 targets.",
+            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
+            " lookup",
+        ),
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option(help="For the drafter suffix: a text file that the text may resemble.")
@@ -120,6 +124,7 @@ def main(
         from runtime.sampling.params import Sampling
         from runtime.speculate import CacheOptions, Speculator, lossless_class
         from runtime.speculative.drafters.by_name import drafter_by_name
+        from runtime.speculative.recorded import needs_planes
 
         penalties, bias = (repetition_penalty, presence_penalty, frequency_penalty), _bias(logit_bias or [])
         sampling = Sampling(temperature, top_k, top_p, min_p, *penalties, seed, bias, min_tokens)
@@ -131,7 +136,7 @@ def main(
                 raise UserError("--beams continues a text; leave out --chat, or --beams.")
             _search(load(target, **options), prompt, beams, max_new_tokens, quiet)
             return
-        model = load(target, planes=drafter is DrafterName.NESTED, **options)
+        model = load(target, planes=needs_planes(drafter and drafter.value, draft, target), **options)
         named = drafter_by_name(model, drafter and drafter.value, draft, corpus, verify.value, options, tree)
         speculator = Speculator(model, named.drafter, draft_length, verify.value, lossy, cache)
         asked = _message(model, prompt) if chat else prompt

@@ -91,8 +91,10 @@ def _figures(report: Report) -> str:
         f"{size.ratio:.2f} × smaller",
         size.bits_per_weight is not None and f"{size.bits_per_weight:.2f} bits per quantised weight",
         quality.kl_divergence is not None and f"KL divergence {quality.kl_divergence.mean:.4f} nats a token",
-        speed.acceptance_rate is not None and f"acceptance rate α = {speed.acceptance_rate:.2f}",
-        speed.draft_length is not None and f"draft length γ = {speed.draft_length}",
+        speed.drafter is not None
+        and (f"drafter {speed.drafter}" if speed.pays else "no drafter was faster than plain decoding"),
+        speed.pays and speed.acceptance_rate is not None and f"acceptance rate α = {speed.acceptance_rate:.2f}",
+        speed.pays and f"draft length γ = {number(speed.mean_draft_length, 1)}",
     )
     lines = ["| | original | compressed | compressed, speculative |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]

@@ -57,12 +57,12 @@ def _print(artifact: "Artifact") -> None:
     from rich.markdown import Markdown
 
     from compress.report.files import read_report
-    from compress.run import summary_rows, summary_table
+    from compress.run import summary_rows, summary_tables
 
     report = read_report(artifact.path)
     text = regular(artifact.path / "report.md").read_text(encoding="utf-8")
     if sys.stdout.isatty():
-        Console().print(summary_table(report), Markdown(text))
+        Console().print(*summary_tables(report), Markdown(text))
         return
     typer.echo("".join(f"{label}: {value}\n" for label, value in summary_rows(report)))
     typer.echo(text, nl=False)

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from calib import corpora
 from calib.training_text import Measured
 from compress.context import RunContext
+from compress.errors import UserError
 from compress.model.source import Source, open_sources
 from compress.model.structure import ModelStructure, read_structure
 from compress.stages import kv_cache
 from compress.training import data
 from compress.training.data import StageText
+from runtime.bench.prompts import read_prompts
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ def open_inputs(context: RunContext) -> RunInputs:
     and text that is too short.
     """
     target, draft = open_sources(context.model, context.draft)
+    _check_speed(context, draft is not None)
     structure = read_structure(target.path)
     if context.recipe.kv is not None:
         kv_cache.check(target.checkpoint.config)
@@ -55,3 +59,27 @@ def open_inputs(context: RunContext) -> RunInputs:
     if context.recipe.trains:
         texts = data.gather(context.recipe, text)
     return RunInputs(context, target, draft, structure, text, texts)
+
+
+def _check_speed(context: RunContext, has_draft: bool) -> None:
+    """Raises UserError for prompts that cannot be read and a drafter that the run will not have: the work comes first,
+    and speed is measured last."""
+    if not context.speed:
+        return
+    if context.prompts is not None:
+        read_prompts(Path(context.prompts))
+    stages = {stage.kind for stage in context.recipe.stages}
+    quantize = context.recipe.quantize
+    needs = {
+        "model": ("a draft: name one with --draft", has_draft or "draft" in stages),
+        "tree": ("a draft: name one with --draft", has_draft or "draft" in stages),
+        "medusa": ("a recipe with a medusa stage, such as int8-medusa", "medusa" in stages),
+        "nested": (
+            "a recipe with int8 weights, such as int8-dynamic",
+            quantize is not None and str(quantize.scheme).startswith("int8"),
+        ),
+    }
+    for kind in (context.drafter or "none").split("+"):
+        need, there = needs.get(kind, ("", True))
+        if not there:
+            raise UserError(f"--drafter {context.drafter} needs {need}")

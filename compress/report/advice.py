@@ -1,9 +1,9 @@
-"""How many tokens to draft: the usual bands, corrected by what this machine measured. Pure functions."""
+"""How many tokens to draft, if any: what was measured, and the usual bands beside it. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from compress.report.schema_speed import Advice
+from compress.report.schema_speed import Advice, Pairing
 from runtime.engine.metrics import predicted_speedup
 from runtime.speculative.costs import width_cost
 
@@ -47,7 +47,7 @@ def tokens_per_round(survival: Sequence[float], draft_length: int) -> float:
     return 1.0 + sum(known)
 
 
-def iid_speedup(p: float, draft_length: int, c: float, v: float) -> float:
+def iid_speedup(p: float, draft_length: float, c: float, v: float) -> float:
     """The textbook's (1 − p^(γ+1)) / ((1 − p)(γc + v)) (Leviathan et al., 2211.17192, theorem 3.8, where v = 1)."""
     tau = draft_length + 1.0 if p >= 1 else (1 - p ** (draft_length + 1)) / (1 - p)
     return predicted_speedup(tau, draft_length, c, v)
@@ -89,3 +89,22 @@ def advise(acceptance_rate: float, survival: Sequence[float], c: float, widths: 
     if length > len(survival):
         why += f" Acceptance beyond position {len(survival)} is extrapolated."
     return Advice(band=usual, draft_length=length, why=why)
+
+
+def settled(row: Pairing, draft_length: int, chosen: bool) -> Advice:
+    """What the timing says: `row` is the fastest drafter's, with an α.
+
+    draft_length  what its rounds drafted; 0: it does not pay.
+    chosen        γ was chosen every round; otherwise it was the same in all of them.
+    """
+    gamma, gained = row.draft_length or 0.0, row.speedup or 0.0
+    usual = band(row.acceptance_rate or 0.0)
+    how = f"γ chosen every round, {gamma:.1f} on average," if chosen else f"{gamma:.1f} tokens drafted a round"
+    if not draft_length:
+        why = (
+            f"Speculation does not pay on this machine: the fastest drafter, {row.drafter}, with {how} gave "
+            f"{gained:.2f} times the plain speed."
+        )
+        return Advice(band=usual, draft_length=0, why=why)
+    why = f"The fastest way was measured: the drafter {row.drafter} with {how} gave {gained:.2f} times the plain speed."
+    return Advice(band=usual, draft_length=draft_length, why=why)

@@ -10,12 +10,13 @@ from calib.corpora import Corpus
 from calib.errors import UserError as CorpusError
 from calib.prompts import prompts as cut_prompts
 from calib.windows import Windows
-from compress.context import BASELINES, RunContext
+from compress.context import BASELINES, FIXED_DRAFT_LENGTH, RunContext
 from compress.recipe import Recipe
 from compress.records import RunFacts
 from compress.report import baselines, exports, machine, quality, size, speed
 from compress.report.files import write_report
 from compress.report.not_measured import NOT_LOADED, Reasons
+from compress.report.pairing import Drafting
 from compress.report.schema import (
     SCHEMA,
     Asked,
@@ -28,26 +29,29 @@ from compress.report.schema import (
     Sample,
 )
 from compress.report.scrub import display_name, scrub_command, without_directories, without_paths
+from compress.report.timing import Work
 from runtime import load
+from runtime.bench.prompts import read_prompts
 from runtime.devices import resolve
+from runtime.formats.schemes import KINDS, SCHEMES
 from runtime.kernels import available
 from runtime.model.layers import described
 from runtime.speculate import Speculator
-from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
 PROMPTS = 8
+PROMPTS_OF_GROUP = 4  # of each group of tasks in a file of prompts that has several
 _SHORT_PROMPT = 32  # tokens of a prompt that is cut from an evaluation window
-_ASKED = ("samples", "seq_len", "eval_tokens", "new_tokens", "draft_length", "threads")
+_ASKED = ("samples", "seq_len", "eval_tokens", "new_tokens", "drafter", "draft_length", "threads")
 _LAYER_FIGURES = ("name", "scheme", "group_size", "error", "output_error", "damping")
 
 
 def make_report(facts: RunFacts, context: RunContext) -> Report:
     """Measures the artifact and writes report.json, report.md and report.html into `facts.folder`; returns the report.
 
-    `context.progress` is told of the stages "load", "quality", "speed", "baselines", "exports" and "page".
+    `context.progress` is told of the stages "load", "quality", "trial", "speed", "baselines", "exports" and "page".
 
     Raises UserError (of any floor) for models or text that cannot be measured. Nothing half written stays behind.
     """
@@ -87,9 +91,6 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
     models = [load(path, device=context.device, threads=context.threads) for path in wanted]
     original, compressed = models[:2]
     draft = models[2] if len(models) > 2 else None
-    heads = None
-    if compressed.medusa_path is not None and context.speed:
-        heads = MedusaDrafter(load_heads(compressed.medusa_path, compressed))
     progress("load", 1, 1)
     kind, head = compressed.decoder.kv.kind, _head(context.recipe)
     few_windows = exports.held_out(windows.evaluation)
@@ -113,22 +114,29 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         comparison, unknown = quality.not_measured(windows.length, head)
     # At most half of the fewest positions of any of the models.
     new_tokens = max(1, min(context.new_tokens, *(model.decoder.max_positions // 2 for model in models)))
-    prompts = make_prompts(corpus, compressed, windows, new_tokens, context.seed)
+    groups: tuple[str, ...] = ()
+    if context.prompts is None:
+        prompts = make_prompts(corpus, compressed, windows, new_tokens, context.seed)
+    else:
+        prompts, groups = read_file(Path(context.prompts), compressed, new_tokens)
     timed = speed.not_measured()
     if context.speed:
-        timed = speed.measure(
+        schemes = {layer.scheme for layer in facts.layers}
+        planes = any(KINDS[SCHEMES[name].kind].has_planes for name in schemes if name in SCHEMES)
+        task = speed.Job(
             original,
-            compressed,
-            # Heads that a stage trained are what the run is about, whatever draft lies beside them.
-            draft if heads is None else heads,
-            prompts,
+            Drafting(compressed, draft, compressed.medusa_path, planes, context.threads),
+            Work(prompts, new_tokens),
             # Without evaluation the draft's agreement is measured on the calibration windows, which no draft has seen.
             windows.evaluation if context.eval_tokens else windows.calibration,
-            new_tokens,
+            groups,
+            context.drafter,
             context.draft_length,
-            progress,
             context.seed,
         )
+        timed = speed.measure(task, progress)
+        # It holds models.
+        del task
     both = [Speculator(model).generate(prompts[:1], new_tokens)[0].text for model in (original, compressed)]
     shown = compressed.tokenizer.decode(prompts[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     sample = Sample(prompt=shown, original=both[0], compressed=both[1], new_tokens=new_tokens)
@@ -144,14 +152,15 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         progress("baselines", 0, 1)
         helper = None if facts.draft is None else str(facts.draft)
         job = baselines.Job(
-            *(str(facts.original), helper, prompts, new_tokens, context.draft_length, threads, device),
+            *(str(facts.original), helper, prompts, new_tokens),
+            *(context.draft_length or FIXED_DRAFT_LENGTH, threads, device),
             rows=BASELINES[context.baselines],
         )
         rows = [without_paths(row, paths) for row in baselines.run(job)]
         missing |= {f"speed.baselines.{index}": row.why for index, row in enumerate(rows) if row.why}
         measured_speed = timed.speed.model_copy(update={"baselines": rows})
         progress("baselines", 1, 1)
-    task = exports.Task(
+    exporting = exports.Task(
         folder=facts.folder / "exports",
         windows=few_windows,
         perplexity=exports_perplexity,
@@ -160,7 +169,7 @@ def _measure(facts: RunFacts, context: RunContext) -> tuple[dict[str, Any], Reas
         draft=facts.draft,
         run=context,
     )
-    exported, without_figures = exports.measure(facts.exports, task) if facts.exports else ([], {})
+    exported, without_figures = exports.measure(facts.exports, exporting) if facts.exports else ([], {})
     measured_size, without_size = size.measure(facts, cache_bytes, resolve(context.device))
     sections = {
         "machine": described_machine,
@@ -226,6 +235,20 @@ def make_prompts(
     held_out = windows.evaluation if len(windows.evaluation) else windows.calibration
     found += held_out[: count - len(found), : min(_SHORT_PROMPT, room)].tolist()
     return [prompt for prompt in found if prompt]
+
+
+def read_file(path: Path, model: "Model", new_tokens: int) -> tuple[list[list[int]], tuple[str, ...]]:
+    """The first prompts of a file as tokens, as `make_prompts` has them, and the group of tasks of each.
+
+    Of several groups a few of each; of one group, which there is nothing to tell of, as many as of a corpus.
+    """
+    found = read_prompts(path)
+    names = tuple(dict.fromkeys(prompt.group for prompt in found))
+    most = PROMPTS_OF_GROUP if len(names) > 1 else PROMPTS
+    chosen = [prompt for name in names for prompt in [one for one in found if one.group == name][:most]]
+    room = max(1, model.decoder.max_positions - new_tokens)
+    tokens = [list(model.tokenizer(prompt.text, verbose=False)["input_ids"])[-room:] for prompt in chosen]
+    return tokens, tuple(prompt.group for prompt in chosen) if len(names) > 1 else ()
 
 
 def _head(recipe: Recipe) -> str:

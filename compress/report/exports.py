@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compress.context import RunContext
+from compress.context import FIXED_DRAFT_LENGTH, RunContext
 from compress.errors import USER_ERRORS
 from compress.report import quality
 from compress.report.not_measured import NO_QUALITY, NO_SPEED, TOO_FEW, Reasons, null_paths
 from compress.report.schema import ExportEntry, ExportFigures, ExportSpeed, Report
-from compress.report.timing import compare, time_interleaved
+from compress.report.timing import Work, compare, time_interleaved
 from runtime import load
 from runtime.engine.metrics import total
 from runtime.model.onnx.graph import holds as holds_onnx
@@ -174,17 +174,17 @@ def _measure(path: Path, task: Task, drafting: _Drafting | None) -> tuple[Export
 def _speed(model: "Model", task: Task, drafting: _Drafting) -> ExportSpeed:
     """Greedy decoding alone and with the draft, interleaved, on the same sessions."""
     prompts = task.prompts[:PROMPTS]
-    ways = {"plain": Speculator(model), "speculative": Speculator(model, drafting.drafter, task.run.draft_length)}
-    timed = time_interleaved(ways, prompts, task.new_tokens, lambda *_: None)
-    rates = {name: one.median(lambda m: m.tokens_per_second) for name, one in timed.items()}
+    length = task.run.draft_length or FIXED_DRAFT_LENGTH
+    ways = {"plain": Speculator(model), "speculative": Speculator(model, drafting.drafter, length)}
+    timed = time_interleaved(ways, Work(prompts, task.new_tokens), lambda *_: None)
     compared, mismatches = compare(timed["plain"].tokens[0], timed["speculative"].tokens[0])
     return ExportSpeed(
         prompts=len(prompts),
         new_tokens=task.new_tokens,
-        draft_length=task.run.draft_length,
-        tokens_per_second=rates["plain"],
+        draft_length=length,
+        tokens_per_second=timed["plain"].tokens_per_second,
         drafter=drafting.name,
-        speculative_tokens_per_second=rates["speculative"],
+        speculative_tokens_per_second=timed["speculative"].tokens_per_second,
         acceptance_rate=total(timed["speculative"].metrics[0]).acceptance_rate,
         class_=lossless_class(model, ways["speculative"].verify, Sampling()),
         tokens_compared=compared,

@@ -12,7 +12,8 @@ NO_SPEED = "speed was not measured (--no-speed)"
 NOT_LOADED = "neither quality nor speed was asked for, so the models were not loaded"
 TOO_FEW = "too few tokens were decoded or drafted to tell"
 
-# Nulls that are statements rather than missing figures: no draft, no interpreter, nothing pruned, no failure.
+# Nulls that are statements rather than missing figures: no draft, no interpreter, nothing pruned, nothing drafted, no
+# failure.
 _STATEMENTS = (
     "draft",
     "asked.*",
@@ -21,6 +22,7 @@ _STATEMENTS = (
     "exports.*.worst",
     "quality.layers.*.output_error",
     "quality.layers.*.damping",
+    "speed.pairings.*.*",
     "speed.baselines.*.why",
     "speed.baselines.*.prompts",
     "speed.baselines.*.new_tokens",

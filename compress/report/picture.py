@@ -110,7 +110,10 @@ def _quality(report: Report) -> Column:
 def _speed(report: Report) -> Column:
     speed, lossless = report.speed, report.lossless
     lines = [f"tokens per second, greedy, {speed.threads} {'thread' if speed.threads == 1 else 'threads'}"]
-    if speed.acceptance_rate is not None and speed.tokens_per_round is not None:
+    if speed.drafter is not None and not speed.pays:
+        lines.append("speculation does not pay on this machine")
+    elif speed.acceptance_rate is not None and speed.tokens_per_round is not None:
+        lines.append(f"drafter {speed.drafter}, the fastest of those timed")
         lines.append(f"acceptance α {speed.acceptance_rate:.2f}, {speed.tokens_per_round:.2f} tokens a round")
     if lossless.tokens_compared is not None:
         lines.append(f"{lossless.mismatches:,} of {lossless.tokens_compared:,} tokens differ from plain decoding")

@@ -115,12 +115,13 @@ def speed_bars(report: Report) -> "Figure | None":
 
 
 def paces(speed: Speed, speculative: str, digits: int) -> list[Bar]:
-    """The bars of our three ways of decoding, those that were measured; `speculative` is how the last is called."""
+    """The bars of our three ways of decoding, those that were measured; `speculative` is how the last is called, which
+    has no bar where it does not pay."""
     ways = (("original", ORIGINAL), ("compressed", COMPRESSED), ("speculative", SPECULATIVE))
     return [
         Bar(speculative if name == "speculative" else name, pace, f"{pace:,.{digits}f}", colour)
         for name, colour in ways
-        if (pace := speed.pace(name))
+        if (pace := speed.pace(name)) and (name != "speculative" or speed.pays)
     ]
 
 

@@ -3,6 +3,9 @@
 The convention for what was not measured: the key stays, its value is null, and the top-level `not_measured` maps the
 figure's dotted path to the reason (not_measured.py). No null is without a reason, and no number is a guess.
 
+Of schema 2 are speed.pairings, speed.fastest_drafter and speed.mean_draft_length, and asked.drafter; speed.drafter is
+who was fastest, plain decoding ("none") included. What schema 1 had is still there, of the fastest drafter.
+
 Units: bytes, milliseconds, tokens per second, joules; shares and ratios are plain numbers.
 """
 
@@ -15,7 +18,7 @@ from compress.records import ExpertRecord, LeftAlone
 from compress.report.not_measured import reason_for, unexplained
 from compress.report.schema_speed import Lossless, LosslessClass, Speed, Strict
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 
 class Machine(Strict):
@@ -29,7 +32,10 @@ class Machine(Strict):
 
 
 class Asked(Strict):
-    """What the user asked for: the command without directories, the complete recipe, how to measure."""
+    """What the user asked for: the command without directories, the complete recipe, how to measure.
+
+    drafter, draft_length  null: all drafters that there were, and γ chosen every round.
+    """
 
     command: str
     recipe: dict[str, Any]
@@ -37,7 +43,8 @@ class Asked(Strict):
     seq_len: int
     eval_tokens: int
     new_tokens: int
-    draft_length: int
+    drafter: str | None
+    draft_length: int | None
     threads: int | None
 
 
@@ -253,7 +260,7 @@ class Sample(Strict):
 class Report(Strict):
     """report.json."""
 
-    schema_: Literal[1]
+    schema_: Literal[2]
     recipe: str
     model: str
     draft: str | None

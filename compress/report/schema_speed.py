@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+PLAIN = "none"  # of drafters: plain decoding
 LosslessClass = Literal["exact", "measured", "distribution", "lossy"]
 
 
@@ -80,8 +81,30 @@ class Group(Strict):
     speedup_over_compressed: float | None
 
 
+class Pairing(Strict):
+    """The target with one drafter ("none": plain decoding), γ chosen every round unless one was asked for.
+
+    measured      "trial": on a few tokens, with `speedup` over plain decoding of the same; null: it cannot draft.
+    draft_length  γ on average over the rounds; null, as α is, where nothing is drafted.
+    mismatches    of tokens_compared: where greedy text differs from plain decoding's, over all repeats.
+    why           why not all prompts were decoded, or none.
+    """
+
+    drafter: str
+    measured: Literal["all prompts", "trial"] | None
+    tokens_per_second: float | None
+    speedup: float | None
+    acceptance_rate: float | None
+    tokens_per_round: float | None
+    draft_length: float | None
+    predicted_speedup: float | None
+    tokens_compared: int | None
+    mismatches: int | None
+    why: str | None
+
+
 class Advice(Strict):
-    """`band`: what α alone suggests. `draft_length`: the best by the measured costs; 0: do not speculate."""
+    """`band`: what α alone suggests. `draft_length`: the best as measured; 0: do not speculate."""
 
     band: str
     draft_length: int = Field(ge=0)
@@ -105,12 +128,21 @@ class PlainSpeed(Strict):
 class Speculation(Strict):
     """Speculative decoding of the compressed model, interleaved with the plain ways.
 
-    acceptance_rate is greedy decoding's, _t1 that of sampling at temperature 1; the agreements are teacher-forced on
-    held-out text (speed.teacher_forced_agreement).
+    pairings         all drafters that there were; the first row is the best, plain decoding included.
+    drafter          the first row's, whose figures `speculative` and `speedup` are: "none", and 1.00 times plain
+                     decoding's speed, where speculation does not pay.
+    fastest_drafter  the fastest of those that draft, whether it pays or not: the other figures are its own.
+    acceptance_rate  greedy decoding's, _t1 that of sampling at temperature 1; the agreements are the draft model's,
+                     teacher-forced on held-out text (speculation.teacher_forced_agreement).
+    mean_draft_length  γ on average over all rounds. draft_length: over those that drafted, as a whole number; what was
+                     asked for, if anything was.
     """
 
     speculative: Decoding | None
+    pairings: list[Pairing] | None
     drafter: str | None
+    fastest_drafter: str | None
+    mean_draft_length: float | None
     acceptance_rate: float | None
     acceptance_rate_t1: float | None
     acceptance_rate_t1_verify: str | None
@@ -138,13 +170,18 @@ class Speed(Speculation, PlainSpeed):  # the plain ways are written first
         return 0.0 if way is None else way.tokens_per_second or 0.0
 
     @property
+    def pays(self) -> bool:
+        """Whether a drafter is faster than plain decoding of the compressed model."""
+        return self.drafter not in (None, PLAIN)
+
+    @property
     def best(self) -> float:
         """Tokens per second of the faster of plain and speculative decoding of the compressed model."""
         return max(self.pace("compressed"), self.pace("speculative"))
 
 
 class Lossless(Strict):
-    """Speculative against plain greedy output of the compressed model, token for token."""
+    """Speculative against plain greedy output of the compressed model, token for token, of all drafters together."""
 
     class_: LosslessClass | None
     verify: str | None

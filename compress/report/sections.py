@@ -25,10 +25,12 @@ def asked(report: Report) -> list[tuple[str, str]]:
 
 
 def _draft(report: Report) -> str:
-    if report.speed.drafter == "medusa":
-        beside = "" if report.draft is None else f"; {report.draft} lies beside them"
-        return f"Medusa heads of the model's own{beside}"
-    return report.draft or "none: the drafter is prompt lookup"
+    there = "none" if report.draft is None else report.draft
+    if report.speed.drafter is None:
+        return there
+    if not report.speed.pays:
+        return f"{there}; no drafter was faster than plain decoding"
+    return f"{there}; the fastest drafter is {report.speed.drafter}"
 
 
 def describe_recipe(recipe: dict[str, Any]) -> str:
@@ -51,7 +53,7 @@ def _calibration(found: Calibration) -> str:
 def measured(report: Report) -> list[Section]:
     """The sections with plots, in the order of the page."""
     out = [_size(report.size, report.machine.device), _quality(report.quality), speed(report.speed)]
-    if report.speed.speculative is not None:
+    if report.speed.pairings:
         out.append(acceptance(report))
     if report.calibration.experts:
         out.append(_experts(report.calibration.experts))

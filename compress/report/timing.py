@@ -1,8 +1,9 @@
 """Several ways of decoding the same prompts, timed in turns, and what their texts have in common."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -14,6 +15,16 @@ from runtime.speculate import Speculator
 REPEATS = 3
 TIMING_SECONDS = 45.0  # no repeat begins that would take longer; the first one always ends
 _WARM_UP_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is decoded in every way: token lists, `new_tokens` more of each, how often, and in what time."""
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    repeats: int = REPEATS
+    seconds: float = TIMING_SECONDS
 
 
 @dataclass
@@ -28,49 +39,75 @@ class Timed:
         """The sum over prompts and repeats."""
         return total([m for repeat in self.metrics for m in repeat])
 
-    def median(self, rate: Callable[[Metrics], float | None]) -> float | None:
-        """The median over repeats of a figure of all prompts together."""
-        found = [value for value in (rate(total(repeat)) for repeat in self.metrics) if value is not None]
-        return statistics.median(found) if found else None
+    @property
+    def seconds(self) -> float:
+        """Of all prompts once: of each its median over the repeats (the lower of two), so that what disturbed some of
+        them counts for nothing."""
+        return self._typical(lambda m: m.seconds)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all the time, the prompts' included."""
+        return _rate(sum(m.new_tokens for m in self.metrics[0]), self.seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens gained in rounds over the time of the rounds."""
+        spent = self._typical(lambda m: m.seconds - m.prompt_seconds)
+        return _rate(sum(m.gained for m in self.metrics[0]), spent)
+
+    def only(self, places: Sequence[int]) -> "Timed":
+        """The same of some of the prompts."""
+        return Timed(
+            [[repeat[i] for i in places] for repeat in self.tokens],
+            [[repeat[i] for i in places] for repeat in self.metrics],
+        )
 
     def figures(self) -> Decoding:
-        """Rates are medians over the repeats, times are over all runs."""
+        """Rates are of each prompt's median time over the repeats, other times over all runs."""
         rates = {
-            "tokens_per_second": self.median(lambda m: m.tokens_per_second),
-            "decode_tokens_per_second": self.median(lambda m: m.decode_tokens_per_second),
+            "tokens_per_second": self.tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
         }
         return Decoding(**{**self.overall.report(), **rates, "energy_j": None})
 
+    def _typical(self, seconds: Callable[[Metrics], float]) -> float:
+        return sum(statistics.median_low(map(seconds, runs)) for runs in zip(*self.metrics, strict=True))
 
-def time_interleaved(
-    ways: dict[str, Speculator], prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress
-) -> dict[str, Timed]:
-    """Decodes every prompt greedily in every way, one after the other, in an order that rotates.
 
-    Exactly `new_tokens` each (no stop tokens), after a warm-up. Up to 3 repeats within the time there is.
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def time_interleaved(ways: Mapping[str, Speculator], work: Work, progress: Progress) -> dict[str, Timed]:
+    """Decodes every prompt greedily in every way, one after the other, in an order that is shuffled for each prompt.
+
+    Who comes after a larger model finds the processor's caches full of it, so nobody always comes after the same one.
+    Exactly `new_tokens` each (no stop tokens), after a warm-up. As many of the repeats as there is time for.
     """
-    names = list(ways)
+    names, prompts, repeats = list(ways), work.prompts, work.repeats
+    chooser = random.Random(0)
     for way in ways.values():
-        way.generate([prompts[0]], max_new_tokens=_WARM_UP_TOKENS, stop=())
+        way.generate([prompts[0]], max_new_tokens=min(work.new_tokens, _WARM_UP_TOKENS), stop=())
     timed = {name: Timed() for name in names}
     started = time.perf_counter()
     longest = 0.0
-    for repeat in range(REPEATS):
+    for repeat in range(repeats):
         before = time.perf_counter()
-        if repeat and before - started + longest > TIMING_SECONDS:
+        if repeat and before - started + longest > work.seconds:
             break
         for one in timed.values():
             one.tokens.append([])
             one.metrics.append([])
         for index, prompt in enumerate(prompts):
-            progress("speed", repeat * len(prompts) + index, REPEATS * len(prompts))
-            shift = (repeat + index) % len(names)
-            for name in names[shift:] + names[:shift]:
-                [result] = ways[name].generate([prompt], max_new_tokens=new_tokens, stop=())
+            progress("speed", repeat * len(prompts) + index, repeats * len(prompts))
+            chooser.shuffle(names)
+            for name in names:
+                [result] = ways[name].generate([prompt], max_new_tokens=work.new_tokens, stop=())
                 timed[name].tokens[-1].append(result.tokens)
                 timed[name].metrics[-1].append(result.metrics)
         longest = max(longest, time.perf_counter() - before)
-    progress("speed", REPEATS * len(prompts), REPEATS * len(prompts))
+    progress("speed", repeats * len(prompts), repeats * len(prompts))
     return timed
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from compress.export import told
 from compress.records import ExpertRecord
 from compress.report.schema import Interval95, Report, Sparsity
-from compress.report.schema_speed import Speed, Speedup
+from compress.report.schema_speed import PLAIN, Speed
 
 NOT_MEASURED = "not measured"
+NO_GAIN = "Speculation does not pay on this machine"
 
 _CLASSES = {
     "exact": (
@@ -112,7 +113,11 @@ def _speed(report: Report) -> Headline:
     start, pace = speed.pace("original"), speed.pace(name)
     ratio = pace / start
     caption = f"{pace:,.1f} tokens/s {name} against {start:,.1f} for the original, same runtime"
-    if speed.speedup and speed.speedup.over_compressed:
+    if speed.speculative is not None and not speed.pays:
+        caption = (
+            f"{pace:,.1f} tokens/s compressed against {start:,.1f} for the original, same runtime; {_no_gain(speed)}"
+        )
+    elif speed.speedup and speed.speedup.over_compressed:
         caption += f"; {times(speed.speedup.over_compressed)} over plain decoding of the compressed model"
     return Headline("the original's speed", times(ratio), caption, "good" if ratio >= 1 else "bad")
 
@@ -146,7 +151,7 @@ def _speed_findings(report: Report) -> Iterator[str]:
     if speed.speculative is None:
         yield f"Speculation: {_because(report, 'speed.speculative')}."
     elif speed.speedup is not None and speed.speedup.over_compressed is not None:
-        yield from _speculation_findings(report.draft, speed, speed.speedup)
+        yield from _speculation_findings(report)
     paces = [(row.tokens_per_second, row.name) for row in speed.baselines or [] if row.tokens_per_second]
     fastest, name = max(paces, default=(0.0, ""))
     if fastest > speed.best:
@@ -216,19 +221,38 @@ def _expert_finding(experts: Sequence[ExpertRecord]) -> str | None:
     )
 
 
-def _speculation_findings(draft: str | None, speed: Speed, found: Speedup) -> Iterator[str]:
-    drafter = draft if speed.drafter == "model" else f"the drafter {speed.drafter}"
-    gain, measured = found.over_compressed or 0.0, found.decode_over_compressed
-    verb = "speeds plain decoding up" if gain >= 1 else "slows plain decoding down"
-    sentence = (
-        f"Speculation with {drafter}, {tokens(speed.draft_length or 0)} a round, {verb}: {gain:.2f} times its speed."
-    )
-    if speed.acceptance_rate is not None:
-        sentence += (
-            f" {percent(speed.acceptance_rate)} of the drafted tokens were accepted, "
-            f"{speed.tokens_per_round:.2f} tokens gained a round."
+def _no_gain(speed: Speed) -> str:
+    return f"{NO_GAIN[0].lower()}{NO_GAIN[1:]}: {times(1.0)} over plain decoding"
+
+
+def _speculation_findings(report: Report) -> Iterator[str]:
+    speed, drafts = report.speed, [row for row in report.speed.pairings or [] if row.measured and row.drafter != PLAIN]
+    best = next((row for row in drafts if row.drafter == speed.fastest_drafter), None)
+    if best is None:
+        yield f"Speculation: {_because(report, 'speed.fastest_drafter')}."
+        return
+    name = f"the draft {report.draft}" if best.drafter == "model" and report.draft else f"the drafter {best.drafter}"
+    chosen = "chosen every round" if report.asked.draft_length is None else "asked for"
+    drafting = f"{number(best.draft_length, 1)} tokens a round ({chosen})"
+    accepted = ""
+    if best.acceptance_rate is not None:
+        accepted = (
+            f" {percent(best.acceptance_rate)} of the drafted tokens were accepted, "
+            f"{number(best.tokens_per_round, 2)} tokens gained a round."
         )
-    yield sentence
+    if speed.pays:
+        others = f", the fastest of {len(drafts)} drafters" if len(drafts) > 1 else ""
+        yield (
+            f"Speculation with {name}{others}, {drafting}, speeds plain decoding up: {times(best.speedup or 0.0)} its "
+            f"speed.{accepted}"
+        )
+    else:
+        of = f"the fastest of {len(drafts)} drafters" if len(drafts) > 1 else "it was the only drafter to be timed"
+        yield (
+            f"{NO_GAIN}: {name}, {of}, gave {times(best.speedup or 0.0)} the speed of plain decoding, {drafting}."
+            f"{accepted}"
+        )
+    measured = speed.speedup.decode_over_compressed if speed.speedup and speed.pays else None
     if speed.predicted_speedup is not None and measured is not None:
         yield (
             f"From the measured acceptance and costs {speed.predicted_speedup:.2f} times was to be expected; "

@@ -35,7 +35,8 @@ class ServeOptions:
         str | None,
         typer.Option(
             help="Who proposes tokens where a request names nobody; also two of them with a plus between.",
-            show_default="model where there is a draft, else medusa, else lookup",
+            show_default="the fastest by the run's report; without one model where there is a draft, else medusa, else"
+            " lookup",
         ),
     ] = None
     corpus: Annotated[Path | None, typer.Option(help="For the drafter suffix: a text file.")] = None

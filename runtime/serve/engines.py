@@ -21,6 +21,7 @@ from runtime.speculative.draft_length import Controller
 from runtime.speculative.drafters.by_name import drafter_by_name
 from runtime.speculative.drafters.for_requests import request_drafters
 from runtime.speculative.drafters.other_tokenizer import model_drafter
+from runtime.speculative.recorded import needs_planes
 
 if TYPE_CHECKING:
     from runtime.speculative.draft import Request
@@ -37,8 +38,7 @@ def opened(settings: ModelSettings) -> tuple[Model, Engine, dict[str, Any]]:
     """
     options: dict[str, Any] = {"device": settings.device, "threads": settings.threads, "kernels": settings.kernels}
     _require_memory(settings)
-    kinds = (settings.drafter or "").split("+")
-    model = load(settings.path, planes="nested" in kinds, **options)
+    model = load(settings.path, planes=needs_planes(settings.drafter, settings.draft, settings.path), **options)
     _ = model.tokenizer  # is read at its first use: here, and not in the middle of the first request
     corpus = None if settings.corpus is None else Path(settings.corpus)
     verify: Any = settings.verify

@@ -20,8 +20,11 @@ _LOOK = 3
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
 # a batch which gain unevenly end unevenly, so that later forwards are shared by fewer.
 MARGIN = 1.15
-# The first rounds of all, which show what not drafting and drafting cost.
-_OPENING = (0, 0, 4, 4, 4)
+# The first rounds of all show what not drafting and drafting cost and bring: some without a draft, then drafts until so
+# many have had tokens (of prompt lookup many find nothing, which says little), for no more than so many rounds.
+_OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST = 2, 3, 4, 26
+# A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
+_REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
 # as a quarter of a small model's forward.
 _HOLD, _LONGEST_HOLD = 4, 256
@@ -76,6 +79,8 @@ class Controller:
         self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
         self._trees = False
         self._rounds = 0
+        self._drafts = 0  # rounds in which tokens were drafted
+        self._empty = 0  # looks one after the other that found nothing to draft
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
         self._again: DraftBudget | None = None  # a probe that told nothing of its cost is repeated
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
@@ -125,8 +130,10 @@ class Controller:
         if again is not None and alone:
             self._probing = probing
             return DraftBudget(min(again.budget, most), min(again.requests, batch))
-        if self._rounds < len(_OPENING):
-            return DraftBudget(min(_OPENING[self._rounds], most) if alone else 0, 1)
+        if self._rounds < _OPENING_PLAIN:
+            return DraftBudget(0, 1)
+        if self._drafts < _OPENING_DRAFTS and self._rounds < _OPENING_MOST:
+            return DraftBudget(min(_OPENING_LENGTH, most) if alone else 0, 1)
         held_batch, held_most, held, until = self._held
         # A text near its end allows less; a choice that such a limit had forced is made anew when there is room again.
         if batch == held_batch and held <= most and (held < held_most or most <= held_most) and self._rounds < until:
@@ -182,7 +189,10 @@ class Controller:
         batch, _, held, until = self._held
         if found.budget == held == 0 and found.batch == batch and not changing:
             self._rest, self._slowest = until - self._rounds, OUTLIER * self._target.at(batch)
+        expected = self._target.at(found.width) + self._draft_time(len(found.drafts), found.budget)
+        drafted = any(draft.drafted for draft in found.drafts)
         if found.budget > 0:
+            self._drafts += drafted
             self._chain.fade()
             self._tree.fade()
             self._trees = self._trees or not all(draft.chain for draft in found.drafts)
@@ -202,13 +212,16 @@ class Controller:
             looked = self._probing is not None and found.budget == 0
             self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
         if self._probing is not None:
-            if found.behind and found.budget > 0:
+            self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
+            if found.budget > 0 and (found.behind or 0 < self._empty <= _REPEATS):
                 self._again = DraftBudget(found.budget, len(found.drafts))
             elif changing:
                 self._again = DraftBudget(0, found.batch)
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
-            lost = max(0.0, taken - gained / self._probing)
+            # A round in which the machine was elsewhere is not what looking costs.
+            usual = min(taken, OUTLIER * expected) if expected > 0 and not found.behind else taken
+            lost = max(0.0, usual - gained / self._probing)
             if found.budget > 0:
                 self.probing_seconds += lost
             else:

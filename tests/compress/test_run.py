@@ -15,6 +15,7 @@ from compress.context import RunContext
 from compress.recipe import Recipe, built_in
 from compress.report.schema import Report
 from compress.run import app, command_line, summary_rows
+from runtime.generate import app as generate
 
 Tiny = Callable[..., Path]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "gpt2")
@@ -69,8 +70,51 @@ def test_a_draft_and_speed(tiny: Tiny, command: Any, text: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(Path("deep/out/report.json").read_text())
     assert report["draft"] == "llama" and Path("deep/out/draft/model.safetensors").is_file()
-    assert report["speed"]["speculative"]["tokens_per_second"] > 0
+    speed = report["speed"]
+    assert speed["pairings"][0]["drafter"] == speed["drafter"] and len(speed["pairings"]) == 7
+    assert speed["speculative"]["tokens_per_second"] == speed["pairings"][0]["tokens_per_second"] > 0
     assert report["lossless"]["mismatches"] == 0
+    assert all(row["drafter"] in result.stdout for row in speed["pairings"]) and "over plain" in result.stdout
+
+
+def test_one_drafter_with_one_draft_length_on_prompts_of_ones_own(
+    tiny: Tiny, command: Any, text: Path, tmp_path: Path
+) -> None:
+    entries = [{"turns": [f"double_{n}(value)"], "category": ("math_reasoning", "rag")[n % 2]} for n in range(12)]
+    (tmp_path / "spec.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    words = [word for word in small(tiny("llama"), text) if word != "--no-speed"]
+    asked = ("--drafter", "lookup", "--draft-length", 2, "--prompts", tmp_path / "spec.jsonl", "--baselines", "none")
+    result = command("--recipe", "int4-rtn", *words, *asked)
+    assert result.exit_code == 0, result.output
+    report = json.loads(Path("runs/int4-rtn/report.json").read_text())
+    speed = report["speed"]
+    assert {row["drafter"] for row in speed["pairings"]} == {"none", "lookup"} and speed["fastest_drafter"] == "lookup"
+    assert speed["draft_length"] == 2 == report["asked"]["draft_length"] and report["asked"]["drafter"] == "lookup"
+    assert [(group["name"], group["prompts"]) for group in speed["groups"]] == [("math_reasoning", 4), ("rag", 4)]
+    assert speed["baselines"] == [] and "--prompts spec.jsonl" in report["asked"]["command"]
+    # Whoever takes the run takes who was fastest.
+    shown = CliRunner().invoke(generate, ["--target", "runs/int4-rtn", "--prompt", "def", "--max-new-tokens", "3"])
+    why = "no drafter was faster" if speed["drafter"] == "none" else "fastest"
+    assert f"{speed['drafter']} ({why} when measured" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--drafter", "model"], "--drafter model needs a draft: name one with --draft"),
+        (["--drafter", "lookup+medusa"], "--drafter lookup+medusa needs a recipe with a medusa stage"),
+        (["--drafter", "nested"], "--drafter nested needs a recipe with int8 weights"),
+        (["--drafter", "guess"], "--drafter: expected one of none, model, tree,"),
+        (["--prompts", "no.jsonl"], "--prompts: no.jsonl cannot be read"),
+    ],
+)
+def test_what_speed_cannot_be_measured_with_is_told_before_the_work(
+    tiny: Tiny, command: Any, text: Path, words: list[str], sentence: str
+) -> None:
+    given = [word for word in small(tiny("llama"), text) if word != "--no-speed"]
+    result = command("--recipe", "nf4", *given, *words)
+    assert result.exit_code == 2 and f"error: {sentence}" in result.stderr and "Traceback" not in result.output
+    assert "Working on weights" not in result.stderr and list(Path().iterdir()) == []
 
 
 def test_int8_dynamic(tiny: Tiny, command: Any, text: Path) -> None:
@@ -92,7 +136,7 @@ def test_no_quality_is_measured_where_none_is_asked_for(
     monkeypatch.setattr(assemble, "load", lambda *given, **options: loaded.append(given) or load(*given, **options))
     words = [word for word in small(tiny("llama"), text) if not (loads and word == "--no-speed")]
     words[words.index("--eval-tokens") + 1] = "0"
-    result = command("--recipe", "int4-rtn", "--memory-budget", "3GB", *words)
+    result = command("--recipe", "int4-rtn", "--memory-budget", "3GB", "--baselines", "none", *words)
     assert result.exit_code == 0, result.output
     assert "forecast: " in result.stderr and "not measured" in result.stdout
     report = json.loads(Path("runs/int4-rtn/report.json").read_text())
@@ -240,12 +284,12 @@ def test_the_summary_says_what_was_not_measured() -> None:
     found["size"] |= {"original_bytes": 4_000_000, "compressed_bytes": 1_000_000, "ratio": 4.0}
     found["quality"]["perplexity"] |= {"original": 20.0, "compressed": 20.5}
     found["speed"]["original"]["tokens_per_second"] = 10.0
-    found["speed"] |= {"compressed": None, "speculative": None, "acceptance_rate": None}
-    missing = ("compressed", "speculative", "acceptance_rate")
+    found["speed"] |= {"drafter": None, "compressed": None, "speculative": None, "acceptance_rate": None}
+    missing = ("drafter", "compressed", "speculative", "acceptance_rate")
     found["not_measured"] |= {f"speed.{name}": "too few" for name in missing}
     report = Report.model_validate(found)
     rows = dict(summary_rows(report))
     assert rows["size"] == "4.0 MB -> 1.0 MB (4.00 x smaller)"
     assert rows["perplexity"] == "20.000 -> 20.500"
     assert rows["tokens/s: original / compressed / speculative"] == "10.0 / not measured / not measured"
-    assert rows["acceptance rate α"] == "not measured"
+    assert rows["acceptance rate α"] == "not measured" and "fastest way" not in rows

@@ -1,5 +1,6 @@
 """The command: what it prints where, which drafter it takes, and how it ends."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,51 @@ def test_a_run_folder_brings_its_draft(run_folder: Path) -> None:
     result = command("--target", run_folder, "--prompt", PROMPT, "--max-new-tokens", 12)
     assert result.exit_code == 0
     assert result.stdout.startswith(PROMPT) and "model (draft)" in result.stdout and result.stderr == ""
+
+
+def report(run: Path, drafter: Any, speedup: Any = 1.25, schema: int = 2) -> None:
+    found = {"schema": schema, "speed": {"drafter": drafter, "speedup": {"over_compressed": speedup}}}
+    (run / "report.json").write_text(json.dumps(found))
+
+
+def test_the_drafter_that_a_run_recorded_is_the_default(run_folder: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    common = ("--prompt", PROMPT, "--max-new-tokens", 4)
+
+    def drafter(*more: object, target: Path = run) -> str:
+        result = command("--target", target, *common, *more)
+        assert result.exit_code == 0, result.output
+        return next(line for line in result.stdout.splitlines() if line.startswith("drafter"))
+
+    report(run, "suffix")
+    said = "suffix (fastest when measured: 1.25× plain decoding)"
+    assert said in drafter() and said in drafter(target=run / "model")
+    assert "model (draft; fastest" in (report(run, "model"), drafter())[1]
+    report(run, "none", 1.0)
+    assert "none (no drafter was faster when measured" in drafter()
+    # What is named counts, and a draft is named to draft.
+    assert "lookup" in drafter("--drafter", "lookup") and "fastest" not in drafter("--drafter", "lookup")
+    assert "model (draft)" in drafter("--draft", run / "draft")
+    # Reports that do not say who was fastest, of an older version or without speed: as without one.
+    report(run, "lookup", schema=1)
+    assert "model (draft)" in drafter()
+    report(run, None)
+    assert "model (draft)" in drafter()
+    report(run, "medusa")
+    assert "model (draft; medusa, the fastest when measured, lacks" in drafter()
+    for speed in ('{"drafter": 3}', '{"drafter": "x", "speedup": 1}', '{"drafter": "lookup", "speedup": {}}', "{"):
+        broken = f'{{"schema": 2, "speed": {speed}}}'
+        (run / "report.json").write_text(broken)
+        refused = command("--target", run, *common)
+        assert refused.exit_code == 2 and "/report.json" in refused.stderr and "--drafter" in refused.stderr
+        assert refused.stderr.count("error: ") == 1 and drafter("--drafter", "none")
+
+
+def test_a_recorded_nested_drafter_gets_its_planes(tiny_packed: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(tiny_packed("int8"), tmp_path / "model")
+    report(tmp_path, "nested")
+    result = command("--target", tmp_path, "--prompt", PROMPT, "--max-new-tokens", 4)
+    assert "nested (the target's upper four bits; fastest when" in result.stdout
 
 
 def test_without_a_draft_lookup_is_taken_and_said(tiny: Tiny) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compress.artifact import Artifact, manifest
-from compress.context import RunContext
+from compress.context import FIXED_DRAFT_LENGTH
 from compress.errors import UserError
 
 DRAFTS = "serve/draft"
@@ -33,6 +33,7 @@ class Facts:
     heads, kv_heads, layers, experts, widths, positions   of the model; widths: what tensor parallelism cuts.
     draft        whether the run has one; vocabulary: whether it is the target's.
     medusa       whether the run has Medusa heads.
+    fastest      who drafted fastest when the run was measured, by our drafters' names; none: nobody did; None: unknown.
     length       γ to serve with; why: a measurement's words, or why there are none.
     pays         False where the measurement advises against speculation.
     exports, draft_exports   forms that are there.
@@ -58,6 +59,7 @@ class Facts:
     draft: bool
     vocabulary: Vocabulary
     medusa: bool
+    fastest: str | None
     length: int
     why: str
     pays: bool
@@ -91,7 +93,6 @@ def read(run: Path) -> Facts:
     hidden = _number(config, "hidden_size", "n_embd")
     head_dim = _number(config, "head_dim") or hidden // heads
     intermediate = _number(config, "moe_intermediate_size", "intermediate_size") or 4 * hidden
-    length, why, pays = _draft_length(run)
     declared = quantization.get("kv_cache_scheme") is not None
     cache = (config.get("specpress") or {}).get("kv_cache", {}).get("kind")
     about = manifest.read(run)
@@ -111,9 +112,7 @@ def read(run: Path) -> Facts:
         draft=(run / "draft").is_dir(),
         vocabulary=_vocabulary(run / "model", run / "draft") if (run / "draft").is_dir() else "unknown",
         medusa=(run / "medusa").is_dir(),
-        length=length,
-        why=why,
-        pays=pays,
+        **_drafting(run),
         exports=_forms(run / "exports"),
         draft_exports=_forms(run / DRAFTS),
     )
@@ -174,19 +173,22 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draft_length(run: Path) -> tuple[int, str, bool]:
-    """γ, in what words it was measured, and whether speculation pays."""
+def _drafting(run: Path) -> dict[str, Any]:
+    """`Facts`' fields on speculation: who drafts best, γ, in what words it was measured, and whether it pays."""
     speed = (Artifact(run).report if (run / "report.json").is_file() else {}).get("speed") or {}
-    asked = speed.get("draft_length") or RunContext.draft_length
-    advice = speed.get("advice")
+    fastest, advice = speed.get("drafter"), speed.get("advice")
+    length = int(speed.get("draft_length") or FIXED_DRAFT_LENGTH)
     if not advice:
-        return asked, f"Speculation was not measured, so {asked} drafted tokens are a start, not advice.", True
+        why = f"Speculation was not measured, so {length} drafted tokens are a start, not advice."
+        return {"fastest": fastest, "length": length, "why": why, "pays": fastest != "none"}
     if not advice["draft_length"]:
-        return asked, advice["why"], False
-    if speed.get("drafter") == "medusa":
-        why = f"{advice['why']} That was with the run's Medusa heads; drafters of other kinds start with {asked}."
-        return asked, why, True
-    return int(advice["draft_length"]), advice["why"], True
+        return {"fastest": fastest, "length": length, "why": advice["why"], "pays": False}
+    if fastest is not None and not {"medusa", "tree", "nested"}.isdisjoint(fastest.split("+")):
+        # γ of a tree counts its nodes, and other engines have no drafter of these kinds.
+        length = FIXED_DRAFT_LENGTH
+        why = f"{advice['why']} Drafters of other kinds start with {length} tokens."
+        return {"fastest": fastest, "length": length, "why": why, "pays": True}
+    return {"fastest": fastest, "length": int(advice["draft_length"]), "why": advice["why"], "pays": True}
 
 
 def _vocabulary(target: Path, draft: Path) -> Vocabulary:

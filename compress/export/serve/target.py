@@ -9,6 +9,9 @@ from compress.export.serve.parts import Command
 from compress.export.serve.run_facts import DRAFTS, Facts
 from runtime.speculative.drafters.lookup import LookupDrafter
 
+# Of our drafters those that need no model: other engines call theirs n-grams, or prompt lookup.
+_OF_THE_TEXT = ("lookup", "suffix")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -46,8 +49,9 @@ def needs(*sources: Source | None) -> tuple[Command, ...]:
 
 
 def drafts(facts: Facts) -> bool:
-    """Whether the run's draft can draft for its target in another engine."""
-    return facts.draft and facts.vocabulary != "different"
+    """Whether the run's draft is to draft for its target in another engine: it can, and the text itself was no faster
+    drafter."""
+    return facts.draft and facts.vocabulary != "different" and facts.fastest not in _OF_THE_TEXT
 
 
 def longest_ngram() -> int:
@@ -78,6 +82,10 @@ def contents(facts: Facts) -> str:
 def drafting_lines(facts: Facts) -> tuple[str, ...]:
     """What every engine's user has to know of the drafter."""
     return told(
+        facts.draft
+        and facts.fastest in _OF_THE_TEXT
+        and f"The drafter {facts.fastest} was faster than the model in draft/ when the run was measured, so n-grams of"
+        " the text draft.",
         facts.draft
         and facts.vocabulary == "different"
         and "The draft's vocabulary is not the target's, so it is not used here: n-grams of the text draft.",

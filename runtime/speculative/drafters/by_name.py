@@ -19,6 +19,7 @@ from runtime.speculative.drafters.other_tokenizer import model_drafter
 from runtime.speculative.drafters.suffix import SuffixDrafter
 from runtime.speculative.drafters.tree import TreeDrafter
 from runtime.speculative.drafters.tree_growth import Growth, TreeShape
+from runtime.speculative.recorded import Recorded, recorded
 from runtime.speculative.verify import Rule
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def drafter_by_name(
 
     nested needs a target that was loaded with planes=True.
 
-    name     None: model where there is a draft, medusa where there are heads, otherwise lookup.
+    name     None: `draft` where it is given; else who was the fastest when the target's run was measured, "none"
+             included, where its report says so; otherwise model where there is a draft, medusa where there are heads,
+             else lookup.
     draft    the directory of the draft model, or of medusa's heads; None: the target's own, where its run folder has
              one.
     corpus   a text file for suffix.
@@ -57,15 +60,14 @@ def drafter_by_name(
     Raises UserError for a draft or a corpus that the drafter does not use, a draft that it lacks or that does not fit,
     a file that cannot be read, and an unknown name.
     """
-    alone = "lookup" if target.medusa_path is None else "medusa"
-    default = alone if draft is None and target.draft_path is None else "model"
-    kinds = [default] if name is None else name.split("+")
+    chosen, said = (name, "") if name is not None else _default(target, draft)
+    kinds = chosen.split("+")
     uses_draft = "model" in kinds or "tree" in kinds
     uses_heads = "medusa" in kinds and not uses_draft
     own = target.medusa_path if uses_heads else target.draft_path
     found = draft if draft is not None else own
     if draft is not None and not (uses_draft or uses_heads):
-        raise UserError(f"--draft names a model, but --drafter is {name}; leave out one of the two.")
+        raise UserError(f"--draft names a model, but --drafter is {chosen}; leave out one of the two.")
     if corpus is not None and "suffix" not in kinds:
         raise UserError(
             f"--corpus is for the drafter suffix, but --drafter is {'+'.join(kinds)}; leave out the corpus."
@@ -73,17 +75,45 @@ def drafter_by_name(
     if tree is not None and "tree" not in kinds:
         raise UserError(f"--tree is for the drafter tree, but --drafter is {'+'.join(kinds)}; leave out the shape.")
     if uses_draft and found is None:
-        raise UserError(f"--drafter {name} needs a draft, but {target.path.name} comes without one; give --draft DIR.")
+        raise UserError(
+            f"--drafter {chosen} needs a draft, but {target.path.name} comes without one; give --draft DIR."
+        )
     if kinds == ["none"]:
-        return NamedDrafter(None)
+        return NamedDrafter(None, f" ({said})" if said else "")
     model = load(found, **(options or {})) if uses_draft and found is not None else None
     made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
-    note = f" ({Path(found).name})" if model is not None and found is not None else ""
-    if kinds == ["lookup"] and name is None:
-        note = " (no draft was given, and the target has none)"
+    notes = [Path(found).name] if model is not None and found is not None else []
     if kinds == ["nested"]:
-        note = " (the target's upper four bits)"
-    return NamedDrafter(made, note)
+        notes.append("the target's upper four bits")
+    notes += [said] if said else []
+    return NamedDrafter(made, f" ({'; '.join(notes)})" if notes else "")
+
+
+def _default(target: "Model", draft: str | Path | None) -> tuple[str, str]:
+    """The drafter where none is named, and what is to be said of it."""
+    if draft is not None:
+        return "model", ""
+    found = recorded(target.path)
+    lost = ""
+    if found is not None:
+        kinds = found.drafter.split("+")
+        lacks = ("a draft" if target.draft_path is None and not {"model", "tree"}.isdisjoint(kinds) else "") or (
+            "Medusa heads" if target.medusa_path is None and "medusa" in kinds else ""
+        )
+        if not lacks:
+            return found.drafter, _said(found)
+        lost = f"{found.drafter}, the fastest when measured, lacks {lacks}"
+    if target.draft_path is not None:
+        return "model", lost
+    if target.medusa_path is not None:
+        return "medusa", lost
+    return "lookup", lost or "no draft was given, and the target has none"
+
+
+def _said(found: Recorded) -> str:
+    if found.drafter == "none":
+        return "no drafter was faster when measured; --drafter names one"
+    return f"fastest when measured: {found.speedup:.2f}× plain decoding"
 
 
 def make(

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,10 @@ from compress.report.advice import (
     expected_speedup,
     fit_acceptance,
     iid_speedup,
+    settled,
     tokens_per_round,
 )
+from compress.report.schema_speed import Pairing
 from runtime.engine.metrics import predicted_speedup
 from runtime.speculative.costs import width_cost
 
@@ -96,6 +99,16 @@ def test_the_measured_costs_overrule_the_band() -> None:
 def test_a_bad_draft_is_refused_by_band_and_costs() -> None:
     refused = advise(0.05, [0.15, 0.03, 0.01, 0.0], 0.3, FLAT)
     assert refused.model_dump() == {"band": "another draft or none", "draft_length": 0, "why": refused.why}
+
+
+def test_what_was_timed_is_the_advice() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(Pairing.model_fields)
+    row = Pairing(**nothing | {"drafter": "suffix", "speedup": 1.29, "acceptance_rate": 0.74, "draft_length": 1.4})
+    found = settled(row, 3, chosen=True)
+    assert (found.band, found.draft_length) == ("7 to 10", 3)
+    assert "the drafter suffix with γ chosen every round, 1.4 on average, gave 1.29 times" in found.why
+    refused = settled(row, 0, chosen=False)
+    assert refused.draft_length == 0 and "does not pay on this machine" in refused.why
 
 
 def test_no_positions_cannot_be_fitted() -> None:

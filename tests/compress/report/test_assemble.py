@@ -100,7 +100,8 @@ def test_the_whole_report(
     assert set(stages) == {"load", "quality", "speed", "baselines", "page"}
     assert found.speed.speculative is not None and found.speed.prompts == assemble.PROMPTS
     assert found.lossless.class_ == "exact" and found.lossless.mismatches == 0
-    assert found.lossless.tokens_compared == 8 * assemble.PROMPTS
+    # Six drafters, each of which decodes all prompts as often.
+    assert found.lossless.tokens_compared == 6 * found.speed.repeats * 8 * assemble.PROMPTS
     assert (found.model, found.draft, found.seed) == ("llama", "someone/small-draft", 3)
     assert found.asked.command == "python -m compress.run --recipe nf4 --model llama --out=run.partial"
     assert found.quality.layers[0].error == 0.08

@@ -134,18 +134,41 @@ def test_a_report_without_speed_says_so(without_speed: dict[str, Any]) -> None:
     assert Outline(html).open == []
 
 
-def test_slowdowns_are_said(report: dict[str, Any]) -> None:
-    report["speed"]["speedup"] |= {"over_compressed": 0.61, "over_original": 0.5}
-    report["speed"]["speculative"]["tokens_per_second"] = 35.7
-    report["speed"]["advice"] |= {"draft_length": 0, "why": "Speculation does not pay here."}
-    text = " ".join(wording.findings(Report.model_validate(report)))
-    assert "slows plain decoding down: 0.61 times" in text
-    assert wording.headlines(Report.model_validate(report))[2].tone == "bad"
-    assert "do not speculate with this draft" in markdown_of(report)
+def plain_wins(report: dict[str, Any]) -> dict[str, Any]:
+    """The example where no drafter beats plain decoding."""
+    speed = report["speed"]
+    speed["pairings"].sort(key=lambda row: row["drafter"] != "none")
+    speed["pairings"][1]["speedup"] = 0.61
+    speed |= {"drafter": "none", "speculative": speed["compressed"]}
+    speed["speedup"] |= {"over_compressed": 1.0, "over_original": 0.77, "decode_over_compressed": 1.0}
+    speed["advice"] |= {"draft_length": 0, "why": "Speculation does not pay on this machine: so it is."}
+    return report
+
+
+def test_where_no_drafter_pays_plain_decoding_is_the_headline(report: dict[str, Any]) -> None:
+    found = Report.model_validate(plain_wins(report))
+    text = " ".join(wording.findings(found))
+    assert (
+        "Speculation does not pay on this machine: the draft pair-draft, the fastest of 3 drafters, gave 0.61×" in text
+    )
+    headline = wording.headlines(found)[2]
+    assert headline.tone == "bad" and "speculation does not pay on this machine: 1.00× over plain" in headline.caption
+    markdown = markdown_of(report)
+    assert "Advice: do not speculate. Speculation does not pay" in markdown
+    assert "no drafter was faster than plain decoding" in markdown
+    # The bars are of the ways that somebody would take.
+    assert [bar.name for bar in plots.paces(found.speed, "speculative", 1)] == ["original", "compressed"]
+
+
+def test_every_drafter_has_its_row(report: dict[str, Any]) -> None:
+    for text in (html_of(report), markdown_of(report)):
+        for figure in ("model", "1.52×", "1.09×", "tree (trial)", "0.75×", "no int8 layers", "timed on no more"):
+            assert figure in text
+    assert "the fastest of 3 drafters, 4.0 tokens a round (chosen every round)" in markdown_of(report)
     report["speed"]["advice"] |= {"draft_length": 1, "why": "It pays."}
     assert "draft 1 token a round. It pays." in markdown_of(report)
-    report["speed"]["advice"] |= {"draft_length": 2}
-    assert "draft 2 tokens a round. It pays." in markdown_of(report)
+    report["asked"]["draft_length"] = 4
+    assert "4.0 tokens a round (asked for)" in markdown_of(report) and "γ was asked for." in markdown_of(report)
 
 
 def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) -> None:
@@ -162,9 +185,10 @@ def test_ternary_weights_without_training_are_warned_of(report: dict[str, Any]) 
 
 
 def test_a_model_without_draft_names_the_lookup_drafter(report: dict[str, Any]) -> None:
-    report["draft"], report["speed"]["drafter"] = None, "lookup"
+    report["draft"] = None
+    report["speed"] |= {"drafter": "lookup", "fastest_drafter": "lookup"}
     text = markdown_of(report)
-    assert "the drafter is prompt lookup" in text
+    assert "none; the fastest drafter is lookup" in text
     assert "Speculation with the drafter lookup" in text
 
 

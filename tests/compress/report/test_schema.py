@@ -26,7 +26,8 @@ KEYS = {
     "quality": "corpus protocol perplexity bits_per_byte kl_divergence top1_agreement kv_perplexity layers",
     "speed": "prompts new_tokens repeats threads repeated_4gram_share original compressed speculative baselines "
     "acceptance_rate acceptance_rate_t1 teacher_forced_agreement accepted_by_position tokens_per_round draft_length "
-    "draft_cost_ratio width_cost_ratio predicted_speedup iid_speedup speedup groups advice",
+    "draft_cost_ratio width_cost_ratio predicted_speedup iid_speedup speedup groups advice drafter "
+    "pairings fastest_drafter mean_draft_length",
     "lossless": "class verify tokens_compared mismatches",
     "calibration": "source samples_requested samples_used tokens experts training",
 }
@@ -45,9 +46,10 @@ def test_keys_are_written_in_their_order(report: dict[str, Any]) -> None:
 
 
 def test_a_report_that_is_none_says_so(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text('{"schema": 1}')
-    with pytest.raises(UserError, match=r"report\.json: recipe: "):
-        read_report(tmp_path)
+    for content, sentence in (('{"schema": 2}', "recipe: "), ('{"schema": 1}', "schema: .*run the recipe again")):
+        (tmp_path / "report.json").write_text(content)
+        with pytest.raises(UserError, match=rf"report\.json: {sentence}"):
+            read_report(tmp_path)
 
 
 @pytest.mark.parametrize("section", KEYS)

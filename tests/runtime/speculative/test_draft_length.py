@@ -303,3 +303,55 @@ def test_what_drafting_gains_over_not_drafting_is_looked_at_again_and_again() ->
     _, chosen = simulate(controller, 4000, per_token(0.7), 0.1, flat, batch=4)
     assert chosen[-1] > 0 and chosen[200:].count(0) > 5
     assert 0 < controller.checking_seconds < CHECKING * controller.seconds
+
+
+def found_now_and_then(controller: Controller, rounds: int, seed: int = 0) -> list[int]:
+    """Every γ chosen, with a drafter that finds something in a third of the rounds, nine tenths of which is right."""
+    rng, accept, chosen = np.random.default_rng(seed), per_token(0.9), []
+    for _ in range(rounds):
+        if controller.resting(1):
+            controller.rested(flat(1))
+            chosen.append(0)
+            continue
+        gamma, _ = controller.next_budget(1, 1000)
+        drafted = gamma if rng.random() < 1 / 3 else 0
+        drafts = (Drafted(drafted, accept(drafted, rng)),) if gamma else ()
+        controller.observe(Round(1, gamma, drafts, 1 + drafted, 0.01 * drafted, flat(1 + drafted)))
+        chosen.append(gamma)
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drafter_that_seldom_finds_anything_is_not_given_up_for_that(seed: int) -> None:
+    chosen = found_now_and_then(Controller(), 600, seed)
+    assert np.mean([gamma > 0 for gamma in chosen[200:]]) > 0.9
+
+
+def test_a_look_that_found_nothing_is_repeated_a_few_times() -> None:
+    controller = Controller()
+    for _ in range(400):
+        gamma, _ = controller.next_budget(1, 1000)
+        # It finds a draft now and then, which is wrong: drafting does not pay.
+        controller.observe(
+            Round(1, gamma, (Drafted(gamma, 0),) if gamma else (), 1 + gamma, 0.2 * gamma, linear(1 + gamma))
+        )
+    looks = []
+    for _ in range(4000):
+        gamma, _ = controller.next_budget(1, 1000)
+        controller.observe(Round(1, gamma, (Drafted(0, 0),) if gamma else (), 1, 0.0, 1.0))
+        looks.append(gamma > 0)
+    runs = [len(run) for run in "".join("x" if look else " " for look in looks).split()]
+    assert max(runs) == 9 and sum(runs) < 0.1 * len(looks)
+
+
+def test_a_look_while_the_machine_is_elsewhere_does_not_end_all_looking() -> None:
+    controller = Controller()
+    simulate(controller, 1000, per_token(0.0), 0.3, flat)
+    before = controller.probing_seconds
+    while True:
+        gamma, _ = controller.next_budget(1, 1000)
+        slow = 5000.0 if gamma else 1.0
+        controller.observe(Round(1, gamma, (Drafted(gamma, 0),) if gamma else (), 1 + gamma, 0.3 * gamma, slow))
+        if gamma:
+            break
+    assert controller.probing_seconds < before + 10
