@@ -13,6 +13,7 @@ from runtime.model.on_device import DeviceRounds
 from runtime.sampling.constraint import Constraint
 from runtime.speculative.draft import Draft, Drafter, NoDrafter, Outcome
 from runtime.speculative.draft_length import LONGEST, Controller, Drafted, Round
+from runtime.speculative.drafters.paced import paced
 from runtime.speculative.verify import require_sound
 
 NONE, GRAMMAR = "none", "grammar"
@@ -22,7 +23,8 @@ class Drafters:
     """The drafters of an engine by name; "none" and "grammar" (forced tokens alone) are always among them.
 
     drafters      the first is taken where a request names none.
-    draft_length  γ of all; or a Controller, the first one's (others get their own); or one for each by name.
+    draft_length  γ of all; or a Controller, the first one's (others get their own); or one for each by name. Under a
+                  controller drafters that copy are paced.
     lenient       a drafter that fails is left alone by the requests that it failed for, which go on without a draft;
                   otherwise what it raised is raised.
     """
@@ -49,7 +51,7 @@ class Drafters:
                 controller = draft_length[name]
             if isinstance(drafter, NoDrafter):
                 controller, most = None, 0
-            self._by_name[name] = Proposer(name, drafter, controller, most)
+            self._by_name[name] = Proposer(name, drafter if controller is None else paced(drafter), controller, most)
         self._default = next(iter(self._by_name.values()))
         self._by_name.setdefault(NONE, self._nothing)
         self._by_name.setdefault(GRAMMAR, Proposer(GRAMMAR, NoDrafter(), None, 0))

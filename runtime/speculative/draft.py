@@ -198,7 +198,12 @@ class DeferredDrafter(Protocol):
 
 
 class EachText(Generic[Text]):
-    """A drafter's records of the live texts by request; it learns from the texts alone, not from outcomes."""
+    """A drafter's records of the live texts by request; it learns from the texts alone, not from outcomes.
+
+    copies  what it proposes stands in a text already.
+    """
+
+    copies = False
 
     def __init__(self) -> None:
         self._texts: dict[int, Text] = {}

@@ -23,6 +23,7 @@ class LookupDrafter(EachText[_Index]):
     """
 
     name = "lookup"
+    copies = True
 
     def __init__(self, max_ngram: int = 4) -> None:
         if max_ngram < 1:

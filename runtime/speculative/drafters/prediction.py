@@ -29,6 +29,7 @@ class PredictionDrafter(EachText[_Place]):
     """
 
     name = "prediction"
+    copies = True
 
     def __init__(self, max_ngram: int = 4) -> None:
         """Raises ValueError where max_ngram is below 1."""

@@ -155,6 +155,7 @@ class SuffixDrafter(EachText[_Text]):
     """
 
     name = "suffix"
+    copies = True
 
     def __init__(self, corpus: Sequence[Sequence[int]] = (), min_match: int = 2, max_match: int = 32) -> None:
         """Raises ValueError unless 1 ≤ min_match ≤ max_match."""
