@@ -22,7 +22,7 @@ from runtime.serve.completions import Completion, plan_top
 from runtime.serve.errors import ApiError, invalid, unavailable
 from runtime.serve.models import Models, Served
 from runtime.serve.openapi import described
-from runtime.serve.plan import Plan, Wanted, make_plan, structure_of, token_prompts
+from runtime.serve.plan import Plan, Structured, Wanted, make_plan, structure_of, token_prompts
 from runtime.serve.protocol import (
     Common,
     CompletionRequest,
@@ -93,12 +93,8 @@ class Service:
 
         async def plan() -> Plan:
             top, prompt_top = plan_top(asked)
-            wanted = Wanted(
-                16 if asked.max_tokens is None else asked.max_tokens,
-                top,
-                prompt_top,
-                structure_of(asked.response_format, asked.structured_outputs),
-            )
+            most = 16 if asked.max_tokens is None else asked.max_tokens
+            wanted = Wanted(most, top, prompt_top, await _structure(asked))
             tokens = await self._apart(
                 token_prompts, _size(asked.prompt), served, asked.prompt, asked.add_special_tokens
             )
@@ -129,7 +125,7 @@ class Service:
         return await self._answer(request, served, 1, plan, lambda run: Answer(run, asked, chat), chat)
 
     async def _chat_plan(self, served: Served, asked: ChatRequest, messages: list[dict[str, Any]], prefix: str) -> Plan:
-        structure = forced(asked) or structure_of(asked.response_format, asked.structured_outputs)
+        structure = forced(asked) or await _structure(asked)
 
         def tokens() -> list[int]:
             text = render(served.vocabulary, messages, chat_tools(asked), asked.chat_template_kwargs)
@@ -310,3 +306,10 @@ def _size(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(one) for one in prompt if isinstance(one, str))
+
+
+async def _structure(asked: Common) -> Structured | None:
+    """The form that the text must have; beside other things, as a large one takes long to look at. Raises ApiError."""
+    if asked.response_format is None and asked.structured_outputs is None:
+        return None
+    return await asyncio.to_thread(structure_of, asked.response_format, asked.structured_outputs)
