@@ -8,63 +8,18 @@ from typing import Any
 
 # Names that are plain, that hold what JSON escapes, that are no ASCII, and that are keywords elsewhere.
 _NAMES = (
-    *(
-        "id",
-        "name",
-        "user_name",
-        "email",
-        "createdAt",
-        "tags",
-        "price",
-        "status",
-        "items",
-        "type",
-        "properties",
-        "note",
-    ),
-    *(
-        "$ref",
-        "enum",
-        "größe",
-        "名前",
-        "smile 😀",
-        'quo"te',
-        "back\\slash",
-        "a/b~c",
-        "two words",
-        "Ünï",
-        "new\nline",
-        "x",
-    ),
+    *("id", "name", "user_name", "email", "createdAt", "tags", "price", "status", "items", "type", "properties"),
+    *("note", "$ref", "enum", "größe", "名前", "smile 😀", 'quo"te', "back\\slash", "a/b~c", "two words", "Ünï"),
+    *("new\nline", "x"),
 )
 _WORDS = (
-    "red",
-    "green",
-    "in progress",
-    "größer",
-    "日本",
-    "😀",
-    'say "hi"',
-    "a\\b",
-    "tab\there",
-    "",
-    "N/A",
-    "true",
-    "1",
+    *("red", "green", "in progress", "größer", "日本", "😀", 'say "hi"', "a\\b", "tab\there", "", "N/A", "true", "1"),
 )
 _PATTERNS = (
     *(r"^[A-Z]{2}-\d{3}$", r"^\+?[0-9]{6,12}$", r"^(red|green|blue)$", r"^[a-z0-9_]+$", r"^#[0-9a-fA-F]{6}$"),
-    *(
-        r"^v\d+\.\d+\.\d+$",
-        r"^a",
-        r"z$",
-        r"[0-9]",
-        r"^\S{1,8}$",
-        r"^[^@ ]+@[a-z]+\.(com|org)$",
-        r"^$|^x+$",
-        r"\d{2}:\d{2}",
-    ),
-    *(r"^\w{2,5}$", r"^[äöü]{1,3}$", r"^(?:ab|cd){1,3}$", r"^.{3}$", r"^[\w-]{1,10}$", r"^\$\d+$", r"^a\"b\\c$"),
+    *(r"^v\d+\.\d+\.\d+$", r"^a", r"z$", r"[0-9]", r"^\S{1,8}$", r"^[^@ ]+@[a-z]+\.(com|org)$", r"^$|^x+$"),
+    *(r"\d{2}:\d{2}", r"^\w{2,5}$", r"^[äöü]{1,3}$", r"^(?:ab|cd){1,3}$", r"^.{3}$", r"^[\w-]{1,10}$"),
+    *(r"^\$\d+$", r"^a\"b\\c$"),
 )
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 

@@ -1,4 +1,4 @@
-"""Four hundred mixed requests at once, on pages that are too few for them: each answer is that of a Speculator alone."""
+"""Hundreds of mixed requests at once, on pages that are too few for them: each answer is a Speculator's alone. Slow."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
