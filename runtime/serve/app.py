@@ -11,10 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from runtime.errors import UserError
 from runtime.serve import metrics
-from runtime.serve.answers import api_error, as_json, bug, http_error, model_shown
+from runtime.serve.answers import api_error, as_json, bug, client_gone, http_error, model_shown
 from runtime.serve.bodies import Model, read
 from runtime.serve.chat import Chat
 from runtime.serve.chat_protocol import ChatRequest, TokenizeRequest
@@ -80,6 +81,7 @@ class Service:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_exception_handler(ApiError, api_error)
         app.add_exception_handler(HTTPException, http_error)
+        app.add_exception_handler(ClientDisconnect, client_gone)
         app.add_exception_handler(Exception, bug)
         return app
 
