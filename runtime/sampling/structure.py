@@ -101,13 +101,17 @@ class Structure:
         made = Structure("lark", grammar)  # whose size is looked at first: what follows takes longer for longer ones
         if (found := _attribute(grammar)) is not None:
             raise UserError(f"the grammar gives a rule {found}, which cannot be held to; leave it out.")
+        parts, done = [], 0
         for start in re.finditer(r"%json\b\s*", grammar):
+            if start.start() < done:
+                continue  # within a schema
+            parts.append(grammar[done : start.end()])
             try:
-                schema, _ = json.JSONDecoder().raw_decode(grammar, start.end())
+                schema, done = json.JSONDecoder().raw_decode(grammar, start.end())
             except (ValueError, RecursionError) as error:
                 raise UserError("what follows %json in the grammar must be a JSON schema, and is no JSON.") from error
-            checked_schema(schema)
-        return made
+            parts.append(json.dumps(checked_schema(schema), ensure_ascii=False))
+        return Structure("lark", "".join([*parts, grammar[done:]])) if done else made
 
 
 def _attribute(grammar: str) -> str | None:

@@ -37,7 +37,7 @@ from runtime.serve.run import ClientGone, Run, unless_gone
 from runtime.serve.settings import Limits, ModelSettings
 from runtime.serve.sse import EventStream
 from runtime.serve.templates import chat_messages, chat_tools, render, response_messages
-from runtime.serve.tools import forced
+from runtime.serve.tools import held
 
 _INLINE = 20_000  # characters that are tokenised between other things; more go to a thread
 VERSION = metadata.version("specpress")
@@ -127,7 +127,7 @@ class Service:
         return await self._answer(request, served, 1, plan, lambda run: Answer(run, asked, chat), chat)
 
     async def _chat_plan(self, served: Served, asked: ChatRequest, messages: list[dict[str, Any]], prefix: str) -> Plan:
-        structure = forced(asked) or await _structure(asked)
+        structure = held(asked, served.vocabulary) or await _structure(asked)
 
         def tokens() -> list[int]:
             text = render(served.vocabulary, messages, chat_tools(asked), asked.chat_template_kwargs)
