@@ -18,6 +18,7 @@ _BLANKS = "[ \\n]{1,8}"
 # object will do instead.
 _DOUBTFUL = ("oneOf", "pattern", "patternProperties", "minProperties", "maxProperties")
 _LONGEST = 8000
+_MOST = 40_000  # characters of all together
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*')
 
 
@@ -37,9 +38,10 @@ def held(request: ChatRequest, vocabulary: Vocabulary) -> Structured | None:
         return made_structure("json_schema", named[0].parameters or _ANY)
     functions = [tool.function for tool in request.tools]
     if choice == "required":
-        return _lark(_grammar(functions, "start: call", "", compact=True))
+        return _lark(_grammar(functions, "start: call", compact=True))
     tagged = _OPEN in str(vocabulary.tokenizer.chat_template) and _OPEN not in vocabulary.special
-    if not tagged or request.response_format or request.structured_outputs:
+    form = request.response_format is not None and request.response_format.type != "text"
+    if not tagged or form or request.structured_outputs is not None:
         return None
     more = "?" if request.parallel_tool_calls is False else "*"
     # Lazy: it ends with the first tag. The rest of a text has none.
@@ -48,7 +50,8 @@ def held(request: ChatRequest, vocabulary: Vocabulary) -> Structured | None:
         f"free_then_tag[lazy]: /(.|\\n)*{_OPEN}/\n"
         f"REST: /(.|\\n)*/ & ~/(.|\\n)*{_OPEN}(.|\\n)*/"
     )
-    return _lark(_grammar(functions, start, " _b ", compact=False))
+    grammar = _grammar(functions, start)
+    return _lark(grammar if len(grammar) < _MOST else _grammar(functions, start, longest=0))
 
 
 def _lark(grammar: str) -> Structured:
@@ -62,36 +65,41 @@ def _lark(grammar: str) -> Structured:
     return made.kind, made.text, made.whitespace
 
 
-def _grammar(functions: list[Function], start: str, blank: str, compact: bool) -> str:
-    """Lark of calls: {"name": …, "arguments": …}, each with arguments by its own schema."""
+def _grammar(functions: list[Function], start: str, compact: bool = False, longest: int = _LONGEST) -> str:
+    """Lark of calls: {"name": …, "arguments": …}, each with arguments by its own schema.
+
+    compact  without blanks, and every schema is held to; otherwise see `_arguments` for `longest`.
+    """
+    blank = "" if compact else " _b "
+    options: dict[str, Any] = {"whitespace_flexible": False}
     rules = [start, "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     if not compact:
+        options = {"whitespace_flexible": True, "whitespace_pattern": _BLANKS}
         rules.append(f"_b: /{_BLANKS}/?")
     for i, function in enumerate(functions):
         parts = ["{", '"name"', ":", json.dumps(function.name), ",", '"arguments"', ":"]
         text = (blank or " ").join(map(json.dumps, parts))
+        schema = _arguments(function, None if compact or function.strict else longest) | {"x-guidance": options}
         rules.append(f'call_{i}: {text} {blank} arguments_{i} {blank} "}}"')
-        options: dict[str, Any] = {"whitespace_flexible": not compact}
-        if not compact:
-            options["whitespace_pattern"] = _BLANKS
-        schema = _arguments(function, must=compact or bool(function.strict)) | {"x-guidance": options}
         rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
     return "\n".join(rules)
 
 
-def _arguments(function: Function, must: bool) -> dict[str, Any]:
+def _arguments(function: Function, longest: int | None) -> dict[str, Any]:
     """The schema of a function's arguments as the compiler is to have it.
 
-    must  it has to be held to. Otherwise any object will do where it cannot be, or perhaps cannot.
+    longest  None: it has to be held to. Otherwise any object will do where it is longer, or where no grammar holds it,
+             or perhaps none.
     """
     try:
         _, text, _ = made_structure("json_schema", function.parameters or _ANY)
     except ApiError:
-        if must:
+        if longest is None:
             raise
-        return dict(_ANY)
-    doubtful = len(text) > _LONGEST or any(f'"{word}"' in text for word in _DOUBTFUL)
-    return dict(_ANY) if doubtful and not must else dict(json.loads(text))
+        return _ANY
+    doubtful = longest is not None and (len(text) > longest or any(f'"{word}"' in text for word in _DOUBTFUL))
+    schema: dict[str, Any] = _ANY if doubtful else json.loads(text)
+    return schema
 
 
 class Calls:
