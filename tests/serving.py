@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% if tools %}tools: {{ tools | tojson }}, in <tool_call>\n{% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 START = 120.0  # seconds

@@ -19,13 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.mixed_requests import catalogue, joined, told
 from tests.serving import Running, parsed, running
 
-PROMPTS = ("def read(path):\n", "import os\n", "class Table:\n", "for i in range(", "The value of", "return [", "x = {")
 DRAFTERS = (None, "none", "lookup", "suffix", "grammar")
-FORM = {"type": "json_schema", "json_schema": {"schema": {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"],
-    "additionalProperties": False}}}  # fmt: skip
 LEAVE, SLOW = 0.3, 0.1
 GROWTH = 1.02  # of the memory after the warm-up
 
@@ -43,47 +40,6 @@ class Counts:
             self.finished[what] += 1
             if wrong:
                 self.wrong.append(wrong)
-
-
-def catalogue(count: int, seed: int) -> list[dict[str, Any]]:
-    """Requests of every kind; a text depends on its request alone, so each has one right answer."""
-    generator = random.Random(seed)
-    out = []
-    for i in range(count):
-        one: dict[str, Any] = {"prompt": generator.choice(PROMPTS) * generator.randrange(1, 5), "seed": i}
-        one |= {"max_tokens": generator.randrange(8, 96), "temperature": generator.choice((0, 0, 0.7, 1.0))}
-        if generator.random() < 0.2:
-            one["stop"] = generator.sample(["return", "\n\n", "self", "#"], 2)
-        if generator.random() < 0.2:
-            one |= {"logprobs": generator.randrange(4), "echo": generator.random() < 0.5}
-        if generator.random() < 0.15:
-            one["response_format"] = FORM
-        if generator.random() < 0.15:
-            one["n"] = generator.randrange(2, 4)
-        if generator.random() < 0.15:
-            one |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 4}
-        out.append(one)
-    return out
-
-
-def told(choices: list[dict[str, Any]]) -> list[Any]:
-    """What of an answer must always be the same."""
-    return [[one["text"], one["logprobs"], one["finish_reason"]] for one in choices]
-
-
-def joined(events: list[dict[str, Any]], count: int) -> list[Any]:
-    """The same of a stream."""
-    out: list[Any] = [["", None, None] for _ in range(count)]
-    for event in events:
-        for choice in event["choices"]:
-            found = out[choice["index"]]
-            found[0] += choice["text"]
-            found[2] = choice["finish_reason"] or found[2]
-            if choice["logprobs"] is not None:
-                found[1] = found[1] or {key: [] for key in choice["logprobs"]}
-                for key, values in choice["logprobs"].items():
-                    found[1][key] += values
-    return out
 
 
 def client(

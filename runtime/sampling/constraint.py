@@ -6,11 +6,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.errors import UserError
+
+
+class TooHeavyError(UserError):
+    """The limits of a constraint's work are reached: the fault of who asked for it, and of nobody else's text."""
+
 
 class Constraint(Protocol):
     """Which tokens may follow a text: a function of the text alone. It stands at the text's end; `path` goes on there.
 
-    Paths must themselves be allowed. All methods raise UserError where the limits of its work are reached.
+    Paths must themselves be allowed. All methods raise TooHeavyError where the limits of its work are reached.
     """
 
     def allows(self, path: Sequence[int], token: int) -> bool:

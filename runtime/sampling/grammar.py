@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import UserError
 from runtime.sampling import grammar_worker
+from runtime.sampling.constraint import TooHeavyError
 from runtime.sampling.structure import Structure
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Matcher:
 
 def _require_sound(matcher: "LLMatcher") -> None:
     if matcher.is_error():
-        raise UserError(
+        raise TooHeavyError(
             f"the text's grammar took too much to follow ({_first_line(matcher.get_error())}); simplify it."
         )
 
@@ -288,7 +289,8 @@ def _refusal(structure: Structure, error: str) -> UserError:
         for sign, keywords in _NAMES:
             if sign in why:
                 named = [word for word in keywords if f'"{word}"' in structure.text]
-                why = f"{', '.join(named) or keywords[0]}: {why}"
+                # What it advises is for who calls the compiler, not for who writes the schema.
+                why = f"{', '.join(named) or keywords[0]}: {why.partition(' Enable ')[0].rstrip('.')}"
                 break
     return UserError(f"the {structure.kind} cannot be held to: {why}; change that part of it.")
 
@@ -299,6 +301,7 @@ _NAMES = (
     ("patternProperty", ("patternProperties",)),
     ("regex", ("pattern", "patternProperties")),
     ("NoExtension", ("$ref",)),
+    ("oneOf constraints", ("oneOf",)),
 )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 Row = NDArray[np.float64]
 # More than the rounding of any sum of probabilities: it stays below 2**-53 times the number of tokens.
 _ROUNDING = 1e-9
+_LARGEST = 1e300  # of a logit
 
 
 def forbid(logits: Row, tokens: Collection[int]) -> None:
@@ -33,8 +34,11 @@ def penalise_seen(logits: Row, seen: NDArray[np.int64], penalty: float) -> None:
     """
     seen = seen[seen < len(logits)]
     value = logits[seen]
+    # A penalty next to 0 overflows, and of infinite logits no probabilities can be made.
+    with np.errstate(over="ignore"):
+        reward = np.minimum(value / penalty, _LARGEST)
     # Of a token that occurs twice, both new values come from the old one.
-    logits[seen] = np.where(value < 0, value * penalty, value / penalty)
+    logits[seen] = np.where(value < 0, value * penalty, reward)
 
 
 def penalise_generated(logits: Row, generated: NDArray[np.int64], presence: float, frequency: float) -> None:

@@ -21,8 +21,9 @@ MAX_BYTES: Mapping[Kind, int] = {
     "choice": 128_000,
     "lark": 64_000,
 }
-# Attributes of a rule in llguidance's Lark that a mask does not follow.
-_ATTRIBUTE = re.compile(r"^\s*\w+\s*\[[^\]]*?\b(temperature|max_tokens)\s*=", re.MULTILINE)
+# Attributes of a rule in llguidance's Lark that a mask does not follow, and a rule's name.
+_ATTRIBUTE = re.compile(r"\b(temperature|max_tokens)\s{0,99}=")
+_RULE = re.compile(r"\s*\w+")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Structure:
         Raises UserError naming the first keyword that a grammar cannot hold.
         """
         try:
+            # As it is given first, for its size: looking at every keyword of a large one takes long.
+            Structure("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False), whitespace)
             text = json.dumps(checked_schema(schema), ensure_ascii=False, allow_nan=False)
         except ValueError as error:
             raise UserError("the JSON schema holds NaN or an infinity, which JSON does not know.") from error
@@ -95,12 +98,28 @@ class Structure:
 
         Raises UserError naming what a mask would not follow.
         """
-        if (found := _ATTRIBUTE.search(grammar)) is not None:
-            raise UserError(f"the grammar gives a rule {found[1]}, which cannot be held to; leave it out.")
+        made = Structure("lark", grammar)  # whose size is looked at first: what follows takes longer for longer ones
+        if (found := _attribute(grammar)) is not None:
+            raise UserError(f"the grammar gives a rule {found}, which cannot be held to; leave it out.")
+        parts, done = [], 0
         for start in re.finditer(r"%json\b\s*", grammar):
+            if start.start() < done:
+                continue  # within a schema
+            parts.append(grammar[done : start.end()])
             try:
-                schema, _ = json.JSONDecoder().raw_decode(grammar, start.end())
+                schema, done = json.JSONDecoder().raw_decode(grammar, start.end())
             except (ValueError, RecursionError) as error:
                 raise UserError("what follows %json in the grammar must be a JSON schema, and is no JSON.") from error
-            checked_schema(schema)
-        return Structure("lark", grammar)
+            parts.append(json.dumps(checked_schema(schema), ensure_ascii=False))
+        return Structure("lark", "".join([*parts, grammar[done:]])) if done else made
+
+
+def _attribute(grammar: str) -> str | None:
+    """The first attribute of a rule that cannot be held to."""
+    for found in _ATTRIBUTE.finditer(grammar):
+        start = grammar.rfind("[", 0, found.start())
+        if start > grammar.rfind("]", 0, found.start()):
+            before = grammar[:start].rstrip()
+            if _RULE.fullmatch(before, before.rfind("\n") + 1):
+                return found[1]
+    return None

@@ -49,6 +49,11 @@ async def http_error(request: Request, error: Exception) -> Response:
     return Response(told.body, told.status, told.headers, "application/json")
 
 
+async def client_gone(_: Request, __: Exception) -> Response:
+    """Of a client that left in the middle of its body: nobody hears the answer."""
+    return Response(status_code=499)
+
+
 async def bug(_: Request, error: Exception) -> Response:
     """Of what nobody expected: the log has it, the client learns that it happened."""
     _LOG.error("a request failed", exc_info=error)

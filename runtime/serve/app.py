@@ -11,10 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from runtime.errors import UserError
 from runtime.serve import metrics
-from runtime.serve.answers import api_error, as_json, bug, http_error, model_shown
+from runtime.serve.answers import api_error, as_json, bug, client_gone, http_error, model_shown
 from runtime.serve.bodies import Model, read
 from runtime.serve.chat import Chat
 from runtime.serve.chat_protocol import ChatRequest, TokenizeRequest
@@ -22,7 +23,7 @@ from runtime.serve.completions import Completion, plan_top
 from runtime.serve.errors import ApiError, invalid, unavailable
 from runtime.serve.models import Models, Served
 from runtime.serve.openapi import described
-from runtime.serve.plan import Plan, Wanted, make_plan, structure_of, token_prompts
+from runtime.serve.plan import Plan, Structured, Wanted, make_plan, structure_of, token_prompts
 from runtime.serve.protocol import (
     Common,
     CompletionRequest,
@@ -36,7 +37,7 @@ from runtime.serve.run import ClientGone, Run, unless_gone
 from runtime.serve.settings import Limits, ModelSettings
 from runtime.serve.sse import EventStream
 from runtime.serve.templates import chat_messages, chat_tools, render, response_messages
-from runtime.serve.tools import forced
+from runtime.serve.tools import held
 
 _INLINE = 20_000  # characters that are tokenised between other things; more go to a thread
 VERSION = metadata.version("specpress")
@@ -80,6 +81,7 @@ class Service:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_exception_handler(ApiError, api_error)
         app.add_exception_handler(HTTPException, http_error)
+        app.add_exception_handler(ClientDisconnect, client_gone)
         app.add_exception_handler(Exception, bug)
         return app
 
@@ -93,12 +95,8 @@ class Service:
 
         async def plan() -> Plan:
             top, prompt_top = plan_top(asked)
-            wanted = Wanted(
-                16 if asked.max_tokens is None else asked.max_tokens,
-                top,
-                prompt_top,
-                structure_of(asked.response_format, asked.structured_outputs),
-            )
+            most = 16 if asked.max_tokens is None else asked.max_tokens
+            wanted = Wanted(most, top, prompt_top, await _structure(asked))
             tokens = await self._apart(
                 token_prompts, _size(asked.prompt), served, asked.prompt, asked.add_special_tokens
             )
@@ -129,7 +127,7 @@ class Service:
         return await self._answer(request, served, 1, plan, lambda run: Answer(run, asked, chat), chat)
 
     async def _chat_plan(self, served: Served, asked: ChatRequest, messages: list[dict[str, Any]], prefix: str) -> Plan:
-        structure = forced(asked) or structure_of(asked.response_format, asked.structured_outputs)
+        structure = held(asked, served.vocabulary) or await _structure(asked)
 
         def tokens() -> list[int]:
             text = render(served.vocabulary, messages, chat_tools(asked), asked.chat_template_kwargs)
@@ -310,3 +308,10 @@ def _size(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(one) for one in prompt if isinstance(one, str))
+
+
+async def _structure(asked: Common) -> Structured | None:
+    """The form that the text must have; beside other things, as a large one takes long to look at. Raises ApiError."""
+    if asked.response_format is None and asked.structured_outputs is None:
+        return None
+    return await asyncio.to_thread(structure_of, asked.response_format, asked.structured_outputs)

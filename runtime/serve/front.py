@@ -183,6 +183,8 @@ class Front:
                 self._listener.figures(flight.figures)
                 if why == "error":
                     self._fail(flight, failed() if not sentence else _engine_error(sentence))
+                elif why == "refused":
+                    self._fail(flight, refused(UserError(sentence)))
                 else:
                     self._end(flight, why)
             else:

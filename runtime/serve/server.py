@@ -71,6 +71,10 @@ class Protocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
             pass  # an answer is on its way already
+        if self.cycle is not None:
+            # Its request may be in work, where only the body was no HTTP: whoever works on it learns that this is over.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
 

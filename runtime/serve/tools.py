@@ -1,39 +1,105 @@
-"""Calls of functions: the form that a forced call must have, and calls found in what a model writes."""
+"""Calls of functions: the grammar that they are held to, and calls found in what a model writes."""
 
 import json
 import re
 import secrets
 from typing import Any
 
-from runtime.serve.chat_protocol import ChatRequest, NamedTool
+from runtime.errors import UserError
+from runtime.serve.chat_protocol import ChatRequest, Function, NamedTool
+from runtime.serve.errors import ApiError, invalid
 from runtime.serve.plan import Structured, made_structure
+from runtime.serve.vocabulary import Vocabulary
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_ANY = {"type": "object"}
+_BLANKS = "[ \\n]{1,8}"
+# Keywords of which only the compiler knows whether it can hold them, and the longest schema of a function, where any
+# object will do instead.
+_DOUBTFUL = ("oneOf", "pattern", "patternProperties", "minProperties", "maxProperties")
+_LONGEST = 8000
+_MOST = 40_000  # characters of all together
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*')
 
 
-def forced(request: ChatRequest) -> Structured | None:
-    """The grammar of the call that `tool_choice` demands; None where it demands none. Raises ApiError."""
-    tools = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in request.tools or []}
-    choice = request.tool_choice
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in tools:
-            from runtime.serve.errors import invalid
+def held(request: ChatRequest, vocabulary: Vocabulary) -> Structured | None:
+    """The grammar of the calls that a text may or must make; None where nothing is held to. Raises ApiError.
 
-            raise invalid(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
-        return made_structure("json_schema", tools[choice.function.name])
-    if choice != "required":
+    With `tool_choice` `auto`, texts are held to it from `<tool_call>` on, where the chat template writes calls so, and
+    the tag is text (a special token would never be part of it). What stands before is free.
+    """
+    choice = request.tool_choice
+    if not request.tools or choice == "none":
         return None
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": parameters},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, parameters in tools.items()
-    ]
-    return made_structure("json_schema", calls[0] if len(calls) == 1 else {"anyOf": calls})
+    if isinstance(choice, NamedTool):
+        named = [tool.function for tool in request.tools if tool.function.name == choice.function.name]
+        if not named:
+            raise invalid(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
+        return made_structure("json_schema", named[0].parameters or _ANY)
+    functions = [tool.function for tool in request.tools]
+    if choice == "required":
+        return _lark(_grammar(functions, "start: call", compact=True))
+    tagged = _OPEN in str(vocabulary.tokenizer.chat_template) and _OPEN not in vocabulary.special
+    form = request.response_format is not None and request.response_format.type != "text"
+    if not tagged or form or request.structured_outputs is not None:
+        return None
+    more = "?" if request.parallel_tool_calls is False else "*"
+    # Lazy: it ends with the first tag. The rest of a text has none.
+    start = (
+        f'start: (free_then_tag _b call _b "{_CLOSE}"){more} REST\n'
+        f"free_then_tag[lazy]: /(.|\\n)*{_OPEN}/\n"
+        f"REST: /(.|\\n)*/ & ~/(.|\\n)*{_OPEN}(.|\\n)*/"
+    )
+    grammar = _grammar(functions, start)
+    return _lark(grammar if len(grammar) < _MOST else _grammar(functions, start, longest=0))
+
+
+def _lark(grammar: str) -> Structured:
+    """A grammar of ours, whose schemas have been looked at."""
+    from runtime.sampling.structure import Structure
+
+    try:
+        made = Structure("lark", grammar)
+    except UserError as error:
+        raise invalid(f"tools: {error}", "tools") from None
+    return made.kind, made.text, made.whitespace
+
+
+def _grammar(functions: list[Function], start: str, compact: bool = False, longest: int = _LONGEST) -> str:
+    """Lark of calls: {"name": …, "arguments": …}, each with arguments by its own schema.
+
+    compact  without blanks, and every schema is held to; otherwise see `_arguments` for `longest`.
+    """
+    blank = "" if compact else " _b "
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    rules = [start, "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    if not compact:
+        options = {"whitespace_flexible": True, "whitespace_pattern": _BLANKS}
+        rules.append(f"_b: /{_BLANKS}/?")
+    for i, function in enumerate(functions):
+        parts = ["{", '"name"', ":", json.dumps(function.name), ",", '"arguments"', ":"]
+        text = (blank or " ").join(map(json.dumps, parts))
+        schema = _arguments(function, None if compact or function.strict else longest) | {"x-guidance": options}
+        rules.append(f'call_{i}: {text} {blank} arguments_{i} {blank} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return "\n".join(rules)
+
+
+def _arguments(function: Function, longest: int | None) -> dict[str, Any]:
+    """The schema of a function's arguments as the compiler is to have it.
+
+    longest  None: it has to be held to. Otherwise any object will do where it is longer, or where no grammar holds it,
+             or perhaps none.
+    """
+    try:
+        _, text, _ = made_structure("json_schema", function.parameters or _ANY)
+    except ApiError:
+        if longest is None:
+            raise
+        return _ANY
+    doubtful = longest is not None and (len(text) > longest or any(f'"{word}"' in text for word in _DOUBTFUL))
+    schema: dict[str, Any] = _ANY if doubtful else json.loads(text)
+    return schema
 
 
 class Calls:

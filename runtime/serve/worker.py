@@ -212,6 +212,8 @@ class Worker:
         return tokens, (logprobs, prompt, rounds)
 
     def _ended(self, request: "Request", why: str) -> Message:
+        from runtime.sampling.constraint import TooHeavyError
+
         gained = self._gained(request)
         _, metrics = self._live.pop(request.id)
         del self._sent[request.id], self._told[request.id]
@@ -219,6 +221,8 @@ class Worker:
         sentence = None if error is None else str(error) if isinstance(error, UserError) else ""
         if error is not None and sentence == "":
             _log(error)
+        if isinstance(error, TooHeavyError):
+            why = "refused"
         return (request.id, *gained, (why, sentence, _figures(metrics)))
 
 

@@ -2,35 +2,37 @@
 
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 QUESTIONS = 200
-WORDS = [
-    "path",
-    "name",
-    "value",
-    "index",
-    "count",
-    "start",
-    "total",
-    "first",
-    "list",
-    "key",
-    "line",
-    "text",
-    "node",
-    "item",
-    "size",
-    "self",
-    "data",
-    "file",
-    "code",
-    "test",
-]
+WORDS = (
+    *("path", "name", "value", "index", "count", "start", "total", "first", "list", "key", "line", "text", "node"),
+    *("item", "size", "self", "data", "file", "code", "test"),
+)
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "examples/pair"
+EXAMPLES = "".join(f"def {name}(self):\n    return self.{name}\n\n" for name in WORDS[:10])
+# What scores the answers in a process of its own, with the project's environment: no server, one text after the other.
+SCORES = """
+import json, sys
+from runtime import Speculator, load
+
+speculator = Speculator(load(sys.argv[1]))
+read = lambda text: speculator.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+scores = []
+for line in open(sys.argv[2]):
+    question = json.loads(line)
+    context = len(read(question["question"]))
+    for choice in question["choices"]:
+        tokens = read(f"{question['question']} {choice}")
+        found = speculator.generate([tokens], 1, prompt_logprobs=1)[0].prompt_logprobs[context:]
+        scores.append([sum(one.logprob for one in found), all(one.rank == 1 for one in found)])
+print(json.dumps(scores))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "questions.jsonl").open("w") as file:
         for _ in range(QUESTIONS):
             choices = generator.sample(WORDS, 4)
-            question = f"def {generator.choice(WORDS)}({generator.choice(WORDS)}):\n    return"
+            # What stands before all questions fills a page of the cache.
+            question = EXAMPLES + f"def {generator.choice(WORDS)}({generator.choice(WORDS)}):\n    return"
             file.write(json.dumps({"question": question, "choices": choices, "answer": generator.randrange(4)}) + "\n")
     (folder / "local_choices.yaml").write_text(
         "task: local_choices\ndataset_path: json\n"
@@ -52,11 +55,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _evaluated(address: str, task: Path, concurrent: int) -> Any:
+def _evaluated(address: str, task: Path, concurrent: int, questions: int = QUESTIONS, tokenizer: str = "") -> Any:
+    """By the server's own tokenizer, or one that lm-eval loads from a path."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    told = f"model=pair,base_url={address}/v1/completions,num_concurrent={concurrent},tokenizer_backend=remote"
+    told = f"model=pair,base_url={address}/v1/completions,num_concurrent={concurrent}"
+    told += f",tokenizer_backend=huggingface,tokenizer={tokenizer}" if tokenizer else ",tokenizer_backend=remote"
     return simple_evaluate(
         model="local-completions",
         model_args=told + ",max_length=1024",
@@ -64,6 +69,7 @@ def _evaluated(address: str, task: Path, concurrent: int) -> Any:
         task_manager=TaskManager(include_path=str(task)),
         log_samples=True,
         bootstrap_iters=0,
+        limit=questions,
     )
 
 
@@ -72,35 +78,21 @@ def _loglikelihoods(found: Any) -> list[Any]:
     return [[tuple(answer) for answer in sample["filtered_resps"]] for sample in samples]
 
 
-def test_local_completions_at_any_load_gives_the_same_digits(address: str, task: Path) -> None:
-    cold = _evaluated(address, task, 1)
-    warm = _evaluated(address, task, 16)
-    assert _loglikelihoods(cold) == _loglikelihoods(warm)
-    assert len(_loglikelihoods(cold)) == QUESTIONS
-    assert 0 <= cold["results"]["local_choices"]["acc,none"] <= 1
-    assert len({answer for question in _loglikelihoods(cold) for answer in question}) > 300
-
-
-def test_they_are_those_of_one_request_after_the_other(address: str, task: Path) -> None:
-    """A plain client without speculation, summed as lm-eval does."""
-    import requests
-
-    found = _loglikelihoods(_evaluated(address, task, 16))
-    questions = [json.loads(line) for line in (task / "questions.jsonl").read_text().splitlines()]
-
-    def tokens(text: str) -> list[int]:
-        return requests.post(f"{address}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
-
-    def score(question: dict[str, Any], choice: str) -> float:
-        context, whole = tokens(question["question"]), tokens(f"{question['question']} {choice}")
-        asked = {"prompt": whole, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-        asked["specpress"] = {"drafter": "none"}
-        choice_ = requests.post(f"{address}/v1/completions", json=asked).json()["choices"][0]
-        return sum(choice_["logprobs"]["token_logprobs"][len(context) : -1])
-
-    with ThreadPoolExecutor(4) as pool:
-        expected = list(pool.map(lambda q: [score(q, choice) for choice in q["choices"]], questions[:40]))
-    assert [[answer[0] for answer in question] for question in found[:40]] == expected
+def test_loglikelihoods_over_http_are_those_of_the_engine_alone(address: str, plain_address: str, task: Path) -> None:
+    """With speculation and without, sixteen at a time and one by one, before and after the cache has their pages."""
+    command = [ROOT / ".venv/bin/python", "-c", SCORES, PAIR / "target", task / "questions.jsonl"]
+    alone = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout)
+    expected = [[tuple(score) for score in alone[4 * i : 4 * i + 4]] for i in range(QUESTIONS)]
+    assert len(alone) == 4 * QUESTIONS and len({score for score, _ in alone}) > 300
+    runs = ((address, 16), (address, 16), (address, 1), (plain_address, 16), (plain_address, 16))
+    for place, (server, concurrent) in enumerate(runs):
+        found = _evaluated(server, task, concurrent, tokenizer=str(PAIR / "target"))
+        assert 0 <= found["results"]["local_choices"]["acc,none"] <= 1
+        differ = [pair for pair in zip(_loglikelihoods(found), expected, strict=True) if pair[0] != pair[1]]
+        assert not differ, (place, len(differ), differ[:2])
+    # The server's own tokenizer is asked for every question and answer by itself: that takes its time.
+    few = _loglikelihoods(_evaluated(address, task, 16, 20))
+    assert few == expected[:20]
 
 
 def test_local_chat_completions(address: str, tmp_path: Path) -> None:

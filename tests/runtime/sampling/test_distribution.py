@@ -90,6 +90,13 @@ def test_greedy_is_the_argmax_after_penalties() -> None:
     torch.testing.assert_close(probabilities(logits, penalised, [1], [[], [0]]).float(), torch.eye(4)[[2, 0]])
 
 
+def test_a_penalty_next_to_0_leaves_probabilities() -> None:
+    for penalty in (1e-320, 1e300):
+        sampling = Sampling(temperature=0.5, top_p=0.9, repetition_penalty=penalty)
+        row = probabilities(torch.tensor([[3.0, 2.0, -1.0]]), sampling, [0, 2])[0]
+        assert row.isfinite().all() and abs(row.sum() - 1) < 1e-12, row
+
+
 def test_logit_bias_is_added_before_the_penalties() -> None:
     logits = torch.tensor([[1.0, -2.0, 0.5, -1.0]]).double()
     bias = {1: 3.0, 3: -1.5, 77: 100.0}

@@ -56,6 +56,10 @@ def test_unknown_keywords_are_refused_by_their_name_wherever_they_are(keyword: s
         ({**INTEGER, "minimum": 3, "exclusiveMinimum": True}, "exclusiveMinimum"),
         ({**INTEGER, "minimum": "3"}, "minimum"),
         ({**INTEGER, "multipleOf": 0}, "multipleOf"),
+        ({"type": "number", "multipleOf": 0.01}, "multipleOf"),
+        ({**INTEGER, "maximum": 10**400}, "maximum"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({**OBJECT, "required": ["a"], "minProperties": 3}, "minProperties"),
         ({**TEXT, "minLength": -1}, "minLength"),
         ({**TEXT, "maxLength": 1.5}, "maxLength"),
         ({**TEXT, "pattern": 3}, "pattern"),
@@ -154,3 +158,48 @@ def test_other_structures_are_looked_at() -> None:
             make()
     assert Structure.lark('start: "[" /max_tokens/ "]" %json {"type": "integer"}').kind == "lark"
     assert Structure.choice(["ä", "b"]) == Structure("choice", '["ä", "b"]')
+
+
+def test_where_the_compiler_and_validators_differ_it_gets_a_narrower_schema() -> None:
+    assert checked_schema({"type": "number", "exclusiveMinimum": 0, "maximum": 5}) == {
+        "type": "number", "minimum": 1e-9, "maximum": 5,
+    }  # fmt: skip
+    both = {"type": ["number", "null"], "exclusiveMaximum": 1, "maximum": 0.5, "exclusiveMinimum": 1900}
+    assert checked_schema(both) == {"type": ["number", "null"], "maximum": 0.5, "minimum": 1900 + 1900e-9}
+    whole = {"type": "integer", "exclusiveMinimum": 0}
+    assert checked_schema(whole) == whole
+    for form in ("date", "time", "date-time", "hostname"):
+        assert len(checked_schema({"format": form})["allOf"]) == 1
+    assert checked_schema({"format": "uuid"}) == {"format": "uuid"}
+
+
+def test_references_are_found_however_they_are_spelled() -> None:
+    definitions = {"größe": INTEGER, "List[int]": INTEGER, "a b": INTEGER, "x%y": INTEGER, "a/b": INTEGER}
+    for spelled, handed_on in [
+        ("größe", "gr%C3%B6%C3%9Fe"),
+        ("gr%C3%B6%C3%9Fe", "gr%C3%B6%C3%9Fe"),
+        ("List[int]", "List%5Bint%5D"),
+        ("a b", "a%20b"),
+        ("x%25y", "x%25y"),
+        ("x%y", "x%25y"),
+        ("a~1b", "a~1b"),
+    ]:
+        checked = checked_schema({"$ref": f"#/$defs/{spelled}", "$defs": definitions})
+        assert checked["$ref"] == f"#/$defs/{handed_on}"
+
+
+def test_what_takes_long_to_look_at_is_refused_at_once() -> None:
+    """A name of a megabyte above many others; lines and brackets that an expression would try again and again."""
+    below = {str(i): True for i in range(1000)}
+    with pytest.raises(UserError, match="at most 256000"):
+        Structure.json_schema({"properties": {"n" * 1_000_000: {"properties": below}}})
+    name = "n" * 100_000
+    with pytest.raises(UserError, match="keyword not ") as caught:
+        Structure.json_schema({"properties": {name: {"properties": below | {"x": {"not": {}}}}}})
+    assert len(str(caught.value)) < 500
+    for grammar in ("\n" * 60_000, "a[\n" * 20_000, "x[temperature" * 4_000):
+        assert Structure.lark(grammar).text == grammar
+    for grammar in ('start: x\nx\t[stop="b",\n temperature = 1]: /a/', "x[temperature=1]: /a/"):
+        with pytest.raises(UserError, match="temperature"):
+            Structure.lark(grammar)
+    assert Structure.lark('start: "[temperature=" /[0-9]/ "]"').kind == "lark"

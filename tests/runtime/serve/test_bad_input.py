@@ -1,7 +1,6 @@
 """What is wrong with a request is told in one sentence, in OpenAI's shape, and the next request is served."""
 
 import json
-import random
 import socket
 from typing import Any
 
@@ -144,88 +143,6 @@ def test_wrong_methods_paths_types_hosts_and_sizes_have_the_same_shape(server: R
 def test_a_long_sound_body_is_read(server: Running) -> None:
     answer = server.ask("POST", "/tokenize", {"prompt": "word " * 200_000})
     assert answer.status == 200 and answer.json()["count"] >= 200_000
-
-
-SOUND = [
-    ("/v1/completions", b'{"prompt": "def f", "max_tokens": 2}'),
-    ("/v1/completions", b'{"prompt": [5, 6], "max_tokens": 1, "logprobs": 2, "echo": true}'),
-    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": true}'),
-    ("/v1/responses", b'{"input": "a", "max_output_tokens": 2}'),
-    ("/tokenize", b'{"prompt": "a"}'),
-]
-
-
-def _mutated(generator: random.Random) -> tuple[bytes, bool]:
-    """A request of raw bytes, sound but for a few changes, and whether its length is right."""
-    known = [(path, body) for path, body, _, _ in BODIES.values() if len(body) < 2000]
-    path, found = generator.choice(known if generator.random() < 0.6 else SOUND)
-    body = bytearray(found)
-    if generator.random() < 0.1:
-        path = generator.choice(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/detokenize", "/x"])
-    method = generator.choice(["POST"] * 15 + ["GET", "PUT", "BREW"])
-    for _ in range(generator.randrange(4)):
-        place = generator.randrange(len(body) + 1)
-        kind = generator.randrange(4)
-        if kind == 0:
-            body[place:place] = bytes([generator.randrange(256)])
-        elif kind == 1:
-            del body[place : place + generator.randrange(8)]
-        elif kind == 2:
-            body[place:place] = generator.choice(
-                [b"null", b"[", b"{", b'"', b"1e400", b"-1", b"true", b"\\ud800", b"\x00"]
-            )
-        else:
-            body[place:place] = bytes(body[place : place + 20])
-    length = len(body) if generator.random() < 0.95 else generator.randrange(2 * len(body) + 1)
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
-    )
-    raw = bytearray(head.encode() + b"Connection: close\r\n\r\n" + bytes(body))
-    whole = length == len(body)
-    if generator.random() < 0.1:
-        raw[generator.randrange(len(head))] = generator.randrange(256)
-        whole = False
-    return bytes(raw), whole
-
-
-def _status(server: Running, raw: bytes, whole: bool) -> int:
-    """The status that came back; 0 where nothing did, as for bytes that wait for more."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(raw)
-        if not whole:
-            connection.shutdown(socket.SHUT_WR)  # who waits for the rest learns that there is none
-        answer = b""
-        while part := connection.recv(65536):
-            answer += part
-    if not answer:
-        return 0
-    status = int(answer.split(b" ", 2)[1])
-    if status >= 400:
-        body = answer.split(b"\r\n\r\n", 1)[1]
-        assert b'"error"' in body or raw.startswith(b"HEAD") or status == 499, answer
-    return status
-
-
-def _fuzz(server: Running, count: int, seed: int) -> None:
-    generator = random.Random(seed)
-    restarts = server.engine()["restarts"]
-    statuses: dict[int, int] = {}
-    for _ in range(count):
-        raw, whole = _mutated(generator)
-        status = _status(server, raw, whole)
-        assert status < 500, (status, raw)
-        statuses[status] = statuses.get(status, 0) + 1
-    assert server.engine()["restarts"] == restarts
-    assert statuses.get(200, 0) > count / 50 and statuses.get(400, 0) > count / 10, statuses
-
-
-def test_mutated_requests_bring_no_5xx(server: Running) -> None:
-    _fuzz(server, 300, 1)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_mutated_requests_bring_no_5xx(server: Running) -> None:
-    _fuzz(server, 20_000, 2)
 
 
 def test_half_open_connections_delay_nobody(server: Running) -> None:

@@ -3,6 +3,7 @@
 import random
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import pytest
 from runtime.sampling.stopping import StopStrings
 from runtime.serve.admission import Admission
 from runtime.serve.channel import Channel, Closed
+from runtime.serve.chat_protocol import ChatRequest
 from runtime.serve.command import ServeOptions, model_settings
 from runtime.serve.errors import ApiError
 from runtime.serve.guard import Guard, is_loopback
 from runtime.serve.openapi import described
 from runtime.serve.settings import Access, Limits
 from runtime.serve.texts import Text
-from runtime.serve.tools import Calls
+from runtime.serve.tools import Calls, held
 
 
 def test_messages_arrive_whole_and_in_order_and_nobody_waits_to_send() -> None:
@@ -104,6 +106,35 @@ def test_calls_are_found_in_whatever_pieces_they_come(seed: int) -> None:
     assert _said(Calls(None), broken, generator) == (broken, [])
     assert _said(Calls(""), '{"name":"f","arguments":{"a":{"b":"}"}}}', generator) == ("", [("f", '{"a":{"b":"}"}}')])
     assert _said(Calls("g"), '{"a":1}', generator) == ("", [("g", '{"a":1}')])
+
+
+def _held(parameters: list[Any], template: str = "as <tool_call>", special: tuple[str, ...] = (), **more: Any) -> str:
+    """The grammar of calls to functions with these parameters; empty where there is none."""
+    strict = {"strict": True} if more.pop("strict", False) else {}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": one} | strict}
+        for i, one in enumerate(parameters)
+    ]
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools, **more}
+    vocabulary: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template), special=special)
+    found = held(ChatRequest.model_validate(asked), vocabulary)
+    return "" if found is None else found[1]
+
+
+def test_calls_are_held_where_the_template_writes_them_and_arguments_as_far_as_can_be() -> None:
+    plain = {"type": "object", "properties": {"town": {"enum": ["x"]}}}
+    assert '"town"' in _held([plain]) and '"town"' in _held([plain], response_format={"type": "text"})
+    assert not _held([plain], "no tags") and not _held([plain], special=("<tool_call>",))
+    assert not _held([plain], tool_choice="none") and not _held([plain], response_format={"type": "json_object"})
+    odd = [plain, {"type": "object", "not": {}}, {"type": "object", "oneOf": [{"minProperties": 1}]}]
+    assert _held(odd).count('"town"') == 1 and _held(odd).count('%json {"type": "object", "x-guidance"') == 2
+    for more in ({"strict": True}, {"tool_choice": "required"}):
+        with pytest.raises(ApiError, match="keyword not"):
+            _held(odd, **more)
+    many = [{"type": "object", "properties": {"town": {"enum": ["x" * 2000]}}}] * 100
+    assert '"town"' not in _held(many) and _held(many).count("%json") == 100
+    with pytest.raises(ApiError, match="tools: the lark takes"):
+        _held(many, tool_choice="required")
 
 
 def test_places_are_counted_and_given_back() -> None:

@@ -128,6 +128,45 @@ def test_a_demanded_call_has_arguments_by_its_schema(server: Running, choice: An
     assert "".join(one["function"]["arguments"] for one in calls) == call["function"]["arguments"]
 
 
+def test_a_demanded_call_may_refer_to_its_own_definitions(server: Running) -> None:
+    """As pydantic writes the schemas of functions."""
+    parameters = {"$ref": "#/$defs/Trip", "$defs": {
+        "Trip": {"type": "object", "properties": {"to": {"$ref": "#/$defs/Größe"}}, "required": ["to"],
+                 "additionalProperties": False},
+        "Größe": {"enum": ["S", "L"]}}}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("go", "stay")]
+    asked: dict[str, Any] = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 60}
+    for seed in range(3):
+        call = server.post("/v1/chat/completions", **asked, seed=seed)["choices"][0]["message"]["tool_calls"][0]
+        assert call["function"]["name"] in ("go", "stay")
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+
+
+# What its schema does not allow: no such town, and too many days.
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "days": 30}}\n</tool_call>'
+
+
+def test_a_call_that_the_model_chose_to_make_has_arguments_by_its_schema(server: Running) -> None:
+    """The pair repeats what stands there often, so it begins calls; it would end them with what the schema forbids."""
+    turn = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": CALL}]
+    calls = 0
+    for seed in range(6):
+        asked: dict[str, Any] = {"messages": [*turn * 5, turn[0]], "tools": [TOOL], "seed": seed}
+        asked |= {"max_tokens": 80, "temperature": 0.15 * seed}
+        message, again = (
+            server.post("/v1/chat/completions", **asked, specpress={"drafter": drafter})["choices"][0]["message"]
+            for drafter in ("none", "lookup")
+        )
+        made = [call["function"] for call in message.get("tool_calls", [])]
+        assert made == [call["function"] for call in again.get("tool_calls", [])]
+        assert message["content"] == again["content"]
+        for function in made:
+            assert function["name"] == "weather"
+            jsonschema.validate(json.loads(function["arguments"]), TOOL["function"]["parameters"])
+        calls += len(made)
+    assert calls > 2
+
+
 def test_responses_call_functions_too(server: Running) -> None:
     function = TOOL["function"]
     tool = {"type": "function", "name": "weather", "parameters": function["parameters"]}
