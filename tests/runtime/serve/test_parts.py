@@ -1,8 +1,10 @@
 """The server's parts that need no server: the channel, texts, calls in texts, places, and names of targets."""
 
+import asyncio
 import random
 import socket
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from runtime.serve.channel import Channel, Closed
 from runtime.serve.chat_protocol import ChatRequest
 from runtime.serve.command import ServeOptions, model_settings
 from runtime.serve.errors import ApiError
+from runtime.serve.flight import GAP, Bell
 from runtime.serve.guard import Guard, is_loopback
 from runtime.serve.openapi import described
 from runtime.serve.settings import Access, Limits
@@ -55,6 +58,45 @@ class Letters:
         @staticmethod
         def decode(tokens: list[int], **_: Any) -> str:
             return "".join(map(chr, tokens))
+
+
+def test_what_is_held_goes_out_with_the_next_message_or_a_flush() -> None:
+    a, b = socket.socketpair()
+    ours, theirs = Channel(a), Channel(b)
+    ours.hold(("first", 1))
+    assert theirs.receive() == [] and ours.unsent
+    ours.send(("second", 2))
+    assert theirs.receive() == [("first", 1), ("second", 2)] and not ours.unsent
+    ours.hold(("third", 3))
+    ours.flush()
+    assert theirs.receive() == [("third", 3)]
+
+
+def test_tokens_that_come_fast_are_told_of_together_and_an_end_at_once() -> None:
+    async def told(rounds: int, pause: float) -> tuple[int, float]:
+        bell, ended, wakes = Bell(), False, 0
+
+        async def engine() -> None:
+            nonlocal ended
+            for _ in range(rounds):
+                bell.tokens_came(time.monotonic())
+                await asyncio.sleep(pause)
+            ended = True
+            bell.ring()
+
+        began = time.monotonic()
+        running = asyncio.create_task(engine())
+        while not ended:
+            await bell.heard()
+            bell.told()
+            wakes += 1
+        await running
+        return wakes, time.monotonic() - began
+
+    fast, spent = asyncio.run(told(200, 0.0))
+    assert fast <= 3 + spent / GAP < 100
+    slow, _ = asyncio.run(told(5, 2 * GAP))
+    assert slow >= 5
 
 
 @pytest.mark.parametrize("seed", range(20))
