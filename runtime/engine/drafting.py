@@ -236,7 +236,8 @@ def _budgets(proposer: Proposer, states: Sequence[RequestState], alone: bool) ->
     room = {state.number: state.room for state in states}
     if controller is None:
         return {number: min(proposer.most, most) for number, most in room.items()}
-    gamma, count = controller.next_budget(len(states), max(room.values()), alone)
+    unread = min(0 if state.drafted else len(state.request.tokens) - state.read for state in states)
+    gamma, count = controller.next_budget(len(states), max(room.values()), alone, unread)
     # Rather one whose drafter is up to date, and that has room for the whole draft.
     first = sorted(states, key=lambda state: (not state.drafted, -min(gamma, room[state.number])))[:count]
     drafting = {state.number for state in first}
@@ -301,8 +302,8 @@ def _learn(
         # A text about to end drafts less than the others: that says nothing of this γ.
         if (outcome := outcomes[i]) is not None and batch[i].budget == budget > 0
     )
-    behind = any(batch[i].budget > 0 and not batch[i].state.drafted for i in ours)
-    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, behind))
+    unread = sum(batch[i].end - batch[i].state.read for i in ours if batch[i].budget > 0 and not batch[i].state.drafted)
+    controller.observe(Round(len(ours), budget, found, rows, drafting, rest, unread))
 
 
 def _by_proposer(states: Sequence[RequestState]) -> dict[Proposer, list[RequestState]]:

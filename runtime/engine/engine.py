@@ -153,6 +153,8 @@ class Engine:
             if outcome is not None and request.wanted.rounds:
                 note_round(part, draft, outcome, times)
             state.drafted = part.budget > 0 and not state.forced
+            if state.drafted:
+                state.read = part.end
             if request.finished and request.error is None:
                 self._finish(state)
             if outcome is not None or (request.finished and request.error is None):

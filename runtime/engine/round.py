@@ -52,6 +52,7 @@ class RequestState:
     handle    in the target's cache; −1 while the request waits.
     started   when it came, by the engine's clock.
     drafted   whether its last round drafted, so that its drafter knows the text but for that round's tokens.
+    read      how many tokens of its text its drafter knows.
     forced    what its grammar forces after the text: this round's draft, instead of the drafter's.
     forcing   the most tokens of that: fewer after some were not accepted.
     admitted  whether it has begun.
@@ -64,6 +65,7 @@ class RequestState:
     proposer: Proposer
     handle: int = -1
     drafted: bool = False
+    read: int = 0
     forced: Sequence[int] = ()
     forcing: int = LONGEST
     admitted: bool = False

@@ -14,6 +14,9 @@ LONGEST = 16
 # What drafting where it does not look best may cost, as a share of all time, and not drafting where drafting does: a
 # machine that was slow while nothing was drafted makes drafting look good for as long as nobody looks again.
 PROBING = 0.005
+# What looking may cost before there is much time to take a share of, in rounds without a draft: the first drafts of all
+# are few, and right after the first of its width a forward takes twice as long.
+CREDIT = 4.0
 CHECKING = 0.01
 # How many rounds such a look counts for: there are few.
 _LOOK = 3
@@ -26,8 +29,8 @@ _OPENING_PLAIN, _OPENING_DRAFTS, _OPENING_LENGTH, _OPENING_MOST = 2, 3, 4, 26
 # A look that found nothing to draft is repeated so often: it has cost nothing, and told nothing of what drafts bring.
 _REPEATS = 8
 # A choice holds for so many rounds at first, and twice as long each time that it is made again: choosing takes as long
-# as a quarter of a small model's forward.
-_HOLD, _LONGEST_HOLD = 4, 256
+# as a quarter of a small model's forward. Not drafting is looked at again sooner: few looks decide it.
+_HOLD, _LONGEST_HOLD, _LONGEST_REST = 4, 256, 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Round(NamedTuple):
 
     drafts  one for each request that was drafted for.
     width   rows of the target's forward.
-    behind  one of these did not draft in the round before: its drafter had more to read than a round brings.
+    unread  tokens that the drafter had to read first of requests that did not draft in the round before.
     """
 
     batch: int
@@ -60,7 +63,7 @@ class Round(NamedTuple):
     width: int
     draft_seconds: float
     target_seconds: float
-    behind: bool = False
+    unread: int = 0
 
 
 class Controller:
@@ -84,7 +87,7 @@ class Controller:
         self._probing: float | None = None  # tokens per second that the round chosen last gave up
         self._again: DraftBudget | None = None  # a probe that told nothing of its cost is repeated
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
-        self._catch_up = 0.0  # what a drafter took to read what one request gained without it, at most lately
+        self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
         self._held: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, most, γ, and until which round
         self._hold = _HOLD
         # Rounds that a hold on not drafting still has, and those that it had, which are not counted yet.
@@ -109,10 +112,11 @@ class Controller:
         self._rested_seconds += seconds
         self._rested_usual += min(seconds, self._slowest)
 
-    def next_budget(self, batch: int, missing: int, alone: bool = True) -> DraftBudget:
+    def next_budget(self, batch: int, missing: int, alone: bool = True, unread: int = 1) -> DraftBudget:
         """For a round of `batch` requests, of which the longest has room for `missing` drafted tokens.
 
-        alone  no prompt shares the forward: the others are not observed, so nothing is tried in them.
+        alone   no prompt shares the forward: the others are not observed, so nothing is tried in them.
+        unread  tokens that the drafter would have to read first of a request, of the one that it knows best.
         """
         # The rounds of a rest are counted when it ends.
         rested, self._rest, self._rested_rounds = self._rested_rounds, 0, 0
@@ -140,26 +144,27 @@ class Controller:
             return DraftBudget(held, batch)
         rates = self.rates(batch, most)
         best = max(range(most + 1), key=rates.__getitem__)
-        if best > 0 and not self._pays(batch, missing, rates[0], rates[best]):
+        if best > 0 and not self._pays(batch, missing, rates[0], rates[best], unread):
             best = 0
         if not alone:
             return DraftBudget(best, batch)
-        other = self._other(batch, best, most)
+        other = self._other(batch, best, most, unread)
         if other is None:
-            self._hold = min(2 * self._hold, _LONGEST_HOLD) if (batch, best) == (held_batch, held) else _HOLD
+            longest = _LONGEST_HOLD if best else _LONGEST_REST
+            self._hold = min(2 * self._hold, longest) if (batch, best) == (held_batch, held) else _HOLD
             self._held = (batch, most, best, self._rounds + self._hold)
             return DraftBudget(best, batch)
         self._probing = rates[best]
         return other
 
-    def _pays(self, batch: int, missing: int, plain: float, drafting: float) -> bool:
+    def _pays(self, batch: int, missing: int, plain: float, drafting: float, unread: int) -> bool:
         """Whether drafting at these tokens per second gains enough over not drafting to change to it, or to stay."""
         if batch > 1 and drafting < MARGIN * plain:
             return False
         if self._last.get(True, 0) == self._rounds:
             return True
         saved = batch * missing * (1 / max(plain, 1e-9) - 1 / drafting)
-        return saved >= batch * self._catch_up
+        return saved >= batch * unread * self._reading
 
     def rates(self, batch: int, most: int) -> list[float]:
         """Tokens per second that a round of γ = 0, 1, … `most` for all requests can be expected to gain.
@@ -201,11 +206,11 @@ class Controller:
                     self._tree.add(found.budget, draft.accepted)
                 else:
                     self._chain.add(found.budget, draft.drafted, draft.accepted)
-            if found.behind and found.drafts:
+            if found.unread and found.drafts:
                 usual = self._draft_time(len(found.drafts), found.budget)
-                extra = max(0.0, found.draft_seconds - usual) / len(found.drafts)
-                self._catch_up = max(extra, (1 - RATE) * self._catch_up)
-            if not found.behind:
+                extra = max(0.0, found.draft_seconds - usual) / found.unread
+                self._reading = max(extra, (1 - RATE) * self._reading)
+            if not found.unread:
                 curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
                 curve.add(found.budget, found.draft_seconds)
         if not changing:
@@ -213,25 +218,25 @@ class Controller:
             self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
         if self._probing is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
-            if found.budget > 0 and (found.behind or 0 < self._empty <= _REPEATS):
+            if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
                 self._again = DraftBudget(found.budget, len(found.drafts))
             elif changing:
                 self._again = DraftBudget(0, found.batch)
             # Feeding a draft model what it has missed meanwhile is part of what a probe costs.
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
-            usual = min(taken, OUTLIER * expected) if expected > 0 and not found.behind else taken
+            usual = min(taken, OUTLIER * expected) if expected > 0 and not found.unread else taken
             lost = max(0.0, usual - gained / self._probing)
             if found.budget > 0:
                 self.probing_seconds += lost
             else:
                 self.checking_seconds += lost
 
-    def _other(self, batch: int, best: int, most: int) -> DraftBudget | None:
+    def _other(self, batch: int, best: int, most: int, unread: int) -> DraftBudget | None:
         """A round of what looked worse, if it is due and can be afforded: drafting where none is done, or none."""
         left = CHECKING * self.seconds - self.checking_seconds
         if best == 0:
-            left = PROBING * self.seconds - self.probing_seconds
+            left = PROBING * self.seconds + CREDIT * self._target.at(batch) - self.probing_seconds
         if self._last.get(best == 0, 0) == self._rounds or left <= 0:
             return None
         tokens, lengths = self._expected(most)
@@ -245,7 +250,7 @@ class Controller:
             ]
             budget = max(range(1, most + 1), key=alone.__getitem__)
             choice, gained = DraftBudget(budget, 1), batch + tokens[budget]
-            seconds = gained / alone[budget] + self._catch_up
+            seconds = gained / alone[budget] + unread * self._reading
         lost = max(0.0, seconds - gained / rate)
         return choice if lost <= left else None
 
