@@ -1,1 +1,1 @@
-"""The planner: which bits each layer gets, and who drafts, for the best model under a budget (`python -m compress.best`)."""
+"""The planner: which bits each layer gets, and who drafts, under a budget (`python -m compress.best`)."""

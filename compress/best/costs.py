@@ -26,7 +26,7 @@ from runtime.kernels.native_linear import NativeLinear
 from runtime.speculative.costs import measure_costs
 
 WIDTHS = (1, 2, 3, 5, 9)
-_ROUNDS, _SECONDS = 7, 6.0
+_ROUNDS, _SECONDS = 7, 4.0
 # A pass over the copies of a layer reads as much as a forward does of all layers, at most so many times the caches.
 _CACHES = 2
 # How far the products in a forward may be from products alone, for a fit to be believed.

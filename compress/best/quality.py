@@ -7,7 +7,7 @@ a forecast of what is measured: a rank first, a figure only after the first meas
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
 from compress.best.space import Assignment, Option, Unit
+from compress.calibration.activations import Enough
 from compress.errors import UserError
 from compress.progress import Progress
 from compress.quantize import gptq, rtn
@@ -25,7 +26,7 @@ from compress.stages.sensitivity import divergence, recorded, replayed
 from runtime.formats import dequantize
 
 # Tokens that damage is measured on, those before them that GPTQ is fitted to, and tokens in one forward.
-TOKENS, FITTED = 2048, 4096
+TOKENS, FITTED = 1024, 4096
 
 Damages = tuple[tuple[float, ...], ...]
 """[unit][option] nats a token; 0 for a unit that stays."""
@@ -49,16 +50,18 @@ def measure(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str, 
     fitted_on = [recorded(model, blocks, window)[0] for window in fitting.split(1)]
     done, total = 0, sum(len(unit.options) for unit in units)
     found: list[tuple[float, ...]] = []
+    hessians: dict[str, Tensor] = {}
     for unit in units:
         layers = {name: model.get_submodule(name) for name in unit.layers}
-        hessian = None
-        if any(option.method == "gptq" for option in unit.options):
-            hessian = _hessian(model, blocks[: unit.block], layers[unit.layers[0]], fitting, fitted_on)
+        if unit.name not in hessians:
+            # Of a block at a time: they are as large as the weights.
+            together = {one.name: model.get_submodule(one.layers[0]) for one in units if one.block == unit.block}
+            hessians = _hessians(model, blocks, unit.block, together, fitting, fitted_on)
         damages: list[float] = []
         for option in unit.options:
             damage = 0.0
             if not option.keeps:
-                with _rounded(layers, rounded(layers, option, hessian)):
+                with _rounded(layers, rounded(layers, option, hessians[unit.name])):
                     for window, (outputs, logits) in zip(held_out.split(1), references, strict=True):
                         with replayed(blocks[: unit.block], outputs):
                             changed = model(window, use_cache=False).logits.flatten(0, 1)
@@ -76,33 +79,45 @@ def measure(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str, 
     return tuple(found)
 
 
-def rounded(layers: Mapping[str, nn.Linear], option: Option, hessian: Tensor | None) -> dict[str, Tensor]:
+def rounded(layers: Mapping[str, nn.Linear], option: Option, hessian: Tensor) -> dict[str, Tensor]:
     """The layers' weights (N, K) as a run would round them, read back in float32; `hessian` is of their inputs."""
     weights = {name: layer.weight.detach() for name, layer in layers.items()}
     if option.method != "gptq":
         return {
-            name: dequantize(rtn.quantize(weight, option.scheme, option.group_size))
-            for name, weight in weights.items()
+            name: dequantize(rtn.quantize(weight, option.scheme, option.group_size)) for name, weight in weights.items()
         }
-    assert hessian is not None
     grid = Grid(option.bits, option.group_size)
     made = gptq.quantize_together(list(weights.values()), hessian, grid, torch.bfloat16, search=True)
     return {name: dequantize(one.packed) for name, one in zip(weights, made, strict=True)}
 
 
-def _hessian(
-    model: Any, before: Sequence[nn.Module], layer: nn.Linear, windows: Tensor, outputs: Sequence[Sequence[Any]]
-) -> Tensor:
-    """The mean of x xᵀ (K, K) of what a layer reads."""
-    moments = Moments(layer.in_features, Wants(hessian=True))
-    hook = layer.register_forward_pre_hook(lambda _, given: moments.add(given[0]))
+def _hessians(
+    model: Any,
+    blocks: Sequence[nn.Module],
+    number: int,
+    layers: Mapping[str, nn.Linear],
+    windows: Tensor,
+    outputs: Sequence[Sequence[Any]],
+) -> dict[str, Tensor]:
+    """The mean of x xᵀ (K, K) of what some layers of one block read, by their names in `layers`."""
+    moments = {name: Moments(layer.in_features, Wants(hessian=True)) for name, layer in layers.items()}
+
+    def seen(name: str) -> Any:
+        return lambda _, given: moments[name].add(given[0])
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    hooks = [layer.register_forward_pre_hook(seen(name)) for name, layer in layers.items()]
+    hooks.append(blocks[number].register_forward_hook(stop))
     try:
         for window, known in zip(windows.split(1), outputs, strict=True):
-            with replayed(before, known):
-                model(window, use_cache=False, logits_to_keep=1)
+            with replayed(blocks[:number], known), suppress(Enough):
+                model(window, use_cache=False)
     finally:
-        hook.remove()
-    return moments.hessian
+        for hook in hooks:
+            hook.remove()
+    return {name: one.hessian for name, one in moments.items()}
 
 
 @contextmanager

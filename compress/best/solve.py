@@ -58,7 +58,9 @@ def solve(
         return Solution(tuple(picks), _total(costs, picks), True)
     # Columns of a unit's options: the cost, then the uses over their limits.
     tables = [
-        np.column_stack([np.asarray(row, np.float64), *(np.asarray(uses[i][u]) / max(limits[i], 1e-300) for i in active)])
+        np.column_stack(
+            [np.asarray(row, np.float64), *(np.asarray(uses[i][u]) / max(limits[i], 1e-300) for i in active)]
+        )
         for u, row in enumerate(costs)
     ]
     kept = [_undominated(table) for table in tables]

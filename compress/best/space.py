@@ -45,12 +45,14 @@ KEEP, INT8 = Option("keep"), Option("int8-dynamic")
 OPTIONS = (
     KEEP,
     INT8,
-    *(Option(scheme, group, "gptq") for scheme in ("int4", "int3", "int2") for group in (128, 64, 32)),
+    *(Option(scheme, group, "gptq") for scheme in ("int4", "int3") for group in (128, 64, 32)),
+    *(Option("int2", group, "gptq") for group in (64, 32)),
 )
 # What was left out of the search, and why: every plan says it.
 NOT_TRIED = (
     ("nf4, ternary, fp8", "files of another format, or for GPUs: one model holds one format (try a built-in recipe)"),
     ("int4, int3 and int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),
+    ("int2 in groups of 128", "two bits want small groups"),
     ("awq, hqq, zero points, smoothing", "no per-layer stage of a recipe does them yet"),
     ("the embedding and the output head", "no per-layer stage of a recipe takes them: they stay as they are"),
     ("a quantised cache of keys and values", "the report's interval of quality is of a float32 cache"),

@@ -210,7 +210,16 @@ class Quantize(Strict):
         check_group(self.group_size, SCHEMES["int4"].group_sizes, "method sensitivity")
 
     def _fit_layers(self) -> None:
-        for key in ("scheme", "group_size", "symmetric", "act_order", "damping", "search", "observer", "bits_per_weight"):
+        for key in (
+            "scheme",
+            "group_size",
+            "symmetric",
+            "act_order",
+            "damping",
+            "search",
+            "observer",
+            "bits_per_weight",
+        ):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method per-layer, whose layers say it, found one")
         if self.head == "int8":
