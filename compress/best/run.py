@@ -14,23 +14,23 @@ Everything that was measured goes into a journal at once, so that the same comma
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.artifact import Artifact, manifest
+from compress.artifact import Artifact
 from compress.artifact.workspace import locked
 from compress.best import acceptance, candidates, contest, costs, plan, quality
-from compress.best.budgets import Budgets
 from compress.best.candidates import Measured
 from compress.best.contest import Way, fastest
 from compress.best.costs import Costs
+from compress.best.folder import BEST, CANDIDATES, check_folder, clear
 from compress.best.journal import NAME, Journal, open_journal
 from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
 from compress.best.quality import QualityModel
+from compress.best.question import Question, fingerprint
 from compress.best.sizes import Sizes, read_sizes
 from compress.best.space import OPTIONS, Assignment, Unit, find_units
-from compress.context import RunContext
 from compress.errors import UserError
 from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.report.assemble import make_prompts
@@ -43,7 +43,6 @@ from runtime.model.layers import weight_bytes
 if TYPE_CHECKING:
     from runtime.model.load import Model
 
-BEST, CANDIDATES = "best", "candidates"
 # A budget of quality is aimed at a little below, and below what broke it.
 _AIM, _BELOW = 0.97, 0.93
 # How far the aim is lowered where all that was proposed was measured already.
@@ -55,23 +54,6 @@ _CLOSE = 1.03
 _CONTEXT_TOKENS, _CONTEST_SECONDS = 128, 60.0
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked of the planner.
-
-    context     of all runs: model, draft, out, text, threads, seed; its recipe is not looked at.
-    wanted      candidates that keep all budgets and are timed; minutes: after which none is begun.
-    tokens      of context in the cache, times requests at once (`batch`), that memory has to hold.
-    """
-
-    context: RunContext
-    budgets: Budgets
-    wanted: int = 3
-    minutes: float = 10.0
-    tokens: int = 512
-    batch: int = 1
-
-
 def make_plan(asked: Question, force: bool) -> Path:
     """Plans, and returns the folder with best/, plan.json and plan.md.
 
@@ -79,53 +61,18 @@ def make_plan(asked: Question, force: bool) -> Path:
     a folder that holds something else.
     """
     out = asked.context.folder
-    _check_folder(out, force)
+    check_folder(out, force)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         if force:
-            _clear(out)
+            clear(out)
         inputs = open_inputs(replace(asked.context, speed=False))
-        journal = open_journal(out, _fingerprint(asked, inputs))
+        journal = open_journal(out, fingerprint(asked, inputs))
         _Planner(asked, inputs, journal).run()
         shutil.rmtree(out / CANDIDATES, ignore_errors=True)
         (out / NAME).unlink()
     (out / "lock").unlink(missing_ok=True)
     return out
-
-
-def _check_folder(out: Path, force: bool) -> None:
-    """Raises UserError for a folder that holds what no planner wrote, or a finished plan."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out.name}: expected a folder for the plan, found a file: choose another with --out")
-    if not out.is_dir() or not any(path.name != "lock" for path in out.iterdir()) or (out / NAME).exists():
-        return
-    if not (out / "plan.json").is_file():
-        raise UserError(f"{out.name} is not empty and holds no plan: choose another folder with --out")
-    if not force:
-        raise UserError(f"{out.name} holds a finished plan: replace it with --force, or choose another with --out")
-
-
-def _clear(out: Path) -> None:
-    for name in (BEST, f"{BEST}.partial", f"{BEST}.replaced", CANDIDATES):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in (NAME, "plan.json", "plan.md"):
-        (out / name).unlink(missing_ok=True)
-
-
-def _fingerprint(asked: Question, inputs: RunInputs) -> dict[str, Any]:
-    """What the figures depend on; JSON data as it is read back."""
-    context = asked.context
-    names = ("calib", "samples", "seq_len", "eval_tokens", "new_tokens", "threads", "seed")
-    return {
-        "figure": "perplexity" if asked.budgets.kl is None else "kl",
-        "model": inputs.target.fingerprint(),
-        "draft": None if inputs.draft is None else inputs.draft.fingerprint(),
-        "options": [str(option) for option in OPTIONS],
-        "versions": manifest.versions(),
-        "context": asked.tokens,
-        "batch": asked.batch,
-        **{name: getattr(context, name) for name in names},
-    }
 
 
 class _Planner:
