@@ -158,7 +158,8 @@ def markdown(plan: Plan) -> str:
         f"{reference.tokens_per_second:.0f}, timed in turns, "
         "the prompts' time left out",
         "",
-        "`best/` is the run: its report times every drafter. `best/recipe.yaml` alone gives the same weights.",
+        "`best/` is the run: its report times every drafter. `best/recipe.yaml` alone gives the same weights, with the "
+        "same `--eval-tokens`, seed and threads: what is not measured on is calibrated on.",
         "",
         "## Candidates that were made and measured",
         "",
