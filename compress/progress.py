@@ -18,6 +18,8 @@ _TITLES = {
     "check": "Checking",
     "scan": "Looking at blocks",
     "sensitivity": "Measuring layers",
+    "products": "Timing products",
+    "acceptance": "Trying drafts",
     "quantize": "Working on weights",
     "tokenize": "Reading the text",
     "train": "Training",

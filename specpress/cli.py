@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": Entry("runtime.chat", "app", "Talk with a model in the terminal."),
     "serve": Entry("runtime.serve.command", "app", "Serve models by OpenAI's HTTP interface."),
     "bench": Entry("runtime.bench.__main__", "app", "Measure kernels, decoding and speculation."),
+    "best": Entry("compress.best.__main__", "app", "Find the best bits and drafter under a budget."),
     "sweep": Entry("compress.sweep", "app", "Run several recipes, and compare them in one table."),
     "export": Entry("compress.export.__main__", "app", "Write a run in other engines' formats."),
     "report": Entry("specpress.report", "command", "Show the report of a run."),

@@ -6,8 +6,9 @@ name, so that every tensor is aligned.
 """
 
 import json
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,7 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
 
     A single tensor larger than `limit` gets a shard of its own. Returns the names of the files. The parts stay.
     """
-    shards: list[list[_Entry]] = [[]]
-    filled = 0
-    for part in parts:
-        for entry in _entries(part):
-            if shards[-1] and filled + entry.size > limit:
-                shards.append([])
-                filled = 0
-            shards[-1].append(entry)
-            filled += entry.size
+    shards = _shards((entry for part in parts for entry in _entries(part)), limit)
     count = len(shards)
     names = (
         [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
@@ -87,21 +80,58 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
     return names
 
 
+def joined_bytes(parts: Iterable[Iterable[tuple[str, str, Sequence[int]]]], limit: int = SHARD_BYTES) -> int:
+    """What the files that `join` would make of these parts take on disk together, headers included.
+
+    parts  the tensors of each: name, element type (a value of NAMES) and shape.
+    """
+    nothing = torch.empty(0)
+    entries = [
+        _Entry(name, dtype, list(shape), math.prod(shape) * WIDTHS[dtype], nothing)
+        for part in parts
+        for name, dtype, shape in sorted(part, key=lambda one: (-WIDTHS[one[1]], one[0]))
+    ]
+    shards = _shards(entries, limit)
+    return sum(8 + len(_header(_ordered(shard))) + sum(entry.size for entry in shard) for shard in shards)
+
+
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row after row."""
     flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
-def _write(path: Path, entries: Sequence[_Entry]) -> Written:
-    ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.name))
+def _shards(entries: Iterable[_Entry], limit: int) -> list[list[_Entry]]:
+    """The entries in files of at most `limit` bytes of tensors each."""
+    shards: list[list[_Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.size
+    return shards
+
+
+def _ordered(entries: Iterable[_Entry]) -> list[_Entry]:
+    """As the safetensors library lays a file out."""
+    return sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.name))
+
+
+def _header(ordered: Sequence[_Entry]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in ordered:
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
         end += entry.size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    return text + b" " * (-len(text) % 8)
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> Written:
+    ordered = _ordered(entries)
+    text = _header(ordered)
     with whole(path) as opened:
         file = Digesting(opened)
         file.write(struct.pack("<Q", len(text)) + text)

@@ -158,7 +158,8 @@ class _Planner:
         """Raises UserError for a pattern that matches nothing, and where nothing was found to quantise."""
         if self.stage is None:
             return
-        for pattern in (*self.stage.targets, *self.stage.ignore):
+        parts = [pattern for part in self.stage.layers or () for pattern in part.targets]
+        for pattern in (*self.stage.targets, *self.stage.ignore, *parts):
             if pattern not in self.matched and not (pattern == ".*" and not self.layers):
                 example = next((layer.module for layer in self.layers.values()), "none")
                 raise UserError(
@@ -210,6 +211,8 @@ class _Planner:
         refused = self._chosen(self.stage, name.removesuffix(".weight"))
         if refused is not None:
             return refused
+        if self.stage.layers is not None:
+            return "an expert: method per-layer does not take experts apart"
         if isinstance(self.expert_group, str):
             return self.expert_group
         module = name.removesuffix(".weight")
@@ -223,16 +226,19 @@ class _Planner:
         refused = self._chosen(self.stage, parameter.module)
         if refused is not None:
             return refused
-        transposed, codes = parameter.kind == "conv1d", _codes(self.stage)
+        stage = self.stage.of(parameter.module)
+        if stage is None:
+            return "in none of the recipe's layers"
+        transposed, codes = parameter.kind == "conv1d", _codes(stage)
         if why := refusal(self.model, name, parameter, codes):
             return why
         if shape[0] % codes.outputs:
             return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} asks for"
-        group = _group(shape[0] if transposed else shape[1], self.stage)
+        group = _group(shape[0] if transposed else shape[1], stage)
         if isinstance(group, str):
             return group
-        symmetric = self.stage.symmetric is not False
-        return Layer(name, parameter.module, _scheme(self.stage), group, transposed, symmetric, **_rounding(self.stage))
+        symmetric = stage.symmetric is not False
+        return Layer(name, parameter.module, _scheme(stage), group, transposed, symmetric, **_rounding(stage))
 
     def _unquantised(self) -> str:
         return _CHANGED if self.changed else "the recipe changes no weights"
@@ -241,7 +247,8 @@ class _Planner:
         """Why the recipe leaves a layer alone, or None where it wants it."""
         ignoring = {p for p in stage.ignore if re.search(p, module)}
         targeting = {p for p in stage.targets if re.search(p, module)}
-        self.matched |= ignoring | targeting
+        inside = {p for part in stage.layers or () for p in part.targets if re.search(p, module)}
+        self.matched |= ignoring | targeting | inside
         if ignoring:
             return f"the recipe ignores {min(ignoring)!r}"
         return None if targeting else "not among the recipe's targets"
@@ -262,7 +269,8 @@ def _rounding(stage: Quantize) -> dict[str, bool]:
 
 
 def _scheme(stage: Quantize) -> str:
-    """The scheme that a layer has before sensitivity, which starts from int4, has chosen another."""
+    """A stage's scheme; int4 where it names none: sensitivity starts from it, and whatever per-layer takes is stored in
+    its library's format."""
     return stage.scheme or "int4"
 
 

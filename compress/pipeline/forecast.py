@@ -63,11 +63,11 @@ class Forecast:
         )
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "4GB", "512 MiB" or "1000000". Raises UserError for anything else."""
+def parse_size(text: str, option: str = "--memory-budget") -> int:
+    """Bytes of "4GB", "512 MiB" or "1000000". Raises UserError for anything else, naming the option."""
     found = _SIZE.fullmatch(text)
     if not found or found[2].upper() not in _UNITS or float(found[1]) == 0:
-        raise UserError(f"--memory-budget: expected a size such as 4GB or 512MiB, found {text!r}: correct it")
+        raise UserError(f"{option}: expected a size such as 4GB or 512MiB, found {text!r}: correct it")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

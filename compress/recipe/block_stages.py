@@ -1,5 +1,6 @@
 """The stages of a recipe that work block by block: what each may say."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
@@ -20,7 +21,10 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "awq": {},
     "hqq": {},
     "sensitivity": {},
+    "per-layer": {},
 }
+# What compressed-tensors holds beside each other in one model, and rounding needs no more than the layer's name for.
+_MIXABLE = ("int8-dynamic", *GRIDS)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -52,16 +56,63 @@ class Experts(Strict):
     min_tokens: Annotated[StrictInt, Field(ge=0)] = 256
 
 
+class LayerScheme(Strict):
+    """How some layers of a stage with method per-layer are rounded: as a stage says it of all of them.
+
+    targets  regular expressions, searched in the names of the linear layers; any match counts.
+    """
+
+    scheme: SchemeName
+    group_size: StrictInt | None = None
+    method: Literal["rtn", "gptq"] = "rtn"
+    targets: tuple[StrictStr, ...] = Field(min_length=1)
+
+    @field_validator("targets")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return check_patterns(patterns)
+
+    @model_validator(mode="after")
+    def _fit(self) -> "LayerScheme":
+        if self.scheme not in _MIXABLE:
+            raise ValueError(
+                f"scheme: expected one of {', '.join(_MIXABLE)}, which one model can hold together, found {self.scheme}"
+            )
+        if self.method == "gptq" and self.scheme not in GRIDS:
+            raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
+        check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
+        return self
+
+    @property
+    def stage(self) -> "Quantize":
+        """The stage that rounds these layers alone; ranges are searched where there are any."""
+        search = True if self.scheme in GRIDS else None
+        return Quantize(
+            scheme=self.scheme, group_size=self.group_size, method=self.method, targets=self.targets, search=search
+        )
+
+
+def check_group(size: int | None, allowed: tuple[int, ...], where: str) -> None:
+    """Raises ValueError for a group size that is not among those allowed `where`."""
+    if size is not None and size not in allowed:
+        expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
+        raise ValueError(f"group_size: expected {expected} with {where}, found {size}")
+
+
 class Quantize(Strict):
     """A stage that rounds linear layers.
 
-    scheme      how a weight is represented; with method sensitivity, which chooses by layer, left out. ternary ruins a
-                model that was not trained for it: the stage ternary (compress.qat) trains one.
+    scheme      how a weight is represented; left out with the methods sensitivity, which chooses by layer, and
+                per-layer. ternary ruins a model that was not trained for it: the stage ternary (compress.qat) trains
+                one.
     group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
                 divides a row is taken). nf4 has 64, int8 and fp8 one scale per output channel, ternary one
                 per layer.
     symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
-    method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does.
+    method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does;
+                per-layer: as `layers` says.
+    layers      per-layer: schemes, and the layers that each is for; of several that match a layer the first one counts,
+                and layers that none matches stay as they are.
     act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
     observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
@@ -78,7 +129,8 @@ class Quantize(Strict):
     scheme: SchemeName | None = None
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
-    method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity"] = "rtn"
+    method: Literal["rtn", "gptq", "awq", "hqq", "sensitivity", "per-layer"] = "rtn"
+    layers: tuple[LayerScheme, ...] | None = Field(default=None, min_length=1)
     act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
@@ -112,19 +164,26 @@ class Quantize(Strict):
 
     @model_validator(mode="after")
     def _fit(self) -> "Quantize":
+        if (self.layers is None) == (self.method == "per-layer"):
+            found = "none" if self.layers is None else f"method {self.method}"
+            raise ValueError(f"layers: expected with method per-layer, and there only, found {found}")
         if self.method == "sensitivity":
             self._fit_budget()
+            return self
+        if self.method == "per-layer":
+            self._fit_layers()
             return self
         if self.scheme is None:
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, found none")
         if self.bits_per_weight is not None:
             raise ValueError(f"bits_per_weight: expected with method sensitivity only, found method {self.method}")
         # `sensitivity` chooses the schemes itself; the others have grids to choose codes of, or nearest codes alone.
-        methods = [name for name in _METHOD_KEYS if name != "sensitivity"] if self.scheme in GRIDS else ["rtn"]
+        choosing = ("sensitivity", "per-layer")
+        methods = [name for name in _METHOD_KEYS if name not in choosing] if self.scheme in GRIDS else ["rtn"]
         if self.method not in methods:
             expected = " or ".join(methods)
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
-        self._fit_group(SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
+        check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         if self.symmetric is not None and self.scheme not in GRIDS:
             raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {self.scheme}")
         for key in ("act_order", "damping", "search"):
@@ -142,18 +201,36 @@ class Quantize(Strict):
             )
         return self
 
-    def _fit_group(self, allowed: tuple[int, ...], where: str) -> None:
-        if self.group_size is not None and self.group_size not in allowed:
-            expected = f"one of {', '.join(map(str, allowed))}" if allowed else "no group_size"
-            raise ValueError(f"group_size: expected {expected} with {where}, found {self.group_size}")
-
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
         for key in ("scheme", "symmetric", "act_order", "damping", "search", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
-        self._fit_group(SCHEMES["int4"].group_sizes, "method sensitivity")
+        check_group(self.group_size, SCHEMES["int4"].group_sizes, "method sensitivity")
+
+    def _fit_layers(self) -> None:
+        for key in (
+            "scheme",
+            "group_size",
+            "symmetric",
+            "act_order",
+            "damping",
+            "search",
+            "observer",
+            "bits_per_weight",
+        ):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key}: expected none with method per-layer, whose layers say it, found one")
+        if self.head == "int8":
+            raise ValueError("head: expected keep with method per-layer, found int8: it is no layer of a block")
+
+    def of(self, module: str) -> "Quantize | None":
+        """The stage that rounds a layer: itself, or with method per-layer what says it of this one; None: nothing."""
+        if self.layers is None:
+            return self
+        parts = (one for one in self.layers if any(re.search(pattern, module) for pattern in one.targets))
+        return None if (part := next(parts, None)) is None else part.stage
 
 
 class Prune(Strict):

@@ -61,6 +61,13 @@ def _is_static(stage: Quantize) -> bool:
 
 
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
+    if stage.layers is not None:
+        parts = {prefix: stage.of(layer.module) for prefix, layer in layers.items()}
+        return [
+            made
+            for part in dict.fromkeys(part.stage for part in stage.layers)
+            for made in _quantisers(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
+        ]
     if stage.method in ("gptq", "sensitivity"):
         return [Gptq(stage, layers)]
     if stage.method == "awq":

@@ -127,13 +127,13 @@ def measure(
     stored = torch.zeros(len(units), len(candidates), dtype=torch.int64)
     done, total = 0, len(batches) * damage.numel()
     for batch in batches:
-        outputs, reference = _recorded(model, blocks, batch)
+        outputs, reference = recorded(model, blocks, batch)
         for u, (unit, names) in enumerate(units.items()):
             for c, candidate in enumerate(candidates):
                 with _rounded({name: layers[name] for name in names}, candidate) as size:
-                    with _replayed(blocks[: firsts[unit]], outputs):
+                    with replayed(blocks[: firsts[unit]], outputs):
                         logits = model(batch, use_cache=False).logits.flatten(0, 1)
-                    found = _divergence(reference, logits)
+                    found = divergence(reference, logits)
                     if not torch.isfinite(found):
                         raise UserError(
                             f"{unit}: expected finite logits after rounding it to {candidate.bits} bits, found "
@@ -176,7 +176,7 @@ def allocate(found: Sensitivity, bits_per_weight: float) -> dict[str, Candidate]
     return {layer: found.candidates[pick] for unit, pick in pairs for layer in unit.layers}
 
 
-def _recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Any], Tensor]:
+def recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[list[Any], Tensor]:
     """Every block's output, and the logits (rows, vocabulary)."""
     outputs: list[Any] = []
     hooks = [block.register_forward_hook(lambda _, given, out: outputs.append(out)) for block in blocks]
@@ -189,7 +189,7 @@ def _recorded(model: Any, blocks: Sequence[nn.Module], tokens: Tensor) -> tuple[
 
 
 @contextmanager
-def _replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+def replayed(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
     """Lets blocks put out what they did before, without computing. Everything else about them stays in sight."""
     for block, output in zip(blocks, outputs, strict=False):
         block.forward = lambda *given, _output=output, **named: _output
@@ -216,7 +216,7 @@ def _rounded(layers: Mapping[str, nn.Linear], candidate: Candidate) -> Iterator[
             layer.weight = before[name]
 
 
-def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
+def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """The sum over rows of KL(reference ‖ logits), nats, float64."""
     total = torch.zeros((), dtype=torch.float64)
     for p, q in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True):

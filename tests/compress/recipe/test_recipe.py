@@ -194,6 +194,31 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "scheme: expected none with method sensitivity, which chooses it",
         ),
         ("stages:\n  - quantize: {scheme: int4, bits_per_weight: 4}\n", "expected with method sensitivity only"),
+        ("stages:\n  - quantize: {method: per-layer}\n", "layers: expected with method per-layer, and there only"),
+        (
+            "stages:\n  - quantize: {scheme: int4, layers: [{scheme: int4, targets: [a]}]}\n",
+            "layers: expected with method per-layer, and there only",
+        ),
+        (
+            "stages:\n  - quantize: {method: per-layer, scheme: int4, layers: [{scheme: int4, targets: [a]}]}\n",
+            "scheme: expected none with method per-layer",
+        ),
+        (
+            "stages:\n  - quantize: {method: per-layer, head: int8, layers: [{scheme: int4, targets: [a]}]}\n",
+            "head: expected keep with method per-layer",
+        ),
+        (
+            "stages:\n  - quantize: {method: per-layer, layers: [{scheme: nf4, targets: [a]}]}\n",
+            "which one model can hold together, found nf4",
+        ),
+        (
+            "stages:\n  - quantize: {method: per-layer, layers: [{scheme: fp8, targets: [a]}]}\n",
+            "which one model can hold together, found fp8",
+        ),
+        (
+            "stages:\n  - quantize: {method: per-layer, layers: [{scheme: int4, group_size: 48, targets: [a]}]}\n",
+            "expected one of 128, 64, 32 with scheme int4, found 48",
+        ),
         (
             "stages:\n  - quantize: {scheme: int4, method: gptq, experts: {expert_fallback: rtm}}\n",
             "quantize.experts.expert_fallback: expected all-tokens or rtn, found 'rtm': did you mean rtn",

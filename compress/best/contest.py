@@ -1,0 +1,74 @@
+"""The finalists timed in turns: plain decoding and the most promising drafters of each, and the original, too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compress.best.acceptance import Drafts, pace
+from compress.best.candidates import Measured
+from compress.progress import Progress
+from compress.report.pairing import WORTH, Drafting
+from compress.report.schema_speed import PLAIN
+from compress.report.timing import Timed, Work, time_interleaved
+from runtime.speculate import Speculator
+
+if TYPE_CHECKING:
+    from runtime.model.load import Model
+
+ORIGINAL = "original"
+# Drafters of each finalist that are timed, of those that are predicted to pay at all.
+_DRAFTERS = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of decoding a model (by its key): tokens a second while decoding, the prompts' time left out."""
+
+    model: str
+    drafter: str
+    tokens_per_second: float
+
+    @property
+    def latency_ms(self) -> float:
+        """Milliseconds a token, on average."""
+        return 1e3 / max(self.tokens_per_second, 1e-9)
+
+    @classmethod
+    def of(cls, model: str, drafter: str, timed: Timed) -> "Way":
+        """What was timed."""
+        return cls(model, drafter, timed.decode_tokens_per_second or timed.tokens_per_second or 0.0)
+
+
+def hold(
+    original: "Model",
+    finalists: Mapping[str, "Model"],
+    draft: "Model | None",
+    measured: Mapping[str, Measured],
+    drafts: Sequence[Drafts],
+    beyond: float,
+    work: Work,
+    progress: Progress,
+) -> list[Way]:
+    """Every way's figures: of the original plain decoding, of each finalist (by key) drafters too."""
+    ways = {(ORIGINAL, PLAIN): Speculator(original)}
+    for key, model in finalists.items():
+        ways[key, PLAIN] = Speculator(model)
+        drafting = Drafting(model, draft)
+        for name in _promising(measured[key].forward_ms, drafts, beyond):
+            ways[key, name] = drafting.speculator(name, None)
+    timed = time_interleaved({f"{key} {name}": way for (key, name), way in ways.items()}, work, progress)
+    return [Way.of(key, name, timed[f"{key} {name}"]) for key, name in ways]
+
+
+def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: float) -> list[str]:
+    """The drafters with the highest predicted pace, on the forwards that were measured."""
+    rates = {one.drafter: pace(forward_ms, [one], beyond) for one in drafts}
+    paying = [name for name, found in rates.items() if found.drafter != PLAIN]
+    return sorted(paying, key=lambda name: -rates[name].tokens_per_second)[:_DRAFTERS]
+
+
+def fastest(ways: Sequence[Way], model: str) -> Way:
+    """A model's fastest way; a drafter must gain more than the noise over plain decoding, as the report asks for."""
+    mine = {way.drafter: way for way in ways if way.model == model}
+    best = max(mine.values(), key=lambda way: way.tokens_per_second)
+    return best if best.tokens_per_second >= WORTH * mine[PLAIN].tokens_per_second else mine[PLAIN]

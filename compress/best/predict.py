@@ -1,0 +1,208 @@
+"""What is known of a model, what it predicts of an assignment, and the assignments that it predicts to be the best."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from compress.best.acceptance import LENGTH, Drafts, Pace, pace
+from compress.best.budgets import Budgets
+from compress.best.costs import WIDTHS, Costs
+from compress.best.quality import QualityModel
+from compress.best.sizes import Sizes
+from compress.best.solve import InfeasibleError, Solution, solve
+from compress.best.space import Assignment, Option, Unit
+from compress.errors import UserError
+
+# Among options of one cost the less damaging: all damages together weigh so much of the cheapest choice's cost.
+_TIE = 1e-4
+Table = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that assignments are judged by.
+
+    drafts  of every drafter (without PLAIN); beyond: milliseconds of a round beyond its forward.
+    beside  bytes of memory that no weight of the target takes: keys and values, and the draft's.
+    """
+
+    units: tuple[Unit, ...]
+    sizes: Sizes
+    costs: Costs
+    drafts: tuple[Drafts, ...]
+    beyond: float
+    quality: QualityModel
+    beside: int
+
+    def table(self, figure: Callable[[Unit, Option], float]) -> Table:
+        """[unit][option] of a figure."""
+        return [[figure(unit, option) for option in unit.options] for unit in self.units]
+
+    def predict(self, assignment: Assignment) -> "Predicted":
+        """All figures of an assignment."""
+        memory = sum(self.costs.memory(unit, assignment[unit.name]) for unit in self.units)
+        return Predicted(
+            dict(assignment),
+            self.sizes.exact(assignment),
+            self.beside + self.costs.other + memory,
+            self.quality.total(assignment),
+            self.quality.predicted(assignment),
+            pace(self.costs.forward(self.units, assignment), self.drafts, self.beyond),
+        )
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """An assignment and its figures: bytes, the sum of damages, the figure of quality, the fastest way to decode."""
+
+    assignment: Assignment
+    disk: int
+    memory: int
+    damage: float
+    figure: float
+    pace: Pace
+
+    @property
+    def key(self) -> str:
+        """A name for the assignment: equal ones have the same."""
+        return key_of(self.assignment)
+
+    def objective(self, goal: str) -> float:
+        """What is to be small for a goal."""
+        return {"speed": 1e3 / self.pace.tokens_per_second, "size": float(self.disk), "quality": self.figure}[goal]
+
+
+def key_of(assignment: Assignment) -> str:
+    """A name for an assignment: equal ones have the same."""
+    return sha256("\n".join(f"{name}: {assignment[name]}" for name in sorted(assignment)).encode()).hexdigest()[:12]
+
+
+def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predicted]:
+    """Assignments within the budgets, the best first; none where none is.
+
+    damage  the most that damages may sum up to; None: as much as may be. The budget of quality itself is the caller's,
+            who knows what was measured.
+    """
+    found: dict[str, Predicted] = {}
+    for cost, more in _questions(known, budgets):
+        with_damage = [] if damage is None else [(known.table(_damage_of(known)), damage)]
+        try:
+            solution = _solved(known, cost, [*limits_of(known, budgets), *with_damage, *more])
+        except InfeasibleError:
+            continue
+        one = known.predict(_assignment(known, solution))
+        if budgets.disk is not None and one.disk > budgets.disk:
+            continue
+        if budgets.latency is None or 1e3 / one.pace.tokens_per_second <= budgets.latency:
+            found.setdefault(one.key, one)
+    return sorted(found.values(), key=lambda one: (one.objective(budgets.goal), one.disk))
+
+
+def limits_of(known: Known, budgets: Budgets) -> list[tuple[Table, float]]:
+    """The budgets of bytes as what options use of them, and how much there is."""
+    found: list[tuple[Table, float]] = []
+    if budgets.disk is not None:
+        rest, shares = known.sizes.shares()
+        found.append(([[float(x) for x in row] for row in shares], float(budgets.disk - rest)))
+    if budgets.memory is not None:
+        left = budgets.memory - known.beside - known.costs.other
+        found.append((known.table(lambda unit, option: float(known.costs.memory(unit, option))), float(left)))
+    return found
+
+
+def _questions(known: Known, budgets: Budgets) -> Iterator[tuple[Table, list[tuple[Table, float]]]]:
+    """What is to be least, and what else must hold: several questions, of whose answers the best one counts.
+
+    Speed: a forward at each width, as drafts of one length less want it. Otherwise the goal, with the latency that
+    each width's best drafter leaves for a forward.
+    """
+    if budgets.goal == "speed":
+        for width in WIDTHS:
+            yield _times(known, width), []
+        return
+    goal = known.table(_damage_of(known))
+    if budgets.goal == "size":
+        goal = [[float(x) for x in row] for row in known.sizes.shares()[1]]
+    if budgets.latency is None:
+        yield goal, []
+        return
+    for width, rest in zip(WIDTHS, known.costs.rest, strict=True):
+        yield goal, [(_times(known, width), _forward_limit(known, width, budgets.latency) - rest)]
+
+
+def _forward_limit(known: Known, width: int, latency: float) -> float:
+    """Milliseconds that a forward may take for so many a token, where drafts have one token less than its rows."""
+    if width == 1:
+        return latency - known.beyond
+    length = min(width - 1, LENGTH)
+    limits = [
+        latency * (1.0 + sum(one.accepted[:length])) - one.milliseconds * sum(one.drafted[:length]) - known.beyond
+        for one in known.drafts
+    ]
+    return max(limits, default=0.0)
+
+
+def _times(known: Known, width: int) -> Table:
+    return known.table(lambda unit, option: known.costs.product(unit, option, width))
+
+
+def _damage_of(known: Known) -> Callable[[Unit, Option], float]:
+    rows = {unit.name: row for unit, row in zip(known.quality.units, known.quality.damages, strict=True)}
+    return lambda unit, option: rows[unit.name][unit.options.index(option)]
+
+
+def _solved(known: Known, cost: Table, limits: Sequence[tuple[Table, float]]) -> Solution:
+    """Raises InfeasibleError, also for a limit below zero."""
+    if any(limit < 0 for _, limit in limits):
+        raise InfeasibleError("what cannot be chosen takes more than the budget")
+    damages = known.table(_damage_of(known))
+    least, most = sum(map(min, cost)), sum(map(max, damages))
+    weight = _TIE * least / most if most > 0 else 0.0
+    tied = [[c + weight * d for c, d in zip(*rows, strict=True)] for rows in zip(cost, damages, strict=True)]
+    return solve(tied, [table for table, _ in limits], [limit for _, limit in limits])
+
+
+def _assignment(known: Known, solution: Solution) -> dict[str, Option]:
+    return {unit.name: unit.options[pick] for unit, pick in zip(known.units, solution.picks, strict=True)}
+
+
+def reachable(known: Known, budgets: Budgets, damage: float | None) -> str:
+    """The nearest figures that can be reached, as a phrase: of each budget its least within the others."""
+    words = []
+    if budgets.figure_limit is not None:
+        least = _least(known, budgets, None, "quality")
+        words.append("no figure of quality" if least is None else f"{budgets.shown(least.figure)} (--quality or --kl)")
+    if budgets.disk is not None:
+        least = _least(known, replace(budgets, disk=None), damage, "size")
+        if least is not None:
+            words.append(f"{least.disk / 1e6:.2f} MB (--disk)")
+    if budgets.memory is not None:
+        least = _least(known, replace(budgets, memory=None), damage, "memory")
+        if least is not None:
+            words.append(f"{least.memory / 1e6:.2f} MB (--memory)")
+    if budgets.latency is not None:
+        least = _least(known, replace(budgets, latency=None), damage, "speed")
+        if least is not None:
+            words.append(f"{1e3 / least.pace.tokens_per_second:.3g} ms a token (--latency)")
+    return ", or ".join(words)
+
+
+def _least(known: Known, budgets: Budgets, damage: float | None, goal: str) -> Predicted | None:
+    """The assignment that is best for a goal within these budgets; None where nothing is within them."""
+    if goal != "memory":
+        return next(iter(propose(known, replace(budgets, goal=goal), damage)), None)
+    held = known.table(lambda unit, option: float(known.costs.memory(unit, option)))
+    more = [] if damage is None else [(known.table(_damage_of(known)), damage)]
+    try:
+        return known.predict(_assignment(known, _solved(known, held, [*limits_of(known, budgets), *more])))
+    except InfeasibleError:
+        return None
+
+
+def require_reachable(known: Known, budgets: Budgets, damage: float | None) -> None:
+    """Raises UserError with the nearest reachable figures where no assignment is predicted to be within the budgets."""
+    if not propose(known, budgets, damage):
+        nearest = reachable(known, budgets, damage) or "nothing"
+        raise UserError(
+            f"no choice of bits is predicted to keep these budgets; each within the others reaches {nearest}"
+        )

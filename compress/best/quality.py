@@ -1,0 +1,156 @@
+"""How much each option of each unit damages the model, and what that says of the quality of an assignment.
+
+One unit at a time is rounded as the run would round it, everything else stays, and KL(original ‖ changed) of the
+output is averaged over text. Damages are added up, and one factor, fitted to models that were measured, makes the sum
+a forecast of what is measured: a rank first, a figure only after the first measurement.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calib.moments import Moments, Wants
+from compress.best.space import Assignment, Option, Unit
+from compress.calibration.activations import Enough
+from compress.errors import UserError
+from compress.progress import Progress
+from compress.quantize import gptq, rtn
+from compress.quantize.grid import Grid
+from compress.stages.sensitivity import divergence, recorded, replayed
+from runtime.formats import dequantize
+
+# Tokens that damage is measured on, those before them that GPTQ is fitted to, and tokens in one forward.
+TOKENS, FITTED = 1024, 4096
+
+Damages = tuple[tuple[float, ...], ...]
+"""[unit][option] nats a token; 0 for a unit that stays."""
+
+
+@torch.inference_mode()
+def measure(model: Any, windows: Tensor, units: Sequence[Unit], blocks_at: str, progress: Progress) -> Damages:
+    """The damage of every option of every unit.
+
+    model    a transformers causal LM in float32, in eval mode; it is the same afterwards.
+    windows  (S, T) int64 calibration tokens: some measure, others fit the codes.
+
+    Raises UserError where the output is not finite (unit and option named).
+    """
+    blocks = list(model.get_submodule(blocks_at))
+    count = max(1, TOKENS // windows.shape[1])
+    held_out = windows[:count]
+    # With a single window the codes are fitted to what they are measured on.
+    fitting = windows[count : count + max(1, FITTED // windows.shape[1])] if len(windows) > count else held_out
+    references = [recorded(model, blocks, window) for window in held_out.split(1)]
+    fitted_on = [recorded(model, blocks, window)[0] for window in fitting.split(1)]
+    done, total = 0, sum(len(unit.options) for unit in units)
+    found: list[tuple[float, ...]] = []
+    hessians: dict[str, Tensor] = {}
+    for unit in units:
+        layers = {name: model.get_submodule(name) for name in unit.layers}
+        if unit.name not in hessians:
+            # Of a block at a time: they are as large as the weights.
+            together = {one.name: model.get_submodule(one.layers[0]) for one in units if one.block == unit.block}
+            hessians = _hessians(model, blocks, unit.block, together, fitting, fitted_on)
+        damages: list[float] = []
+        for option in unit.options:
+            damage = 0.0
+            if not option.keeps:
+                with _rounded(layers, rounded(layers, option, hessians[unit.name])):
+                    for window, (outputs, logits) in zip(held_out.split(1), references, strict=True):
+                        with replayed(blocks[: unit.block], outputs):
+                            changed = model(window, use_cache=False).logits.flatten(0, 1)
+                        damage += float(divergence(logits, changed))
+                damage = max(0.0, damage / held_out.numel())
+                if not math.isfinite(damage):
+                    raise UserError(
+                        f"{unit.name}: expected finite logits after rounding it to {option}, found others: check the "
+                        "weights for NaN or infinity"
+                    )
+            damages.append(damage)
+            done += 1
+            progress("sensitivity", done, total)
+        found.append(tuple(damages))
+    return tuple(found)
+
+
+def rounded(layers: Mapping[str, nn.Linear], option: Option, hessian: Tensor) -> dict[str, Tensor]:
+    """The layers' weights (N, K) as a run would round them, read back in float32; `hessian` is of their inputs."""
+    weights = {name: layer.weight.detach() for name, layer in layers.items()}
+    if option.method != "gptq":
+        return {
+            name: dequantize(rtn.quantize(weight, option.scheme, option.group_size)) for name, weight in weights.items()
+        }
+    grid = Grid(option.bits, option.group_size)
+    made = gptq.quantize_together(list(weights.values()), hessian, grid, torch.bfloat16, search=True)
+    return {name: dequantize(one.packed) for name, one in zip(weights, made, strict=True)}
+
+
+def _hessians(
+    model: Any,
+    blocks: Sequence[nn.Module],
+    number: int,
+    layers: Mapping[str, nn.Linear],
+    windows: Tensor,
+    outputs: Sequence[Sequence[Any]],
+) -> dict[str, Tensor]:
+    """The mean of x xᵀ (K, K) of what some layers of one block read, by their names in `layers`."""
+    moments = {name: Moments(layer.in_features, Wants(hessian=True)) for name, layer in layers.items()}
+
+    def seen(name: str) -> Any:
+        return lambda _, given: moments[name].add(given[0])
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    hooks = [layer.register_forward_pre_hook(seen(name)) for name, layer in layers.items()]
+    hooks.append(blocks[number].register_forward_hook(stop))
+    try:
+        for window, known in zip(windows.split(1), outputs, strict=True):
+            with replayed(blocks[:number], known), suppress(Enough):
+                model(window, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: one.hessian for name, one in moments.items()}
+
+
+@contextmanager
+def _rounded(layers: Mapping[str, nn.Linear], weights: Mapping[str, Tensor]) -> Iterator[None]:
+    before = {name: layer.weight for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.weight = nn.Parameter(weights[name], requires_grad=False)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.weight = before[name]
+
+
+@dataclass(frozen=True)
+class QualityModel:
+    """What an assignment's damages say of a figure of quality: figure = factor · Σ damages."""
+
+    damages: Damages
+    units: tuple[Unit, ...]
+    factor: float = 1.0
+
+    def total(self, assignment: Assignment) -> float:
+        """The sum of the damages of an assignment."""
+        return sum(
+            row[unit.options.index(assignment[unit.name])] for unit, row in zip(self.units, self.damages, strict=True)
+        )
+
+    def predicted(self, assignment: Assignment) -> float:
+        """The figure, as far as it is known."""
+        return self.factor * self.total(assignment)
+
+    def fitted(self, measured: Sequence[tuple[Assignment, float]]) -> "QualityModel":
+        """With the factor that fits what was measured: the median over the models, 1 where there is none."""
+        ratios = [max(figure, 0.0) / self.total(one) for one, figure in measured if self.total(one) > 0]
+        return QualityModel(self.damages, self.units, max(median(ratios), 1e-9) if ratios else 1.0)

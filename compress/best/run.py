@@ -1,0 +1,331 @@
+"""A plan from end to end.
+
+1. Sizes are known from shapes. What each option of each layer damages, what products and forwards cost, and how many
+   drafts each drafter gets accepted is measured on the original, once.
+2. The best assignment within the budgets is solved for, compressed and measured, again and again: each measurement
+   corrects the predictions, one that breaks a budget tightens it, until there are as many that keep all budgets as were
+   asked for, the next is predicted to be no better, or the time is up.
+3. Those that keep the budgets are timed in turns; measured figures choose among them.
+4. The winner's recipe is run once more, whole, into best/; plan.json and plan.md say what was found.
+
+Everything that was measured goes into a journal at once, so that the same command goes on after a kill.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifact import Artifact
+from compress.artifact.workspace import locked
+from compress.best import acceptance, candidates, contest, costs, plan, quality
+from compress.best.candidates import Measured
+from compress.best.contest import Way, fastest
+from compress.best.costs import Costs
+from compress.best.folder import BEST, CANDIDATES, check_folder, clear
+from compress.best.journal import NAME, Journal, open_journal
+from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
+from compress.best.quality import QualityModel
+from compress.best.question import Question, fingerprint
+from compress.best.sizes import Sizes, read_sizes
+from compress.best.space import OPTIONS, Assignment, Unit, find_units
+from compress.errors import UserError
+from compress.pipeline.inputs import RunInputs, open_inputs
+from compress.report.assemble import make_prompts
+from compress.report.pairing import Drafting
+from compress.report.size import weight_bytes as files_bytes
+from compress.report.timing import Work
+from runtime import load
+from runtime.model.layers import weight_bytes
+
+if TYPE_CHECKING:
+    from runtime.model.load import Model
+
+# A budget of quality is aimed at a little below, and below what broke it.
+_AIM, _BELOW = 0.97, 0.93
+# How far the aim is lowered where all that was proposed was measured already.
+_LOWERED = (1.0, 0.9, 0.75, 0.6, 0.4, 0.2)
+# Of --minutes, the share after which no candidate is begun: the contest and the last run come after.
+_SHARE = 0.6
+# The next candidate must be predicted within this of the best that keeps all budgets.
+_CLOSE = 1.03
+_CONTEXT_TOKENS, _CONTEST_SECONDS = 128, 60.0
+
+
+def make_plan(asked: Question, force: bool) -> Path:
+    """Plans, and returns the folder with best/, plan.json and plan.md.
+
+    Raises UserError for budgets that nothing is predicted, or was measured, to keep (with the nearest figures), and for
+    a folder that holds something else.
+    """
+    out = asked.context.folder
+    check_folder(out, force)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        if force:
+            clear(out)
+        inputs = open_inputs(replace(asked.context, speed=False))
+        journal = open_journal(out, fingerprint(asked, inputs))
+        _Planner(asked, inputs, journal).run()
+        shutil.rmtree(out / CANDIDATES, ignore_errors=True)
+        (out / NAME).unlink()
+    (out / "lock").unlink(missing_ok=True)
+    return out
+
+
+class _Planner:
+    """Works on one question; what it has measured lies in the journal."""
+
+    def __init__(self, asked: Question, inputs: RunInputs, journal: Journal):
+        self.asked, self.inputs, self.journal = asked, inputs, journal
+        self.context, self.budgets = asked.context, asked.budgets
+        self.begun = time.monotonic()
+        self.units: tuple[Unit, ...] = find_units(inputs.target.shapes(), inputs.structure)
+        self.sizes: Sizes = read_sizes(inputs.target, inputs.structure, self.units)
+        self.text: list[int] = inputs.text.windows.calibration[0, :_CONTEXT_TOKENS].tolist()
+        self.assignments: dict[str, Assignment] = {}
+
+    def run(self) -> None:
+        original = self._load(self.inputs.target.path)
+        draft = None if self.inputs.draft is None else self._load(self.inputs.draft.path)
+        known = self._know(original, draft)
+        require_reachable(known, self.budgets, self._damage(known))
+        while (one := self._next(known)) is not None:
+            self.context.note(
+                f"candidate {len(self.journal.measured) + 1}: {one.disk / 1e6:.2f} MB, predicted "
+                f"{self.budgets.shown(one.figure)} and {one.pace.tokens_per_second:.0f} tokens/s"
+            )
+            folder = self.context.folder / CANDIDATES / one.key
+            found = candidates.make(one, known, self.context, folder, self.text)
+            self.journal.note(measured={**self.journal.measured, one.key: found.to_dict()})
+            known = self._corrected(known)
+            broken = self._broken(found, None)
+            self.context.note(f"measured: {broken or self.budgets.shown(found.figure(self.budgets))}")
+        kept = [one.key for one in self._measured() if self._broken(one, None) is None]
+        if not kept:
+            raise UserError(self._nothing(known))
+        ways = self._contest(original, draft, kept)
+        winner = self._winner(kept, ways)
+        chosen = known.predict(self.assignments[winner])
+        self._last_run(chosen)
+        refused = {
+            one.key: broken
+            for one in self._measured()
+            if (broken := self._broken(one, fastest(ways, one.key) if one.key in kept else None)) is not None
+        }
+        plan.write(
+            plan.Plan(
+                self.inputs.target.name,
+                self.budgets,
+                files_bytes(self.inputs.target.path),
+                tuple(self._measured()),
+                refused,
+                tuple(ways),
+                winner,
+                plan.front(known, self.budgets, chosen.damage),
+                plan.prices(known, self.budgets, chosen),
+                {
+                    "context": self.asked.tokens,
+                    "batch": self.asked.batch,
+                    "eval_tokens": self.context.eval_tokens,
+                    "damage_factor": known.quality.factor,
+                    "product_share": known.costs.share,
+                    "rest_ms": list(known.costs.rest),
+                },
+            ),
+            self.context.folder,
+        )
+
+    def _load(self, path: Path) -> "Model":
+        return load(path, threads=self.context.threads)
+
+    def _know(self, original: "Model", draft: "Model | None") -> Known:
+        """What is measured on the original, or was before, and what candidates have taught since."""
+        journal, progress, inputs = self.journal, self.context.progress, self.inputs
+        if not journal.damages:
+            found = quality.measure(
+                self._float_model(),
+                inputs.text.windows.calibration,
+                self.units,
+                inputs.structure.blocks_at,
+                progress,
+            )
+            journal.note(damages=[list(row) for row in found])
+        parts = getattr(original.decoder, "parts", None)
+        if parts is None:
+            raise UserError(
+                "compress.best plans models that the own decoder runs, and this one runs through transformers"
+            )
+        if not journal.costs:
+            dtype = inputs.target.checkpoint.tensor(f"{self.units[0].prefixes[0]}.weight").dtype
+            timed = costs.measure(original, self.units, dtype, self.text, weight_bytes(parts), progress)
+            journal.note(
+                costs=timed.to_dict(),
+                original={str(w): spent for w, spent in costs.whole_forward(original, self.text).items()},
+            )
+        if not journal.drafts:
+            drafting = Drafting(original, draft, threads=self.context.threads)
+            drafts = acceptance.measure(drafting, self._prompts(original), self.context.new_tokens, progress)
+            journal.note(drafts=[acceptance.to_dict(one) for one in drafts])
+        tokens = self.asked.tokens * self.asked.batch
+        beside = original.decoder.new_cache().bytes_per_token() * tokens
+        if draft is not None:
+            draft_parts = getattr(draft.decoder, "parts", None)
+            held = files_bytes(draft.path) if draft_parts is None else weight_bytes(draft_parts)
+            beside += held + draft.decoder.new_cache().bytes_per_token() * tokens
+        damages = tuple(tuple(row) for row in journal.damages)
+        return self._corrected(
+            Known(
+                self.units,
+                self.sizes,
+                Costs.from_dict(journal.costs),
+                tuple(self._drafts()[1:]),
+                self._beyond(),
+                QualityModel(damages, self.units),
+                beside,
+            )
+        )
+
+    def _drafts(self) -> list[acceptance.Drafts]:
+        """Plain decoding first."""
+        return [acceptance.from_dict(one) for one in self.journal.drafts]
+
+    def _beyond(self) -> float:
+        """Milliseconds of a round beyond its forward, as the original was measured."""
+        return max(0.0, self._drafts()[0].milliseconds - float(self.journal.original["1"]))
+
+    def _float_model(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            self.inputs.target.path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        ).eval()
+
+    def _prompts(self, model: "Model") -> list[list[int]]:
+        text = self.inputs.text
+        return make_prompts(text.corpus, model, text.windows, self.context.new_tokens, self.context.seed)
+
+    def _measured(self) -> list[Measured]:
+        return [Measured.from_dict(one) for one in self.journal.measured.values()]
+
+    def _corrected(self, known: Known) -> Known:
+        """With the factors that fit what was measured."""
+        options = {str(option): option for option in OPTIONS}
+        for one in self._measured():
+            self.assignments[one.key] = {unit: options[word] for unit, word in one.choice.items()}
+        if not self.journal.measured:
+            return known
+        figures = [(self.assignments[one.key], one.figure(self.budgets)) for one in self._measured()]
+        original = {int(width): spent for width, spent in self.journal.original.items()}
+        keep: Assignment = {unit.name: OPTIONS[0] for unit in self.units}
+        forwards = [(keep, original), *((self.assignments[one.key], one.forward_ms) for one in self._measured())]
+        return replace(known, quality=known.quality.fitted(figures), costs=known.costs.refitted(self.units, forwards))
+
+    def _damage(self, known: Known) -> float | None:
+        """The most that damages may sum up to: what the budget of quality means by now, and below whatever broke it."""
+        limit = self.budgets.figure_limit
+        if limit is None:
+            return None
+        broke = [
+            known.quality.total(self.assignments[one.key])
+            for one in self._measured()
+            if one.figure(self.budgets) > limit
+        ]
+        return min([_AIM * limit / known.quality.factor, *(_BELOW * damage for damage in broke)])
+
+    def _next(self, known: Known) -> Predicted | None:
+        """The candidate to make next; None: no more."""
+        measured = self._measured()
+        kept = [one for one in measured if self._broken(one, None) is None]
+        late = time.monotonic() - self.begun > 60 * self.asked.minutes * _SHARE
+        if len(kept) >= self.asked.wanted or len(measured) >= 3 * self.asked.wanted or (kept and late):
+            return None
+        if late and measured:
+            return None
+        damage = self._damage(known)
+        bar = min((known.predict(self.assignments[one.key]).objective(self.budgets.goal) for one in kept), default=None)
+        for lowered in _LOWERED if damage is not None else (1.0,):
+            for one in propose(known, self.budgets, None if damage is None else lowered * damage):
+                if one.key in self.journal.measured or all(option.keeps for option in one.assignment.values()):
+                    continue
+                if bar is None or one.objective(self.budgets.goal) <= _CLOSE * bar:
+                    return one
+        return None
+
+    def _broken(self, one: Measured, way: Way | None) -> str | None:
+        """The budget that measured figures break, in words, or None; `way`: how it decodes, where that is known."""
+        budgets = self.budgets
+        if (limit := budgets.figure_limit) is not None and one.figure(budgets) > limit:
+            return f"breaks the budget of quality: {budgets.shown(one.figure(budgets))}"
+        if budgets.disk is not None and one.disk > budgets.disk:
+            return f"breaks --disk: {one.disk / 1e6:.2f} MB"
+        if budgets.memory is not None and one.memory > budgets.memory:
+            return f"breaks --memory: {one.memory / 1e6:.2f} MB"
+        if budgets.latency is not None and way is not None and way.latency_ms > budgets.latency:
+            return f"breaks --latency: {way.latency_ms:.3g} ms a token"
+        return None
+
+    def _nothing(self, known: Known) -> str:
+        """Why nothing was found, with the nearest of what was measured."""
+        if not self.journal.measured:
+            return (
+                "within these budgets the model is best as it is: nothing is to be compressed; each budget within the "
+                f"others reaches {reachable(known, self.budgets, self._damage(known))}"
+            )
+        nearest = min(self._measured(), key=lambda one: one.figure(self.budgets))
+        figure = self.budgets.shown(nearest.figure(self.budgets))
+        return (
+            f"none of {len(self.journal.measured)} candidates keeps the budgets in measurement: the nearest has "
+            f"{figure}, {nearest.disk / 1e6:.2f} MB on disk and {nearest.memory / 1e6:.2f} MB in memory: allow more, "
+            "or give it more --minutes"
+        )
+
+    def _contest(self, original: "Model", draft: "Model | None", kept: list[str]) -> list[Way]:
+        if self.journal.timed.get("between") != kept:
+            finalists = {key: self._load(self.context.folder / CANDIDATES / key / "model") for key in kept}
+            known = {one.key: one for one in self._measured()}
+            drafts = self._drafts()[1:]
+            work = Work(self._prompts(original), self.context.new_tokens, seconds=_CONTEST_SECONDS)
+            found = contest.hold(original, finalists, draft, known, drafts, self._beyond(), work, self.context.progress)
+            self.journal.note(timed={"between": kept, "ways": [asdict(way) for way in found]})
+        return [Way(**way) for way in self.journal.timed["ways"]]
+
+    def _winner(self, kept: list[str], ways: list[Way]) -> str:
+        """The best by measured figures. Raises UserError where none keeps the latency."""
+        measured: Mapping[str, Measured] = {one.key: one for one in self._measured()}
+        within = [key for key in kept if self._broken(measured[key], fastest(ways, key)) is None]
+        if not within:
+            least = min(fastest(ways, key).latency_ms for key in kept)
+            raise UserError(
+                f"--latency: none of {len(kept)} candidates that keep the other budgets decodes a token in "
+                f"{self.budgets.latency:g} ms: the fastest took {least:.3g} ms"
+            )
+        if self.budgets.goal == "speed":
+            return max(within, key=lambda key: fastest(ways, key).tokens_per_second)
+        if self.budgets.goal == "size":
+            return min(within, key=lambda key: measured[key].disk)
+        return min(within, key=lambda key: measured[key].figure(self.budgets))
+
+    def _last_run(self, chosen: Predicted) -> None:
+        """The winner's run with its whole report, and a check that it has the candidate's weights."""
+        from compress.pipeline import run
+        from compress.recipe import Recipe
+
+        out = self.context.folder / BEST
+        partial = out.with_name(f"{BEST}.partial")
+        if self.journal.winner != chosen.key:
+            # Of other budgets, which were asked for in this folder before.
+            for folder in (out, partial):
+                shutil.rmtree(folder, ignore_errors=True)
+            self.journal.note(winner=chosen.key)
+        if not (out / "report.json").is_file():
+            recipe = Recipe.load(self.context.folder / CANDIDATES / chosen.key / "recipe.yaml")
+            run(replace(self.context, recipe=recipe, out=out, resume=candidates.begun(partial)))
+        before = Artifact(self.context.folder / CANDIDATES / chosen.key).manifest["files"]
+        after = Artifact(out).manifest["files"]
+        other = [name for name in before if name.startswith("model/") and before[name] != after.get(name)]
+        if other:
+            raise ValueError(f"best/: {other[0]} is not what was measured: the run gives other bytes a second time")

@@ -1,0 +1,143 @@
+"""What the planner chooses from: a model's fused units, what each may become, and the recipe that a choice is."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.errors import UserError
+from compress.model.plan import make_plan
+from compress.model.structure import ModelStructure
+from compress.recipe import Recipe
+from compress.recipe.block_stages import Quantize
+from compress.stages.sensitivity import fused_units
+from runtime.formats.schemes import SCHEMES, Scheme
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a unit may become. `scheme` "keep": it stays as it is; `group_size` 0: one scale per output row."""
+
+    scheme: str
+    group_size: int = 0
+    method: str = "rtn"
+
+    @property
+    def keeps(self) -> bool:
+        return self.scheme == "keep"
+
+    @property
+    def bits(self) -> int:
+        """Of a code; 16 where the unit stays."""
+        return 16 if self.keeps else SCHEMES[self.scheme].bits
+
+    @property
+    def stored_as(self) -> Scheme:
+        """How files hold it. Raises KeyError for a unit that stays."""
+        return SCHEMES[self.scheme].scheme(self.group_size)
+
+    def __str__(self) -> str:
+        group = f" g{self.group_size}" if self.group_size else ""
+        return "as it is" if self.keeps else f"{self.scheme.removesuffix('-dynamic')}{group} {self.method}"
+
+
+KEEP, INT8 = Option("keep"), Option("int8-dynamic")
+OPTIONS = (
+    KEEP,
+    INT8,
+    *(Option(scheme, group, "gptq") for scheme in ("int4", "int3") for group in (128, 64, 32)),
+    *(Option("int2", group, "gptq") for group in (64, 32)),
+)
+# What was left out of the search, and why: every plan says it.
+NOT_TRIED = (
+    ("nf4, ternary, fp8", "files of another format, or for GPUs: one model holds one format (try a built-in recipe)"),
+    ("int4, int3 and int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),
+    ("int2 in groups of 128", "two bits want small groups"),
+    ("awq, hqq, zero points, smoothing", "no per-layer stage of a recipe does them yet"),
+    ("the embedding and the output head", "no per-layer stage of a recipe takes them: they stay as they are"),
+    ("a quantised cache of keys and values", "the report's interval of quality is of a float32 cache"),
+    ("a draft of fewer bits, trained drafts, pruning", "the draft is taken as it is, and nothing is trained"),
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linear layers that engines compute together, and so have one scheme.
+
+    layers   transformers' names; prefixes: the checkpoint's.
+    shapes   (outputs N, inputs K) of each.
+    block    the number of their block.
+    options  what they may become: those whose groups divide every row.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    block: int
+    options: tuple[Option, ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(n * k for n, k in self.shapes)
+
+
+Assignment = Mapping[str, Option]
+"""What each unit becomes, by its name."""
+
+
+def find_units(
+    shapes: Mapping[str, tuple[int, ...]], model: ModelStructure, options: Sequence[Option] = OPTIONS
+) -> tuple[Unit, ...]:
+    """The units of a checkpoint (`shapes`, by tensor name) in the order of its blocks.
+
+    Raises UserError for a model with experts, or none of whose layers can be int8.
+    """
+    plan = make_plan(shapes, model, Quantize(scheme="int8-dynamic"))
+    layers = {layer.module: layer for layer in plan.layers.values()}
+    if any(".experts." in name for name in layers):
+        raise UserError("compress.best does not take experts apart yet: use a built-in recipe for this model")
+    found = []
+    for name, modules in fused_units(layers).items():
+        sizes = tuple((shapes[layers[m].tensor][0], shapes[layers[m].tensor][1]) for m in modules)
+        number = model.block(layers[modules[0]].tensor)
+        assert number is not None
+        fitting = tuple(one for one in options if all(k % (one.group_size or 1) == 0 for _, k in sizes))
+        found.append(Unit(name, modules, tuple(layers[m].prefix for m in modules), sizes, number, fitting))
+    return tuple(sorted(found, key=lambda unit: unit.block))
+
+
+def make_recipe(units: Sequence[Unit], assignment: Assignment, about: str, calibration: Mapping[str, Any]) -> Recipe:
+    """The recipe that gives this assignment: one stage, whose layers are named by regular expressions.
+
+    Raises UserError where every unit stays as it is: there is nothing to do.
+    """
+    chosen: dict[Option, list[Unit]] = {}
+    for unit in units:
+        if not (option := assignment[unit.name]).keeps:
+            chosen.setdefault(option, []).append(unit)
+    if not chosen:
+        raise UserError(
+            "within these budgets the model is best as it is: nothing is to be compressed; give a smaller --disk or "
+            "--memory, or a larger --quality"
+        )
+    layers = []
+    for option in sorted(chosen, key=lambda one: (-one.bits, -one.group_size, one.method)):
+        entry: dict[str, Any] = {"scheme": option.scheme, "method": option.method}
+        if option.group_size:
+            entry["group_size"] = option.group_size
+        layers.append(entry | {"targets": _patterns([name for unit in chosen[option] for name in unit.layers])})
+    stage = {"quantize": {"method": "per-layer", "layers": layers}}
+    wished = {"calibration": dict(calibration)} if calibration else {}
+    return Recipe.model_validate({"name": "best", "about": about, "stages": [stage], **wished})
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """Regular expressions that match these names and no others: one for each name without its block's number."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        before, number, after = re.split(r"\.(\d+)\.", name, maxsplit=1)
+        numbers.setdefault((before, after), []).append(number)
+    return [
+        rf"^{re.escape(before)}\.({'|'.join(found)})\.{re.escape(after)}$" for (before, after), found in numbers.items()
+    ]

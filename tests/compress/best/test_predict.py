@@ -1,0 +1,87 @@
+"""What is proposed keeps the budgets, and is the best of what does."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from compress.best.acceptance import Drafts, pace
+from compress.best.budgets import Budgets
+from compress.best.costs import WIDTHS, Costs, key_of
+from compress.best.predict import Known, propose, require_reachable
+from compress.best.predict import key_of as name_of
+from compress.best.quality import QualityModel
+from compress.best.sizes import Sizes
+from compress.best.space import INT8, KEEP, Option, Unit
+from compress.errors import UserError
+
+OPTIONS = (KEEP, INT8, Option("int4", 64, "gptq"), Option("int3", 32, "gptq"))
+TIMES = (4.0, 2.0, 1.0, 1.1)
+DAMAGES = ((0.0, 0.001, 0.010, 0.03), (0.0, 0.002, 0.005, 0.02), (0.0, 0.001, 0.050, 0.2))
+DRAFTS = Drafts("lookup", (1.0,) * 8, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), 0.01)
+
+
+def known(drafts: tuple[Drafts, ...] = ()) -> Known:
+    units = tuple(
+        Unit(f"layers.{n}.fc", (f"layers.{n}.fc",), (f"layers.{n}.fc",), ((64, 64),), n, OPTIONS) for n in range(3)
+    )
+    parts = tuple(((f"{unit.name}.weight", "BF16", (64, 64)),) for unit in units)
+    products = {
+        key_of(units[0], option): tuple(ms * (1 + width / 20) for width in WIDTHS)
+        for option, ms in zip(OPTIONS, TIMES, strict=True)
+    }
+    held = {key_of(units[0], option): size for option, size in zip(OPTIONS, (8192, 4300, 2300, 2500), strict=True)}
+    costs = Costs(products, held, (0.5,) * len(WIDTHS), 1000)
+    return Known(units, Sizes(parts, units), costs, drafts, 0.1, QualityModel(DAMAGES, units), 500)
+
+
+def every(model: Known) -> list[Any]:
+    return [
+        model.predict({unit.name: option for unit, option in zip(model.units, options, strict=True)})
+        for options in itertools.product(OPTIONS, repeat=3)
+    ]
+
+
+@pytest.mark.parametrize("drafts", [(), (DRAFTS,)])
+@pytest.mark.parametrize("goal", ["speed", "size", "quality"])
+def test_the_first_proposal_is_the_best_of_all_within_the_budgets(goal: str, drafts: tuple[Drafts, ...]) -> None:
+    model = known(drafts)
+    budgets = Budgets(memory=1500 + 10_000, disk=12_000, goal=goal)
+    damage = None if goal == "quality" else 0.02
+    best = propose(model, budgets, damage)[0]
+    within = [
+        one
+        for one in every(model)
+        if one.disk <= 12_000 and one.memory <= 11_500 and (damage is None or one.damage <= damage)
+    ]
+    assert best.key in {one.key for one in within}
+    assert best.objective(goal) == pytest.approx(min(one.objective(goal) for one in within), rel=1e-6)
+
+
+def test_a_latency_is_kept_by_whoever_drafts_best() -> None:
+    model = known((DRAFTS,))
+    plain = propose(known(), Budgets(latency=3.0, goal="size"), None)
+    drafted = propose(model, Budgets(latency=1.5, goal="quality"), None)
+    assert plain == [] or 1e3 / plain[0].pace.tokens_per_second <= 3.0
+    assert drafted and drafted[0].pace.drafter == "lookup" and 1e3 / drafted[0].pace.tokens_per_second <= 1.5
+
+
+def test_what_cannot_be_reached_is_said_with_what_can_be() -> None:
+    model = known()
+    with pytest.raises(UserError, match=r"KL 0\.\d+ nats \(--quality or --kl\), or 0\.0\d MB \(--disk\)"):
+        require_reachable(model, Budgets(kl=0.001, disk=8_000), 0.001)
+    require_reachable(model, Budgets(kl=0.3, disk=9_000), 0.3)
+
+
+def test_equal_assignments_have_one_name() -> None:
+    assert name_of({"a": KEEP, "b": INT8}) == name_of({"b": INT8, "a": KEEP}) != name_of({"a": INT8, "b": KEEP})
+
+
+def test_pace_is_of_the_best_drafter_at_its_best_length() -> None:
+    forward = dict.fromkeys(WIDTHS, 2.0)
+    best = pace(forward, [DRAFTS], beyond=0.0)
+    assert (best.drafter, best.draft_length) == ("lookup", 8)
+    assert best.tokens_per_second == pytest.approx(1e3 * (1 + sum(DRAFTS.accepted)) / (2.0 + 0.08))
+    steep = {width: 2.0 * width for width in WIDTHS}
+    assert pace(steep, [DRAFTS], beyond=0.0).drafter == "none"
+    assert pace(steep, [], beyond=2.0).tokens_per_second == pytest.approx(250.0)

@@ -1,0 +1,101 @@
+"""A plan from end to end, cut short and gone on with; and what a user can get wrong before any work."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from compress import Recipe, compress
+from compress.artifact import Artifact
+from compress.best.__main__ import app
+from compress.best.budgets import Budgets
+from compress.best.folder import CANDIDATES
+from compress.best.journal import Journal
+from compress.best.question import Question
+from compress.best.run import make_plan
+from compress.context import RunContext
+from compress.errors import UserError
+
+Tiny = Callable[..., Path]
+SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "eval_tokens": 1024, "new_tokens": 8, "threads": 1}
+
+
+def question(model: Path, out: Path, **budgets: Any) -> Question:
+    context = RunContext.of(Recipe.load("int8-dynamic"), model=str(model), out=out, baselines="none", **SMALL)
+    return Question(context, Budgets(**budgets), wanted=2)
+
+
+def test_folders_of_others_are_left_alone(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no plan"):
+        make_plan(question(tiny("llama"), tmp_path, kl=0.1), force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_finished_plan_is_replaced_only_when_asked(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="finished plan: replace it with --force"):
+        make_plan(question(tiny("llama"), tmp_path, kl=0.1), force=False)
+
+
+def test_the_command_refuses_in_one_sentence(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["--quality", "none", "--out", str(tmp_path / "plan")])
+    assert found.exit_code == 2 and "--quality: expected a growth" in found.output
+    assert not (tmp_path / "plan").exists()
+
+
+class KilledError(Exception):
+    """As far as a killed process came."""
+
+
+@pytest.mark.slow
+def test_a_plan_that_was_cut_short_goes_on_to_the_same_bytes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "plan"
+    asked = question(tiny("llama"), out, quality=0.05, disk=250_000)
+    noted: list[str] = []
+    note = Journal.note
+
+    def killed(journal: Journal, **changed: Any) -> None:
+        """Dies after each new figure once: what follows must start from the journal."""
+        note(journal, **changed)
+        what = "/".join(sorted(changed)) + str(len(journal.measured))
+        if changed and what not in noted:
+            noted.append(what)
+            raise KilledError(what)
+
+    monkeypatch.setattr(Journal, "note", killed)
+    for _ in range(20):
+        try:
+            make_plan(asked, force=False)
+            break
+        except KilledError:
+            continue
+    assert len(noted) >= 6 and (out / "plan.md").is_file()
+    assert sorted(path.name for path in out.iterdir()) == ["best", "plan.json", "plan.md"]
+    plan = json.loads((out / "plan.json").read_text())
+    best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
+    assert best["measured"]["perplexity_growth_upper"] <= 0.05 and best["measured"]["disk"] <= 250_000
+    assert best["measured"]["disk"] == best["predicted"]["disk"]
+    # The recipe alone, with the text of the same length, gives the same weights.
+    alone = compress(tiny("llama"), out / "best/recipe.yaml", tmp_path / "alone", **{**SMALL, "speed": False})
+    ours = Artifact(out / "best").manifest["files"]
+    assert {n: f for n, f in ours.items() if n.startswith("model/")} == {
+        n: f for n, f in alone.manifest["files"].items() if n.startswith("model/")
+    }
+
+
+@pytest.mark.slow
+def test_what_cannot_be_reached_ends_with_the_nearest_and_keeps_what_was_measured(tiny: Tiny, tmp_path: Path) -> None:
+    asked = question(tiny("llama"), tmp_path / "plan", quality=0.0001, disk=10_000)
+    with pytest.raises(UserError, match=r"reaches"):
+        make_plan(asked, force=False)
+    assert (tmp_path / "plan" / "journal.json").is_file()
+    with pytest.raises(UserError, match="asked otherwise"):
+        make_plan(replace(asked, tokens=99), force=False)
+    assert CANDIDATES not in {path.name for path in (tmp_path / "plan").iterdir()}

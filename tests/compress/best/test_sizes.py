@@ -1,0 +1,75 @@
+"""Predicted bytes are the disk's, to the byte."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compress import compress
+from compress.best.sizes import read_sizes
+from compress.best.space import OPTIONS, find_units, make_recipe
+from compress.model.source import open_sources
+from compress.model.structure import read_structure
+from compress.report.size import weight_bytes
+from runtime.formats.schemes import SCHEMES
+
+Tiny = Callable[..., Path]
+
+
+def written(path: Path, out: Path, seed: int, shard_bytes: int | None = None) -> tuple[int, int, int]:
+    """(predicted, on disk, the sum of shares) of a random assignment."""
+    source, _ = open_sources(str(path), None)
+    structure = read_structure(source.path)
+    units = find_units(source.shapes(), structure)
+    sizes = read_sizes(source, structure, units)
+    drawn = random.Random(seed)
+    chosen = {unit.name: drawn.choice(unit.options) for unit in units}
+    recipe = make_recipe(units, chosen, "", {})
+    options = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    compress(path, recipe, out, eval_tokens=0, speed=False, samples=2, seq_len=32, report=lambda *_: None, **options)
+    rest, shares = sizes.shares()
+    upper = rest + sum(row[u.options.index(chosen[u.name])] for u, row in zip(units, shares, strict=True))
+    limit = {} if shard_bytes is None else {"limit": shard_bytes}
+    return sizes.exact(chosen, **limit), weight_bytes(out / "model"), upper
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_bytes_are_the_disks(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    for seed in range(2):
+        predicted, disk, upper = written(tiny(kind), tmp_path / str(seed), seed)
+        assert predicted == disk
+        # What the solver adds up: never less, and little more.
+        assert disk <= upper <= disk + 4000
+
+
+def test_bytes_of_several_files(tiny: Tiny, tmp_path: Path) -> None:
+    predicted, disk, _ = written(tiny("llama"), tmp_path / "run", 5, shard_bytes=60_000)
+    assert len(list((tmp_path / "run/model").glob("*.safetensors"))) > 2
+    assert predicted == disk
+
+
+@pytest.mark.slow
+def test_bytes_of_twenty_assignments_of_the_pair(tmp_path: Path) -> None:
+    target = Path(__file__).parents[3] / "examples/pair/target"
+    for seed in range(20):
+        predicted, disk, _ = written(target, tmp_path / str(seed), seed)
+        assert predicted == disk, seed
+
+
+def test_every_option_is_a_scheme_that_one_model_can_hold() -> None:
+    assert all(one.keeps or SCHEMES[one.scheme].codes.library == "compressed-tensors" for one in OPTIONS)
+
+
+def test_a_recipe_names_each_layer_once(tiny: Tiny) -> None:
+    source, _ = open_sources(str(tiny("llama")), None)
+    units = find_units(source.shapes(), read_structure(source.path))
+    assert [unit.block for unit in units] == sorted(unit.block for unit in units) and len(units) == 8
+    chosen = {unit.name: unit.options[1 + number % 2] for number, unit in enumerate(units)}
+    stage = make_recipe(units, chosen, "", {}).quantize
+    assert stage is not None
+    for unit in units:
+        for layer in unit.layers:
+            found = stage.of(layer)
+            assert found is not None and found.scheme == chosen[unit.name].scheme
+            assert (found.group_size or 0) == chosen[unit.name].group_size
