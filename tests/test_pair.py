@@ -10,7 +10,7 @@ from calib.prompts import prompts
 from calib.windows import make_windows
 from compress.model.source import default_pair
 from compress.report.quality import score_window
-from compress.report.speed import teacher_forced_agreement
+from compress.report.speculation import teacher_forced_agreement
 from runtime import Model, Speculator, load
 from runtime.checkpoints.open import open_checkpoint
 from runtime.engine.metrics import total

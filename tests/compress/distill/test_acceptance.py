@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compress.distill.acceptance import measure, teacher_forced
-from compress.report.speed import teacher_forced_agreement
+from compress.report.speculation import teacher_forced_agreement
 from compress.training import float_model
 from runtime import load
 
