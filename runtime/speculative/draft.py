@@ -3,6 +3,7 @@
 The drafters themselves are in drafters/, one file each.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -198,12 +199,7 @@ class DeferredDrafter(Protocol):
 
 
 class EachText(Generic[Text]):
-    """A drafter's records of the live texts by request; it learns from the texts alone, not from outcomes.
-
-    copies  what it proposes stands in a text already.
-    """
-
-    copies = False
+    """A drafter's records of the live texts by request; it learns from the texts alone, not from outcomes."""
 
     def __init__(self) -> None:
         self._texts: dict[int, Text] = {}
@@ -213,6 +209,18 @@ class EachText(Generic[Text]):
 
     def close(self, request: Request) -> None:
         self._texts.pop(request.id, None)
+
+
+class CopyingDrafter(EachText[Text], ABC):
+    """Proposes what stands in a text already: a chain for each request by itself, an empty one where it finds none."""
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """See Drafter."""
+        return [self.draft_one(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    @abstractmethod
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        """A chain of at most `budget` tokens."""
 
 
 class NoDrafter(EachText[None]):

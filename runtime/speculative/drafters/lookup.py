@@ -1,9 +1,8 @@
 """Prompt lookup: what followed the last time the text ended like this (Saxena 2023, "prompt lookup decoding")."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.draft import Draft, EachText, Request
+from runtime.speculative.draft import CopyingDrafter, Draft, Request
 
 
 @dataclass
@@ -14,7 +13,7 @@ class _Index:
     indexed: int = 1
 
 
-class LookupDrafter(EachText[_Index]):
+class LookupDrafter(CopyingDrafter[_Index]):
     """Proposes the continuation of the most recent earlier occurrence of the text's longest matching suffix.
 
     Suffixes of `max_ngram` tokens are looked for first, then shorter ones, down to one token. Where the occurrence
@@ -23,7 +22,6 @@ class LookupDrafter(EachText[_Index]):
     """
 
     name = "lookup"
-    copies = True
 
     def __init__(self, max_ngram: int = 4) -> None:
         if max_ngram < 1:
@@ -31,11 +29,8 @@ class LookupDrafter(EachText[_Index]):
         super().__init__()
         self.max_ngram = max_ngram
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """One chain per request of exactly its budget, or an empty one where no suffix has occurred before."""
-        return [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> Draft:
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        """A chain of exactly the budget, or an empty one where no suffix has occurred before."""
         tokens = request.tokens
         index = self._texts.setdefault(request.id, _Index())
         # An n-gram that ends at the text's end is the suffix itself: it waits for its continuation.

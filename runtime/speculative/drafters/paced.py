@@ -9,7 +9,7 @@ most, by what rows and drafting cost; to it this is a drafter that often propose
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.speculative.draft import Draft, Drafter, EachText, Outcome, Request
+from runtime.speculative.draft import CopyingDrafter, Draft, Drafter, Outcome, Request
 from runtime.speculative.draft_length import LONGEST
 from runtime.speculative.drafters.fallback import ChainedDrafter
 
@@ -61,4 +61,4 @@ def paced(drafter: Drafter) -> Drafter:
     """The drafter, paced where it copies, and so the parts of a chain of drafters."""
     if isinstance(drafter, ChainedDrafter):
         return ChainedDrafter([paced(part) for part in drafter.drafters])
-    return PacedDrafter(drafter) if isinstance(drafter, EachText) and drafter.copies else drafter
+    return PacedDrafter(drafter) if isinstance(drafter, CopyingDrafter) else drafter

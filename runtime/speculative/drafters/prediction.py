@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.speculative.draft import Draft, EachText, Request
+from runtime.speculative.draft import CopyingDrafter, Draft, Request
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Place:
     next: int = 0
 
 
-class PredictionDrafter(EachText[_Place]):
+class PredictionDrafter(CopyingDrafter[_Place]):
     """Proposes what follows in `Request.prediction`: from its beginning, and on from where the text stands in it.
 
     Where the text has left the prediction, its longest suffix of up to `max_ngram` new tokens that the prediction holds
@@ -29,7 +29,6 @@ class PredictionDrafter(EachText[_Place]):
     """
 
     name = "prediction"
-    copies = True
 
     def __init__(self, max_ngram: int = 4) -> None:
         """Raises ValueError where max_ngram is below 1."""
@@ -38,11 +37,8 @@ class PredictionDrafter(EachText[_Place]):
         super().__init__()
         self.max_ngram = max_ngram
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """One chain per request, an empty one where its text is not in its prediction."""
-        return [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> Draft:
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        """An empty chain where the text is not in its prediction."""
         predicted = request.prediction
         if budget <= 0 or not predicted:
             return Draft()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.speculative.draft import Draft, EachText, Request
+from runtime.speculative.draft import CopyingDrafter, Draft, Request
 
 # The state of the empty stretch, and the suffix link of that state.
 ROOT = 0
@@ -142,7 +142,7 @@ class _Text:
     length: int = 0
 
 
-class SuffixDrafter(EachText[_Text]):
+class SuffixDrafter(CopyingDrafter[_Text]):
     """Continues the text's longest suffix that has come before, in the text itself or in a corpus.
 
     corpus     token lists that texts may resemble; they are read once, here, and take about half a kilobyte a token.
@@ -155,7 +155,6 @@ class SuffixDrafter(EachText[_Text]):
     """
 
     name = "suffix"
-    copies = True
 
     def __init__(self, corpus: Sequence[Sequence[int]] = (), min_match: int = 2, max_match: int = 32) -> None:
         """Raises ValueError unless 1 ≤ min_match ≤ max_match."""
@@ -169,14 +168,8 @@ class SuffixDrafter(EachText[_Text]):
                 self._corpus.append(token)
             self._corpus.separate()
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """One chain per request, an empty one where no suffix of min_match tokens has come before.
-
-        A chain ends before its budget where nothing of min_match tokens at its end has a continuation.
-        """
-        return [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> Draft:
+    def draft_one(self, request: Request, budget: int) -> Draft:
+        """An empty chain where no suffix of min_match tokens has come before; it ends where nothing goes on."""
         text = self._texts.get(request.id)
         if text is None:
             text = self._texts[request.id] = _Text(SuffixAutomaton(self.max_match))
