@@ -94,7 +94,7 @@ compressors: .compressors/installed
 	$(COMPRESSORS_PIP) --no-build-isolation gptqmodel
 	@touch $@
 
-# openai, langchain-openai, lm-eval and guidellm against the server, unmodified, in an environment of their own.
+# openai, langchain-openai, lm-eval, guidellm and schemathesis against the server, unmodified, in an environment of their own.
 CLIENTS_PIP := .clients/bin/python -m pip install --disable-pip-version-check --quiet \
 	--constraint tests/clients/constraints.txt
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 BEAT = 1.0  # seconds
 GAP = 0.002  # the same: a small model's rounds are shorter, and to tell of each wakes the server each time
+REST = 0.001  # the same, after a text's first tokens: the server and the client need a core to pass them on
 _IDLE = 60.0  # seconds of one wait for messages
 _COMPILING = 0.002  # the same while a grammar is being compiled
 
@@ -123,15 +124,16 @@ class Worker:
     def _tell(self, changed: "Sequence[Request]") -> None:
         """What these texts gained; a text's first tokens and its end at once, others every GAP seconds."""
         now = time.monotonic()
-        at_once = now - self._spoke >= GAP
-        for request in changed:
-            at_once = at_once or request.finished or self._sent[request.id] == request.prompt_length
+        first = any(self._sent[request.id] == request.prompt_length for request in changed)
+        at_once = first or now - self._spoke >= GAP or any(request.finished for request in changed)
         message = ("round", [self._event(request) for request in changed], tuple(self._engine.counts()), now)
-        if at_once:
-            self._channel.send(message)
-            self._spoke = now
-        else:
+        if not at_once:
             self._channel.hold(message)
+            return
+        self._channel.send(message)
+        self._spoke = now
+        if first:
+            time.sleep(REST)
 
     def _take(self, message: Message) -> None:
         kind, id_ = message[0], message[1]
@@ -180,7 +182,8 @@ class Worker:
             _log(error)
             self._channel.send(("refused", id_, None))
             return
-        self._channel.send(("accepted", id_))
+        # Told with what comes next: woken now, the server would take a core from the round that reads the prompt.
+        self._channel.hold(("accepted", id_))
         self._live[id_] = (request, metrics)
         self._sent[id_] = len(request.tokens)
         self._told[id_] = 0

@@ -1,6 +1,7 @@
 """The kernels' own C++ tests (tests/native), compiled under the sanitizers and run; no Python inside.
 
-Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1.
+Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1, for the
+paths that this processor can run.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.native import usable
 from tests.runtime.native.program import ENVIRONMENT, ROOT, Native, command, compile_program, native_of
 
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -21,6 +23,9 @@ THREAD = ["-fsanitize=thread"]
 THREAD_TESTS = ("kernels_test", "pool_test", "decoder_test", "model", "layer")
 PRELOADED = ("libasan.so", "libstdc++.so")
 SUBJECTS = ["decoder", "attention", "linear", "rows", "pool"]
+# A path as setup.py names it: as the library names it, where that differs.
+NAMES = {"amx_int8": "amx-int8", "avx512": "avx512-vnni", "avxvnni": "avx-vnni", "neon_i8mm": "neon-i8mm"}
+NAMES |= {"neon_dotprod": "neon-dotprod"}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +38,9 @@ def native() -> Native:
 
 @pytest.fixture(scope="module")
 def address(native: Native, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The binary of all paths under the address and undefined-behaviour sanitizers."""
-    return build(native, tmp_path_factory.mktemp("address"), native.paths, ADDRESS)
+    """The binary of this processor's paths under the address and undefined-behaviour sanitizers."""
+    paths = {name: flags for name, flags in native.paths.items() if usable(NAMES.get(name, name))[0]}
+    return build(native, tmp_path_factory.mktemp("address"), {**paths, "portable": native.paths["portable"]}, ADDRESS)
 
 
 @pytest.fixture(scope="module")
