@@ -1,8 +1,4 @@
-"""How many drafted tokens each drafter gets accepted, by depth: measured once, on the original, with long drafts.
-
-Plain decoding is among what is measured: what a round takes beyond the forward (choosing a token, keeping count) is the
-same for every model and drafter, and more than the forward where the model is small.
-"""
+"""How many drafted tokens each drafter gets accepted, by depth: measured once, on the original, with long drafts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +9,11 @@ from compress.best.costs import WIDTHS
 from compress.progress import Progress
 from compress.report.pairing import Drafting, is_tree
 from compress.report.schema_speed import PLAIN
-from runtime.speculate import Speculator
 from runtime.speculative.costs import width_cost
 
 # The longest draft: one more row in a forward than that is the widest that is timed.
 LENGTH = WIDTHS[-1] - 1
+_BESIDE_LENGTH, _BESIDE_PROMPTS, _BESIDE_TOKENS = 4, 6, 33
 
 
 @dataclass(frozen=True)
@@ -25,13 +21,16 @@ class Drafts:
     """One drafter's rounds.
 
     drafted, accepted  by depth: tokens a round, on average over all rounds.
-    milliseconds       of drafting, for a drafted token; of PLAIN: a whole round.
+    milliseconds       of drafting, for a drafted token.
+    beside             milliseconds of a round that this drafter costs beside drafting: a draft model leaves other data
+                       in the caches, and keeps count.
     """
 
     drafter: str
     drafted: tuple[float, ...]
     accepted: tuple[float, ...]
     milliseconds: float
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,9 @@ class Pace:
 
 
 def measure(drafting: Drafting, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress) -> list[Drafts]:
-    """PLAIN, then drafts of LENGTH tokens by every drafter that proposes chains, for the original (the target)."""
+    """Drafts of LENGTH tokens by every drafter that proposes chains, for the original (the target)."""
     names = [name for name in drafting.names if not is_tree(name) and name != "nested"]
-    plain = Speculator(drafting.target)
-    plain.generate(prompts[:1], max_new_tokens=new_tokens, stop=())
-    alone = [plain.generate([prompt], max_new_tokens=new_tokens, stop=())[0].metrics for prompt in prompts]
-    rates = [1e3 / rate for one in alone if (rate := one.decode_tokens_per_second)]
-    found = [Drafts(PLAIN, (), (), median(rates) if rates else 0.0)]
+    found: list[Drafts] = []
     for done, name in enumerate(names):
         progress("acceptance", done, len(names))
         speculator = drafting.speculator(name, LENGTH)
@@ -67,17 +62,36 @@ def measure(drafting: Drafting, prompts: Sequence[Sequence[int]], new_tokens: in
     return found
 
 
-def pace(forward: Mapping[int, float], drafts: Sequence[Drafts], beyond: float) -> Pace:
-    """The fastest of plain decoding and all drafters at all γ, for forwards of so many milliseconds by width.
+def beside(
+    drafting: Drafting, names: Sequence[str], prompts: Sequence[Sequence[int]], rounds: Mapping[int, float]
+) -> dict[str, float]:
+    """Milliseconds of a round that each drafter costs beside drafting, 0 for one that drafts nothing here.
 
-    beyond  milliseconds of a round beyond its forward.
+    drafting  of a model whose forwards are short, so that they hide nothing.
+    rounds    milliseconds of its rounds by width, without drafts.
     """
-    over = {width: spent / forward[1] for width, spent in forward.items()}
-    best = Pace(PLAIN, 0, 1e3 / (forward[1] + beyond))
+    over = {width: spent / rounds[1] for width, spent in rounds.items()}
+    found = {}
+    for name in names:
+        speculator, more = drafting.speculator(name, _BESIDE_LENGTH), []
+        for prompt in prompts[:_BESIDE_PROMPTS]:
+            metrics = speculator.generate([prompt], max_new_tokens=_BESIDE_TOKENS, stop=())[0].metrics
+            if metrics.rounds and metrics.drafted:
+                spent = metrics.seconds - metrics.prompt_seconds - metrics.draft_seconds
+                width = 1 + metrics.drafted / metrics.rounds
+                more.append(1e3 * spent / metrics.rounds - rounds[1] * width_cost(over, width))
+        found[name] = max(0.0, median(more)) if more else 0.0
+    return found
+
+
+def pace(rounds: Mapping[int, float], drafts: Sequence[Drafts]) -> Pace:
+    """The fastest of plain decoding and all drafters at all γ, for rounds of so many milliseconds by width."""
+    over = {width: spent / rounds[1] for width, spent in rounds.items()}
+    best = Pace(PLAIN, 0, 1e3 / rounds[1])
     for one in drafts:
         for length in range(1, LENGTH + 1):
             drafted, gained = sum(one.drafted[:length]), 1.0 + sum(one.accepted[:length])
-            spent = beyond + one.milliseconds * drafted + forward[1] * width_cost(over, 1 + drafted)
+            spent = one.milliseconds * drafted + one.beside + rounds[1] * width_cost(over, 1 + drafted)
             if (rate := 1e3 * gained / spent) > best.tokens_per_second:
                 best = Pace(one.drafter, length, rate)
     return best
@@ -90,8 +104,15 @@ def to_dict(drafts: Drafts) -> dict[str, Any]:
         "drafted": list(drafts.drafted),
         "accepted": list(drafts.accepted),
         "milliseconds": drafts.milliseconds,
+        "beside": drafts.beside,
     }
 
 
 def from_dict(data: Mapping[str, Any]) -> Drafts:
-    return Drafts(str(data["drafter"]), tuple(data["drafted"]), tuple(data["accepted"]), float(data["milliseconds"]))
+    return Drafts(
+        str(data["drafter"]),
+        tuple(data["drafted"]),
+        tuple(data["accepted"]),
+        float(data["milliseconds"]),
+        float(data["beside"]),
+    )

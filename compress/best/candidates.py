@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifact import Artifact
 from compress.best.budgets import Budgets
-from compress.best.costs import whole_forward
+from compress.best.forwards import whole_forward
 from compress.best.predict import Known, Predicted
 from compress.best.space import make_recipe
 from compress.context import RunContext

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from compress.best.acceptance import Drafts, pace
 from compress.best.candidates import Measured
+from compress.best.costs import WIDTHS
 from compress.progress import Progress
 from compress.report.pairing import WORTH, Drafting
 from compress.report.schema_speed import PLAIN
@@ -45,7 +46,7 @@ def hold(
     draft: "Model | None",
     measured: Mapping[str, Measured],
     drafts: Sequence[Drafts],
-    beyond: float,
+    beyond: Sequence[float],
     work: Work,
     progress: Progress,
 ) -> list[Way]:
@@ -60,9 +61,10 @@ def hold(
     return [Way.of(key, name, timed[f"{key} {name}"]) for key, name in ways]
 
 
-def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: float) -> list[str]:
+def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[str]:
     """The drafters with the highest predicted pace, on the forwards that were measured."""
-    rates = {one.drafter: pace(forward_ms, [one], beyond) for one in drafts}
+    rounds = {width: forward_ms[width] + more for width, more in zip(WIDTHS, beyond, strict=True)}
+    rates = {one.drafter: pace(rounds, [one]) for one in drafts}
     paying = [name for name, found in rates.items() if found.drafter != PLAIN]
     return sorted(paying, key=lambda name: -rates[name].tokens_per_second)[:_DRAFTERS]
 

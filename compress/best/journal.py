@@ -18,7 +18,7 @@ class Journal:
     """Plain JSON data; what is empty is not known yet.
 
     question   everything that the figures depend on; budgets are not among it, so that others may be asked for.
-    damages    [unit][option] (quality.py); costs, drafts, original: of the original model.
+    damages    [unit][option] (quality.py); costs, drafts: of the original model.
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
     """
@@ -28,7 +28,6 @@ class Journal:
     damages: list[list[float]] = field(default_factory=list)
     costs: dict[str, Any] = field(default_factory=dict)
     drafts: list[dict[str, Any]] = field(default_factory=list)
-    original: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     timed: dict[str, Any] = field(default_factory=dict)
     winner: str = ""

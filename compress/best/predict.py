@@ -22,7 +22,7 @@ Table = list[list[float]]
 class Known:
     """All that assignments are judged by.
 
-    drafts  of every drafter (without PLAIN); beyond: milliseconds of a round beyond its forward.
+    drafts  of every drafter.
     beside  bytes of memory that no weight of the target takes: keys and values, and the draft's.
     """
 
@@ -30,7 +30,6 @@ class Known:
     sizes: Sizes
     costs: Costs
     drafts: tuple[Drafts, ...]
-    beyond: float
     quality: QualityModel
     beside: int
 
@@ -47,7 +46,7 @@ class Known:
             self.beside + self.costs.other + memory,
             self.quality.total(assignment),
             self.quality.predicted(assignment),
-            pace(self.costs.forward(self.units, assignment), self.drafts, self.beyond),
+            pace(self.costs.round(self.units, assignment), self.drafts),
         )
 
 
@@ -133,10 +132,13 @@ def _questions(known: Known, budgets: Budgets) -> Iterator[tuple[Table, list[tup
 def _forward_limit(known: Known, width: int, latency: float) -> float:
     """Milliseconds that a forward may take for so many a token, where drafts have one token less than its rows."""
     if width == 1:
-        return latency - known.beyond
-    length = min(width - 1, LENGTH)
+        return latency - known.costs.beyond[0]
+    length, beyond = min(width - 1, LENGTH), known.costs.beyond[WIDTHS.index(width)]
     limits = [
-        latency * (1.0 + sum(one.accepted[:length])) - one.milliseconds * sum(one.drafted[:length]) - known.beyond
+        latency * (1.0 + sum(one.accepted[:length]))
+        - one.milliseconds * sum(one.drafted[:length])
+        - one.beside
+        - beyond
         for one in known.drafts
     ]
     return max(limits, default=0.0)

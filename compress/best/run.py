@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifact import Artifact
 from compress.artifact.workspace import locked
-from compress.best import acceptance, candidates, contest, costs, plan, quality
+from compress.best import acceptance, candidates, contest, forwards, plan, quality
 from compress.best.candidates import Measured
 from compress.best.contest import Way, fastest
 from compress.best.costs import Costs
@@ -131,8 +131,8 @@ class _Planner:
                     "batch": self.asked.batch,
                     "eval_tokens": self.context.eval_tokens,
                     "damage_factor": known.quality.factor,
-                    "product_share": known.costs.share,
                     "rest_ms": list(known.costs.rest),
+                    "round_ms": list(known.costs.beyond),
                 },
             ),
             self.context.folder,
@@ -159,15 +159,16 @@ class _Planner:
                 "compress.best plans models that the own decoder runs, and this one runs through transformers"
             )
         if not journal.costs:
-            dtype = inputs.target.checkpoint.tensor(f"{self.units[0].prefixes[0]}.weight").dtype
-            timed = costs.measure(original, self.units, dtype, self.text, weight_bytes(parts), progress)
-            journal.note(
-                costs=timed.to_dict(),
-                original={str(w): spent for w, spent in costs.whole_forward(original, self.text).items()},
-            )
+            timed = forwards.time_model(original, inputs.target.checkpoint, self.units, self.text, progress)
+            journal.note(costs=timed.to_dict())
+        times = Costs.from_dict(journal.costs)
         if not journal.drafts:
             drafting = Drafting(original, draft, threads=self.context.threads)
-            drafts = acceptance.measure(drafting, self._prompts(original), self.context.new_tokens, progress)
+            prompts = self._prompts(original)
+            drafts = acceptance.measure(drafting, prompts, self.context.new_tokens, progress)
+            short, rounds = forwards.shortest(original, inputs.target.checkpoint, self.units, times)
+            more = acceptance.beside(replace(drafting, target=short), [one.drafter for one in drafts], prompts, rounds)
+            drafts = [replace(one, beside=more[one.drafter]) for one in drafts]
             journal.note(drafts=[acceptance.to_dict(one) for one in drafts])
         tokens = self.asked.tokens * self.asked.batch
         beside = original.decoder.new_cache().bytes_per_token() * tokens
@@ -180,21 +181,15 @@ class _Planner:
             Known(
                 self.units,
                 self.sizes,
-                Costs.from_dict(journal.costs),
-                tuple(self._drafts()[1:]),
-                self._beyond(),
+                times,
+                self._drafts(),
                 QualityModel(damages, self.units),
                 beside,
             )
         )
 
-    def _drafts(self) -> list[acceptance.Drafts]:
-        """Plain decoding first."""
-        return [acceptance.from_dict(one) for one in self.journal.drafts]
-
-    def _beyond(self) -> float:
-        """Milliseconds of a round beyond its forward, as the original was measured."""
-        return max(0.0, self._drafts()[0].milliseconds - float(self.journal.original["1"]))
+    def _drafts(self) -> tuple[acceptance.Drafts, ...]:
+        return tuple(acceptance.from_dict(one) for one in self.journal.drafts)
 
     def _float_model(self) -> Any:
         import torch
@@ -219,10 +214,7 @@ class _Planner:
         if not self.journal.measured:
             return known
         figures = [(self.assignments[one.key], one.figure(self.budgets)) for one in self._measured()]
-        original = {int(width): spent for width, spent in self.journal.original.items()}
-        keep: Assignment = {unit.name: OPTIONS[0] for unit in self.units}
-        forwards = [(keep, original), *((self.assignments[one.key], one.forward_ms) for one in self._measured())]
-        return replace(known, quality=known.quality.fitted(figures), costs=known.costs.refitted(self.units, forwards))
+        return replace(known, quality=known.quality.fitted(figures))
 
     def _damage(self, known: Known) -> float | None:
         """The most that damages may sum up to: what the budget of quality means by now, and below whatever broke it."""
@@ -287,9 +279,18 @@ class _Planner:
         if self.journal.timed.get("between") != kept:
             finalists = {key: self._load(self.context.folder / CANDIDATES / key / "model") for key in kept}
             known = {one.key: one for one in self._measured()}
-            drafts = self._drafts()[1:]
+            drafts = self._drafts()
             work = Work(self._prompts(original), self.context.new_tokens, seconds=_CONTEST_SECONDS)
-            found = contest.hold(original, finalists, draft, known, drafts, self._beyond(), work, self.context.progress)
+            found = contest.hold(
+                original,
+                finalists,
+                draft,
+                known,
+                drafts,
+                Costs.from_dict(self.journal.costs).beyond,
+                work,
+                self.context.progress,
+            )
             self.journal.note(timed={"between": kept, "ways": [asdict(way) for way in found]})
         return [Way(**way) for way in self.journal.timed["ways"]]
 

@@ -35,11 +35,13 @@ class Prober:
     second such forward than at the eighth. Widths that the target has no positions for are left out.
     """
 
-    def __init__(self, target: HasDecoder, text: Sequence[int], draft_length: int) -> None:
+    def __init__(
+        self, target: HasDecoder, text: Sequence[int], draft_length: int, widths: Sequence[int] = WIDTHS
+    ) -> None:
         """`draft_length` + 1 is among the widths."""
         self._decoder, self._text = target.decoder, text
         room = target.decoder.max_positions - len(text)
-        widths = sorted(width for width in {*WIDTHS, draft_length + 1} if width <= room)
+        widths = sorted(width for width in {*widths, draft_length + 1} if width <= room)
         self._times: dict[int, list[float]] = {width: [] for width in widths}
         self._cache = target.decoder.new_cache(target.decoder.kv.kind)
         self._handle = self._cache.open(len(text) + widths[-1])
@@ -60,6 +62,11 @@ class Prober:
                     break
                 spent += self._milliseconds(width)
             times.append(self._milliseconds(width))
+
+    @property
+    def times(self) -> dict[int, list[float]]:
+        """Milliseconds by width, a figure a sample."""
+        return self._times
 
     def costs(self) -> StepCosts:
         """Medians over the samples, of which there must be one."""

@@ -1,6 +1,7 @@
 """What is proposed keeps the budgets, and is the best of what does."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ def known(drafts: tuple[Drafts, ...] = ()) -> Known:
         for option, ms in zip(OPTIONS, TIMES, strict=True)
     }
     held = {key_of(units[0], option): size for option, size in zip(OPTIONS, (8192, 4300, 2300, 2500), strict=True)}
-    costs = Costs(products, held, (0.5,) * len(WIDTHS), 1000)
-    return Known(units, Sizes(parts, units), costs, drafts, 0.1, QualityModel(DAMAGES, units), 500)
+    costs = Costs(products, held, (0.5,) * len(WIDTHS), 1000, (0.1,) * len(WIDTHS))
+    return Known(units, Sizes(parts, units), costs, drafts, QualityModel(DAMAGES, units), 500)
 
 
 def every(model: Known) -> list[Any]:
@@ -79,9 +80,12 @@ def test_equal_assignments_have_one_name() -> None:
 
 def test_pace_is_of_the_best_drafter_at_its_best_length() -> None:
     forward = dict.fromkeys(WIDTHS, 2.0)
-    best = pace(forward, [DRAFTS], beyond=0.0)
+    best = pace(forward, [DRAFTS])
     assert (best.drafter, best.draft_length) == ("lookup", 8)
     assert best.tokens_per_second == pytest.approx(1e3 * (1 + sum(DRAFTS.accepted)) / (2.0 + 0.08))
     steep = {width: 2.0 * width for width in WIDTHS}
-    assert pace(steep, [DRAFTS], beyond=0.0).drafter == "none"
-    assert pace(steep, [], beyond=2.0).tokens_per_second == pytest.approx(250.0)
+    assert pace(steep, [DRAFTS]).drafter == "none"
+    assert pace(steep, []).tokens_per_second == pytest.approx(1e3 / steep[1])
+    # What a drafter costs beside drafting counts for each of its rounds.
+    dear = pace(forward, [replace(DRAFTS, beside=1.0)])
+    assert dear.tokens_per_second < best.tokens_per_second

@@ -1,0 +1,126 @@
+"""How far the planner's forecasts of quality are from what is measured, and what its choice gains over one for all.
+
+    .venv/bin/python examples/planner_quality.py --count 40
+
+Compresses the built-in pair (or --model) by random assignments of bits, each for real, and prints the rank correlation
+of predicted and measured KL, and the error once one factor is fitted. Then the least damaging choice at the bytes of
+int4-gptq, and the smallest one of its KL.
+"""
+
+import argparse
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from compress import Artifact, Recipe, compress
+from compress.best import quality
+from compress.best.quality import QualityModel
+from compress.best.sizes import Sizes, read_sizes
+from compress.best.solve import solve
+from compress.best.space import Assignment, Unit, find_units, make_recipe
+from compress.context import RunContext
+from compress.pipeline.inputs import open_inputs
+from compress.progress import silent
+from compress.report.files import read_report
+from compress.report.size import weight_bytes
+
+say = Console().print
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--count", type=int, default=40, help="assignments")
+    parser.add_argument("--eval-tokens", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        study(asked, Path(folder))
+
+
+def study(asked: argparse.Namespace, folder: Path) -> None:
+    context = RunContext.of(
+        Recipe.load("int8-dynamic"),
+        out=folder / "none",
+        **({"model": asked.model} if asked.model else {}),
+        **settings(asked),
+    )
+    inputs = open_inputs(replace(context, speed=False))
+    units = find_units(inputs.target.shapes(), inputs.structure)
+    sizes = read_sizes(inputs.target, inputs.structure, units)
+    model = AutoModelForCausalLM.from_pretrained(inputs.target.path, dtype=torch.float32).eval()
+    damages = quality.measure(model, inputs.text.windows.calibration, units, inputs.structure.blocks_at, silent)
+    known = QualityModel(damages, units)
+    generator = random.Random(asked.seed)
+    forecast, measured = [], []
+    for number in range(asked.count):
+        assignment = {unit.name: generator.choice(unit.options) for unit in units}
+        found = kl(make_recipe(units, assignment, "random", {}), folder / str(number), asked)
+        forecast.append(known.total(assignment))
+        measured.append(found)
+        say(f"{number + 1:3d}  forecast {forecast[-1]:.4f}  measured {found:.4f}  ratio {found / forecast[-1]:.2f}")
+    factor = median(m / f for f, m in zip(forecast, measured, strict=True))
+    errors = [abs(factor * f / m - 1) for f, m in zip(forecast, measured, strict=True)]
+    ranks = spearman(forecast, measured)
+    say(f"Spearman {ranks:.3f}; factor {factor:.2f}, then median error {100 * median(errors):.0f} %")
+    against_one_for_all(known, sizes, units, factor, folder, asked)
+
+
+def against_one_for_all(
+    known: QualityModel, sizes: Sizes, units: tuple[Unit, ...], factor: float, folder: Path, asked: argparse.Namespace
+) -> None:
+    """The planner's choices at the bytes, and at the KL, of int4-gptq."""
+    theirs = kl(Recipe.load("int4-gptq"), folder / "int4", asked)
+    size = weight_bytes(Artifact(folder / "int4").model)
+    rest, shares = sizes.shares()
+    damages = [list(row) for row in known.damages]
+    bytes_of = [[float(one) for one in row] for row in shares]
+    same = chosen(units, solve(damages, [bytes_of], [float(size - rest)]).picks)
+    found = kl(make_recipe(units, same, "same bytes", {}), folder / "same", asked)
+    say(
+        f"int4-gptq: {size} bytes, KL {theirs:.4f}; at {sizes.exact(same)} bytes KL {found:.4f}: {found / theirs:.3f} x"
+    )
+    aim = theirs / factor
+    for _ in range(6):
+        small = chosen(units, solve(bytes_of, [damages], [aim]).picks)
+        found = kl(make_recipe(units, small, "same KL", {}), folder / f"small{aim:.6f}", asked)
+        now = sizes.exact(small)
+        say(f"aimed at a sum of {aim:.4f}: {now} bytes ({now / size:.3f} x), KL {found:.4f}")
+        if found <= theirs:
+            break
+        aim *= 0.97 * theirs / found
+
+
+def chosen(units: Sequence[Unit], picks: Sequence[int]) -> Assignment:
+    return {unit.name: unit.options[pick] for unit, pick in zip(units, picks, strict=True)}
+
+
+def settings(asked: argparse.Namespace) -> dict[str, object]:
+    return {"eval_tokens": asked.eval_tokens, "threads": asked.threads, "baselines": "none", "speed": False}
+
+
+def kl(recipe: Recipe, out: Path, asked: argparse.Namespace) -> float:
+    """Mean KL(original ‖ compressed), nats a token, of a real run."""
+    artifact = compress(asked.model, recipe, out, **settings(asked))
+    found = read_report(artifact.path).quality
+    assert found is not None and found.kl_divergence is not None
+    return float(found.kl_divergence.mean)
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """The correlation of ranks."""
+    ranks = [np.argsort(np.argsort(values)) for values in (x, y)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+if __name__ == "__main__":
+    main()
