@@ -86,7 +86,7 @@ def _main(
 
     from compress.best.budgets import Budgets
 
-    budgets = Budgets.parse(quality, kl, disk, memory, latency, goal)
+    budgets = Budgets.parse(quality, kl, disk, memory, latency, None, goal)
     from compress.recipe import Recipe
 
     # Every candidate has a recipe of its own; this one stands for the options.

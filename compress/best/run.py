@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifact import Artifact
 from compress.artifact.workspace import locked
-from compress.best import acceptance, candidates, contest, costs, plan, quality
+from compress.best import acceptance, around, candidates, contest, costs, plan, quality
 from compress.best.candidates import Measured
 from compress.best.contest import Way, fastest
 from compress.best.costs import Costs
@@ -119,13 +119,14 @@ class _Planner:
             plan.Plan(
                 self.inputs.target.name,
                 self.budgets,
+                self.units,
                 files_bytes(self.inputs.target.path),
                 tuple(self._measured()),
                 refused,
                 tuple(ways),
                 winner,
-                plan.front(known, self.budgets, chosen.damage),
-                plan.prices(known, self.budgets, chosen),
+                around.front(known, self.budgets, chosen.damage),
+                around.prices(known, self.budgets, chosen),
                 {
                     "context": self.asked.tokens,
                     "batch": self.asked.batch,
