@@ -82,11 +82,14 @@ def _main(
     **options: str | int | None,
 ) -> None:
     """`options`: fields of RunContext by name."""
+    import math
     from dataclasses import replace
 
     from compress.best.budgets import Budgets
 
     budgets = Budgets.parse(quality, kl, disk, memory, latency, None, goal)
+    if not math.isfinite(minutes):
+        raise UserError(f"--minutes: expected a number of minutes, found {minutes}: correct it")
     from compress.recipe import Recipe
 
     # Every candidate has a recipe of its own; this one stands for the options.
@@ -95,7 +98,8 @@ def _main(
         raise UserError("--eval-tokens: expected 1 or more, found 0: measured quality decides")
     from transformers.utils import logging
 
-    from compress.best.run import Question, make_plan
+    from compress.best.question import Question
+    from compress.best.start import make_plan
     from compress.progress import show
 
     logging.set_verbosity_error()
@@ -106,7 +110,7 @@ def _main(
     text = (folder / "plan.md").read_text(encoding="utf-8").split("\n## Bits")[0]
     print(text, file=sys.stdout)
     where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    typer.echo(f"Plan: {where / 'plan.md'} (also .json), run: {where / 'best'}")
+    typer.echo(f"Plan: {where / 'plan.md'} (also .html, .json), run: {where / 'best'}")
 
 
 if __name__ == "__main__":

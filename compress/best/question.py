@@ -26,6 +26,10 @@ class Question:
     tokens: int = 512
     batch: int = 1
 
+    def search(self) -> dict[str, Any]:
+        """What candidates are looked for; JSON data as it is read back."""
+        return {**self.budgets.to_dict(), "wanted": self.wanted, "minutes": self.minutes}
+
 
 def fingerprint(asked: Question, inputs: RunInputs) -> dict[str, Any]:
     """What the figures depend on; JSON data as it is read back."""
