@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+from compress.artifact import files
 from compress.artifact import journal as runs
 from compress.artifact.workspace import LOCK
 from compress.best.journal import NAME, is_ours
@@ -46,11 +47,11 @@ def _is_plan(path: Path) -> bool:
 
 
 def clear(out: Path) -> None:
-    """Removes what a planner has written there, and nothing else; plan.json, by which the folder is known, last."""
+    """Removes what a planner has written there but for its journal, and nothing else."""
     for name in _FOLDERS:
         discard(out / name)
-    for name in (*_TEXTS, *_WHILE_WRITING, NAME, PLAN):
-        (out / name).unlink(missing_ok=True)
+    for name in (*_TEXTS, PLAN):
+        files.remove(out / name)
 
 
 def discard(folder: Path) -> None:
@@ -58,7 +59,7 @@ def discard(folder: Path) -> None:
     aside = folder.parent / _REMOVED
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
-        folder.replace(aside)
+        files.rename(folder, aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -66,10 +67,10 @@ def sweep(out: Path) -> None:
     """Removes what a planner that was killed while it removed or wrote has left half done."""
     shutil.rmtree(out / _REMOVED, ignore_errors=True)
     for name in _WHILE_WRITING:
-        (out / name).unlink(missing_ok=True)
+        files.remove(out / name)
 
 
 def tidy(run: Path) -> None:
     """Removes what a run that was killed in its very last step leaves in its finished folder."""
     for name in (runs.COPY, LOCK, runs.NAME):
-        (run / name).unlink(missing_ok=True)
+        files.remove(run / name)

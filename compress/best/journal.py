@@ -24,6 +24,7 @@ class Journal:
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
     search     what candidates were last looked for: `asked`, `seconds` that went into it, and whether it is `done`.
+    clearing   whether what an older plan has left is still to be removed.
     finished   whether the plan is written and only the journal and the candidates are to go.
     """
 
@@ -37,6 +38,7 @@ class Journal:
     timed: dict[str, Any] = field(default_factory=dict)
     winner: str = ""
     search: dict[str, Any] = field(default_factory=dict)
+    clearing: bool = False
     finished: bool = False
     clock: float = field(default_factory=time.monotonic)
 
@@ -79,13 +81,13 @@ def is_ours(folder: Path) -> bool:
         return False
 
 
-def open_journal(folder: Path, question: dict[str, Any]) -> Journal:
-    """The folder's journal, or a new one.
+def open_journal(folder: Path, question: dict[str, Any], force: bool = False) -> Journal:
+    """The folder's journal, or a new one; with `force` a new one, which says that all else is to be removed.
 
     Raises UserError where it is damaged, or of another question (naming what differs).
     """
-    if not (folder / NAME).exists():
-        journal = Journal(folder, question)
+    if force or not (folder / NAME).exists():
+        journal = Journal(folder, question, clearing=force)
         journal.note()
         return journal
     body = read_sealed(folder / NAME, _SCHEMA, _ADVICE)

@@ -61,7 +61,7 @@ class Planner:
         self.assignments: dict[str, Assignment] = {}
 
     def run(self) -> None:
-        """Finds the plan and writes it. Raises UserError where nothing is predicted, or was measured, to be within it."""
+        """Finds the plan and writes it. Raises UserError where nothing is predicted, or measured, to keep them."""
         original = self._load(self.inputs.target.path)
         require_own_decoder(original)
         draft = None if self.inputs.draft is None else self._load(self.inputs.draft.path)

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
+from compress.artifact import files
 from compress.artifact.workspace import LOCK, locked
 from compress.best.folder import CANDIDATES, check_folder, clear, discard, sweep
 from compress.best.journal import NAME, Journal, open_journal
@@ -27,9 +28,10 @@ def make_plan(asked: Question, force: bool) -> Path:
         # Another process may have finished between the first look and the lock.
         check_folder(out, force)
         sweep(out)
-        if force:
+        journal = open_journal(out, fingerprint(asked, ready.inputs), force)
+        if journal.clearing:
             clear(out)
-        journal = open_journal(out, fingerprint(asked, ready.inputs))
+            journal.note(clearing=False)
         try:
             if not _is_finished(asked, journal):
                 Planner(asked, ready, journal).run()
@@ -38,8 +40,8 @@ def make_plan(asked: Question, force: bool) -> Path:
                 _leave(out, made)
             raise
         discard(out / CANDIDATES)
-        (out / NAME).unlink()
-        (out / LOCK).unlink(missing_ok=True)
+        for name in (NAME, LOCK):
+            files.remove(out / name)
     return out
 
 
@@ -55,7 +57,7 @@ def _is_finished(asked: Question, journal: Journal) -> bool:
 def _leave(out: Path, made: bool) -> None:
     """Leaves nothing of a plan that came to nothing before anything was measured."""
     for name in (NAME, LOCK):
-        (out / name).unlink(missing_ok=True)
+        files.remove(out / name)
     if made:
         with suppress(OSError):
             out.rmdir()
