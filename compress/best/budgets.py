@@ -21,7 +21,7 @@ class Budgets:
     disk     most bytes of the model's files of weights.
     memory   most bytes of memory: weights as the kernels hold them, keys and values, and the draft's.
     latency  most milliseconds a token while decoding, on average, by whoever drafts best.
-    ttft     most milliseconds to the first token of a prompt, whose length the question says.
+    ttft     most milliseconds to the first token of a prompt, whose length the question says; nothing predicts it.
     goal     what is to be best within them: one of GOALS.
     """
 
@@ -61,10 +61,9 @@ class Budgets:
             ttft,
             goal,
         )
-        if goal == "quality" and not {found.disk, found.memory, found.latency, found.ttft} - {None}:
+        if goal == "quality" and (found.disk, found.memory, found.latency) == (None, None, None):
             raise UserError(
-                "--for quality: expected --disk, --memory, --latency or --ttft, found none: without them the original "
-                "is best"
+                "--for quality: expected --disk, --memory or --latency, found none: without them the original is best"
             )
         if goal != "quality" and found.figure_limit is None:
             raise UserError(

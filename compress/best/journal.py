@@ -23,6 +23,7 @@ class Journal:
     damages    [unit][option] (quality.py); costs, drafts, original: of the original model.
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
+    first      milliseconds to the first token of a prompt of so many tokens, by key: of the original and finalists.
     search     what candidates were last looked for: `asked`, `seconds` that went into it, and whether it is `done`.
     clearing   whether what an older plan has left is still to be removed.
     finished   whether the plan is written and only the journal and the candidates are to go.
@@ -37,6 +38,7 @@ class Journal:
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     timed: dict[str, Any] = field(default_factory=dict)
     winner: str = ""
+    first: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     clearing: bool = False
     finished: bool = False

@@ -47,6 +47,7 @@ def _view(data: Data) -> dict[str, Any]:
         "figure_heading": "KL, nats" if budgets.kl is not None else "perplexity, %",
         "counted": "the mean" if budgets.kl is not None else "the upper end of the 95 % interval of its growth",
         "with_ttft": budgets.ttft is not None,
+        "first_of_original": _ms(data["original"]["ttft_ms"]),
         "map": bit_map.draw(data["units"]),
         "units": data["units"],
         "front_note": _FRONT_NOTE,
@@ -128,14 +129,13 @@ def _candidate(budgets: Budgets, data: Data, place: int, one: Data) -> dict[str,
         (_figure(budgets, before["figure"]), _figure(budgets, found["figure"])),
         (f"{before['tokens_per_second']:,.0f}", "not timed" if way is None else f"{way['tokens_per_second']:,.0f}"),
     ]
-    if budgets.ttft is not None:
-        pairs.append((_ms(before.get("ttft_ms")), _ms(found.get("ttft_ms"))))
     chosen = one["key"] == data["winner"]
     verdict = "chosen" if chosen else one["broke"] or "keeps the budgets"
     return {
         "number": place,
         "key": one["key"],
         "disk": _mb(found["disk"]),
+        "ttft": "not timed" if found["ttft_ms"] is None else _ms(found["ttft_ms"]),
         "pairs": pairs,
         "drafter": _NONE if way is None else way["drafter"],
         "verdict": verdict,
@@ -183,13 +183,14 @@ def _upgrade(budgets: Budgets, one: Data) -> tuple[str, ...]:
 
 
 def _about(about: Data) -> Sequence[tuple[str, str]]:
-    shown = {
-        "evaluation": f"{about['eval_tokens']:,} tokens predicted",
-        "cache": f"{about['context']:,} tokens × {about['batch']} requests count as memory",
-        "damage → quality": f"× {about['damage_factor']:.3g}, fitted to the candidates",
-        "products in a forward": f"× {about['product_share']:.3f} of products alone, fitted to whole forwards",
-    }
-    return tuple(shown.items())
+    told = [
+        ("evaluation", f"{about['eval_tokens']:,} tokens predicted"),
+        ("cache", f"{about['context']:,} tokens × {about['batch']} requests count as memory"),
+        ("damage → quality", f"× {about['damage_factor']:.3g}, fitted to the candidates"),
+    ]
+    if (share := about.get("product_share")) is not None:
+        told.append(("products in a forward", f"× {share:.3f} of products alone, fitted to whole forwards"))
+    return told
 
 
 def _drafting(way: Data) -> str:

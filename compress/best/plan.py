@@ -25,6 +25,7 @@ class Plan:
     original   its bytes on disk.
     measured   candidates that were made, in order; refused: by key, which budget each has broken in measurement.
     ways       of decoding that were timed in turns.
+    first_ms   by key, and of the original: milliseconds to the first token, where that has a budget.
     winner     the key of the chosen one.
     front      predicted points from better to smaller; prices: what a little more of a budget buys.
     about      what else the figures depend on, by name.
@@ -37,6 +38,7 @@ class Plan:
     measured: tuple[Measured, ...]
     refused: Mapping[str, str]
     ways: tuple[Way, ...]
+    first_ms: Mapping[str, float]
     winner: str
     front: tuple[Predicted, ...]
     prices: Prices
@@ -50,7 +52,11 @@ class Plan:
             "schema": SCHEMA,
             "model": self.model,
             "budgets": self.budgets.to_dict(),
-            "original": {"disk": self.original_bytes, "fastest": asdict(fastest(self.ways, ORIGINAL))},
+            "original": {
+                "disk": self.original_bytes,
+                "fastest": asdict(fastest(self.ways, ORIGINAL)),
+                "ttft_ms": self.first_ms.get(ORIGINAL),
+            },
             "winner": self.winner,
             "units": [
                 {
@@ -84,6 +90,7 @@ class Plan:
                 "perplexity_growth": growth,
                 "perplexity_growth_upper": upper,
                 "kl": one.kl,
+                "ttft_ms": self.first_ms.get(one.key),
                 "forward_ms": {str(width): spent for width, spent in one.forward_ms.items()},
             },
             "fastest": asdict(fastest(self.ways, one.key)) if timed else None,

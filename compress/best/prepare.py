@@ -50,6 +50,11 @@ def prepare(asked: Question) -> Ready:
     _check_budget(asked)
     inputs = open_inputs(replace(asked.context, speed=False))
     units = find_units(inputs.target.shapes(), inputs.structure)
+    if asked.budgets.ttft is not None and asked.prompt_tokens >= inputs.target.max_positions:
+        raise UserError(
+            f"--prompt-tokens: expected fewer than the {inputs.target.max_positions} tokens that the model can hold, "
+            f"found {asked.prompt_tokens}: ask for less"
+        )
     _check_memory(inputs.target)
     return Ready(inputs, units, read_sizes(inputs.target, inputs.structure, units))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifact import Artifact
 from compress.best import acceptance, around, candidates, contest, costs, plan, quality
 from compress.best.candidates import Measured
-from compress.best.contest import Way, fastest
+from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
 from compress.best.folder import BEST, CANDIDATES, discard, tidy
 from compress.best.journal import Journal
@@ -86,6 +86,7 @@ class Planner:
             self.journal.note(search={})
             raise UserError(self._nothing(known))
         ways = self._contest(original, draft, kept)
+        self._read_prompts(original, kept)
         winner = self._winner(kept, ways)
         chosen = known.predict(self.assignments[winner])
         self._last_run(chosen)
@@ -103,12 +104,14 @@ class Planner:
                 tuple(self._measured()),
                 refused,
                 tuple(ways),
+                self.journal.first.get("ms", {}) if self.budgets.ttft is not None else {},
                 winner,
                 around.front(known, self.budgets, chosen.damage),
                 around.prices(known, self.budgets, chosen),
                 {
                     "context": self.asked.tokens,
                     "batch": self.asked.batch,
+                    "prompt_tokens": self.asked.prompt_tokens,
                     "eval_tokens": self.context.eval_tokens,
                     "damage_factor": known.quality.factor,
                     "product_share": known.costs.share,
@@ -247,6 +250,9 @@ class Planner:
             return f"breaks --memory: {one.memory / 1e6:.2f} MB"
         if budgets.latency is not None and way is not None and way.latency_ms > budgets.latency:
             return f"breaks --latency: {way.latency_ms:.3g} ms a token"
+        # What is timed has its prompts read, too.
+        if budgets.ttft is not None and way is not None and (spent := self.journal.first["ms"][one.key]) > budgets.ttft:
+            return f"breaks --ttft: {spent:.3g} ms to the first token"
         return None
 
     def _nothing(self, known: Known) -> str:
@@ -274,15 +280,32 @@ class Planner:
             self.journal.note(timed={"between": kept, "ways": [asdict(way) for way in found]})
         return [Way(**way) for way in self.journal.timed["ways"]]
 
+    def _read_prompts(self, original: "Model", kept: list[str]) -> None:
+        """Times first tokens of the original and the finalists, where they have a budget."""
+        between = {"of": kept, "tokens": self.asked.prompt_tokens}
+        if self.budgets.ttft is None or self.journal.first.get("between") == between:
+            return
+        finalists = {key: self._load(self.context.folder / CANDIDATES / key / "model") for key in kept}
+        text = self.inputs.text.windows.calibration.flatten().tolist()
+        prompt = (text * (1 + self.asked.prompt_tokens // len(text)))[: self.asked.prompt_tokens]
+        found = contest.first_tokens({ORIGINAL: original, **finalists}, prompt, self.context.progress)
+        self.journal.note(first={"between": between, "ms": found})
+
     def _winner(self, kept: list[str], ways: list[Way]) -> str:
-        """The best by measured figures. Raises UserError where none keeps the latency."""
+        """The best by measured figures. Raises UserError where none keeps the budgets of time."""
         measured: Mapping[str, Measured] = {one.key: one for one in self._measured()}
         within = [key for key in kept if self._broken(measured[key], fastest(ways, key)) is None]
         if not within:
-            least = min(fastest(ways, key).latency_ms for key in kept)
+            least = [f"{min(fastest(ways, key).latency_ms for key in kept):.3g} ms a token (--latency)"]
+            if self.budgets.ttft is not None:
+                first = self.journal.first["ms"]
+                least.append(
+                    f"{min(first[key] for key in kept):.3g} ms to the first token (--ttft), the original "
+                    f"{first[ORIGINAL]:.3g} ms"
+                )
             raise UserError(
-                f"--latency: none of {len(kept)} candidates that keep the other budgets decodes a token in "
-                f"{self.budgets.latency:g} ms: the fastest took {least:.3g} ms"
+                f"none of {len(kept)} candidates that keep the other budgets is fast enough: the fastest took "
+                f"{' and '.join(least)}: allow more"
             )
         if self.budgets.goal == "speed":
             return max(within, key=lambda key: fastest(ways, key).tokens_per_second)

@@ -28,8 +28,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 _FLOAT = 4
-# What no size reaches.
-_MOST = 1e24
 # Copies of the largest layer that an algorithm works with, and of its statistics (factors of a Hessian in float64).
 _LAYER_COPIES, _HESSIAN_COPIES = 5, 4
 # Of the speed of one large product: attention, norms and elementwise work are slower.
@@ -68,7 +66,7 @@ class Forecast:
 def parse_size(text: str, option: str = "--memory-budget") -> int:
     """Bytes of "4GB", "512 MiB" or "1000000". Raises UserError for anything else, naming the option."""
     found = _SIZE.fullmatch(text)
-    if not found or found[2].upper() not in _UNITS or not 0 < float(found[1]) < _MOST:
+    if not found or found[2].upper() not in _UNITS or float(found[1]) == 0:
         raise UserError(f"{option}: expected a size such as 4GB or 512MiB, found {text!r}: correct it")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 

@@ -57,13 +57,14 @@ def random_known(drawn: random.Random, blocks: int) -> Known:
     )
 
 
-def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float = 0.0097, ttft: bool = False) -> Plan:
+def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float | None = None) -> Plan:
     """A plan within budgets of bytes, whose candidates were measured near what was predicted of them."""
     drawn = random.Random(seed)
     known = random_known(drawn, blocks)
+    damage = 0.00044 * blocks if damage is None else damage
     chosen = [propose(known, budgets, share * damage)[0] for share in (1.3, 1.0, 0.9, 0.7)]
     made = list({one.key: one for one in chosen}.values())
-    measured = [_measured(drawn, one, budgets, ttft) for one in made]
+    measured = [_measured(drawn, one) for one in made]
     refused = {measured[0].key: "breaks the budget of quality: perplexity +1.37 %"} if len(measured) > 1 else {}
     ways = [Way(ORIGINAL, PLAIN, 310.0)]
     for one, found in zip(made, measured, strict=True):
@@ -81,6 +82,7 @@ def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float = 0.0097
         tuple(measured),
         refused,
         tuple(ways),
+        {one.model: drawn.uniform(50, 90) for one in ways} if budgets.ttft is not None else {},
         winner.key,
         around.front(known, budgets, winner.damage),
         around.prices(known, budgets, winner),
@@ -88,7 +90,7 @@ def random_plan(seed: int, blocks: int, budgets: Budgets, damage: float = 0.0097
     )
 
 
-def _measured(drawn: random.Random, one: Predicted, budgets: Budgets, ttft: bool) -> Measured:
+def _measured(drawn: random.Random, one: Predicted) -> Measured:
     figure = one.figure * drawn.uniform(0.8, 1.2)
     return Measured(
         one.key,
