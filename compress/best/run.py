@@ -296,7 +296,9 @@ class Planner:
         measured: Mapping[str, Measured] = {one.key: one for one in self._measured()}
         within = [key for key in kept if self._broken(measured[key], fastest(ways, key)) is None]
         if not within:
-            least = [f"{min(fastest(ways, key).latency_ms for key in kept):.3g} ms a token (--latency)"]
+            least = []
+            if self.budgets.latency is not None:
+                least.append(f"{min(fastest(ways, key).latency_ms for key in kept):.3g} ms a token (--latency)")
             if self.budgets.ttft is not None:
                 first = self.journal.first["ms"]
                 least.append(

@@ -64,6 +64,15 @@ def test_all_that_was_asked_and_found_is_shown(written: tuple[Path, dict[str, An
         assert (option in (folder / "plan.html").read_text()) == (data["budgets"][name] is not None)
 
 
+def test_tables_of_the_text_are_whole(written: tuple[Path, dict[str, Any]]) -> None:
+    text = (written[0] / "plan.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert len(tables) == 3 + bool(written[1]["prices"]["upgrades"])
+    for table in tables:
+        rows = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(rows) >= 3 and len(set(rows)) == 1 and table.splitlines()[1].startswith("|---|")
+
+
 def test_the_map_has_every_unit_where_it_is(written: tuple[Path, dict[str, Any]]) -> None:
     units = written[1]["units"]
     drawn = bit_map.draw(units)

@@ -48,6 +48,19 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "plan").exists()
 
 
+@pytest.mark.slow
+def test_first_tokens_are_judged_in_turns(tiny: Tiny, tmp_path: Path) -> None:
+    asked = question(tiny("llama"), tmp_path / "plan", kl=0.3, ttft=1e-4)
+    asked = replace(asked, prompt_tokens=100, wanted=1)
+    with pytest.raises(UserError, match=r"the fastest took [0-9.e-]+ ms to the first token \(--ttft\), the original"):
+        make_plan(asked, force=False)
+    # What was measured is kept, and enough for a budget that can be kept.
+    folder = make_plan(replace(asked, budgets=Budgets(kl=0.3, ttft=1e4)), force=False)
+    plan = json.loads((folder / "plan.json").read_text())
+    best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
+    assert 1e-4 < best["measured"]["ttft_ms"] <= 1e4 and plan["original"]["ttft_ms"] > 0
+
+
 class KilledError(Exception):
     """As far as a killed process came."""
 
