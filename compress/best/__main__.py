@@ -37,6 +37,8 @@ def main(
     disk: Annotated[str | None, typer.Option(help="Most bytes of the model's files, such as 2GB.")] = None,
     memory: Annotated[str | None, typer.Option(help="Most memory of weights, keys and values, and the draft.")] = None,
     latency: Annotated[float | None, typer.Option(help="Most milliseconds a token while decoding.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token of a prompt.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt that --ttft is about.", min=1)] = 512,
     goal: Annotated[str, typer.Option("--for", help="What is to be best: speed, size or quality.")] = "speed",
     minutes: Annotated[float, typer.Option(help="About how long it may take.", min=0.1)] = 10.0,
     candidates: Annotated[int, typer.Option(help="Models within the budgets that are timed.", min=1, max=16)] = 3,
@@ -73,6 +75,8 @@ def _main(
     disk: str | None,
     memory: str | None,
     latency: float | None,
+    ttft: float | None,
+    prompt_tokens: int,
     goal: str,
     minutes: float,
     candidates: int,
@@ -86,7 +90,7 @@ def _main(
 
     from compress.best.budgets import Budgets
 
-    budgets = Budgets.parse(quality, kl, disk, memory, latency, goal)
+    budgets = Budgets.parse(quality, kl, disk, memory, latency, ttft, goal)
     from compress.recipe import Recipe
 
     # Every candidate has a recipe of its own; this one stands for the options.
@@ -95,18 +99,19 @@ def _main(
         raise UserError("--eval-tokens: expected 1 or more, found 0: measured quality decides")
     from transformers.utils import logging
 
-    from compress.best.run import Question, make_plan
+    from compress.best.question import Question
+    from compress.best.start import make_plan
     from compress.progress import show
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with show() as progress:
         context = replace(context, progress=progress, note=progress.note)
-        folder = make_plan(Question(context, budgets, candidates, minutes, tokens, batch), force)
+        folder = make_plan(Question(context, budgets, candidates, minutes, tokens, batch, prompt_tokens), force)
     text = (folder / "plan.md").read_text(encoding="utf-8").split("\n## Bits")[0]
     print(text, file=sys.stdout)
     where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    typer.echo(f"Plan: {where / 'plan.md'} (also .json), run: {where / 'best'}")
+    typer.echo(f"Plan: {where / 'plan.md'} (also .html, .json), run: {where / 'best'}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ class Budgets:
     disk     most bytes of the model's files of weights.
     memory   most bytes of memory: weights as the kernels hold them, keys and values, and the draft's.
     latency  most milliseconds a token while decoding, on average, by whoever drafts best.
+    ttft     most milliseconds to the first token of a prompt, whose length the question says; nothing predicts it.
     goal     what is to be best within them: one of GOALS.
     """
 
@@ -28,6 +30,7 @@ class Budgets:
     disk: int | None = None
     memory: int | None = None
     latency: float | None = None
+    ttft: float | None = None
     goal: str = "speed"
 
     @classmethod
@@ -38,12 +41,13 @@ class Budgets:
         disk: str | None,
         memory: str | None,
         latency: float | None,
+        ttft: float | None,
         goal: str,
     ) -> "Budgets":
         """From the command line. Raises UserError for what cannot be read, and for budgets that are no question."""
         if goal not in GOALS:
             raise UserError(f"--for: expected {', '.join(GOALS)}, found {goal!r}: correct it")
-        for option, value in (("--kl", kl), ("--latency", latency)):
+        for option, value in (("--kl", kl), ("--latency", latency), ("--ttft", ttft)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"{option}: expected a number above 0, found {value}: correct it")
         if quality is not None and kl is not None:
@@ -54,6 +58,7 @@ class Budgets:
             None if disk is None else parse_size(disk, "--disk"),
             None if memory is None else parse_size(memory, "--memory"),
             latency,
+            ttft,
             goal,
         )
         if goal == "quality" and (found.disk, found.memory, found.latency) == (None, None, None):
@@ -87,8 +92,15 @@ class Budgets:
             "disk_bytes": self.disk,
             "memory_bytes": self.memory,
             "latency_ms": self.latency,
+            "ttft_ms": self.ttft,
             "for": self.goal,
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Budgets":
+        """What `to_dict` wrote."""
+        names = ("quality", "kl", "disk_bytes", "memory_bytes", "latency_ms", "ttft_ms", "for")
+        return cls(*(data[name] for name in names))
 
 
 def _share(text: str) -> float:

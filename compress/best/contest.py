@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ORIGINAL = "original"
 # Drafters of each finalist that are timed, of those that are predicted to pay at all.
 _DRAFTERS = 2
+# How often a long prompt is read, and no repeat is begun that would take longer than this.
+_PREFILLS, _PREFILL_SECONDS = 5, 30.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ def hold(
             ways[key, name] = drafting.speculator(name, None)
     timed = time_interleaved({f"{key} {name}": way for (key, name), way in ways.items()}, work, progress)
     return [Way.of(key, name, timed[f"{key} {name}"]) for key, name in ways]
+
+
+def first_tokens(models: Mapping[str, "Model"], prompt: Sequence[int], progress: Progress) -> dict[str, float]:
+    """Milliseconds to the first token after a prompt, of each model, taken in turns: the median."""
+    ways = {key: Speculator(model) for key, model in models.items()}
+    timed = time_interleaved(ways, Work([prompt], 1, _PREFILLS, _PREFILL_SECONDS), progress)
+    return {key: 1e3 * one.seconds for key, one in timed.items()}
 
 
 def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[str]:

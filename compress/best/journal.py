@@ -1,5 +1,7 @@
 """What a planner has measured by now, on disk, so that one that was killed goes on with the same figures."""
 
+import json
+import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from compress.artifact.journal import differences
 from compress.errors import UserError
 
 NAME = "journal.json"
-_SCHEMA = 1
+_SCHEMA = 2
 _ADVICE = ": start again with --force"
 
 
@@ -21,6 +23,10 @@ class Journal:
     damages    [unit][option] (quality.py); costs, drafts: of the original model.
     measured   by candidate's key: what candidates.py measured.
     timed      the contest's figures (contest.py), and between whom; winner: whose run best/ is or is to be.
+    first      milliseconds to the first token of a prompt of so many tokens, by key: of the original and finalists.
+    search     what candidates were last looked for: `asked`, `seconds` that went into it, and whether it is `done`.
+    clearing   whether what an older plan has left is still to be removed.
+    finished   whether the plan is written and only the journal and the candidates are to go.
     """
 
     folder: Path
@@ -31,24 +37,58 @@ class Journal:
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     timed: dict[str, Any] = field(default_factory=dict)
     winner: str = ""
+    first: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+    clearing: bool = False
+    finished: bool = False
+    clock: float = field(default_factory=time.monotonic)
 
     def note(self, **changed: Any) -> None:
-        """Puts new values of fields on disk."""
+        """Puts new values of fields on disk, and the time that has gone by."""
         for name, value in changed.items():
             setattr(self, name, value)
-        write_sealed(self.folder / NAME, _SCHEMA, {name: getattr(self, name) for name in _FIELDS})
+        if self.search:
+            self.search["seconds"] = self.seconds
+        self.clock = time.monotonic()
+        body = {name: getattr(self, name) for name in _FIELDS}
+        # In their order, which decides among equals.
+        write_sealed(self.folder / NAME, _SCHEMA, {**body, "measured": [list(one) for one in self.measured.items()]})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work on what is asked, those before a kill included."""
+        return float(self.search.get("seconds", 0.0)) + time.monotonic() - self.clock
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is measured yet."""
+        return not (self.damages or self.costs or self.drafts or self.measured)
+
+    def begin_search(self, asked: dict[str, Any]) -> None:
+        """Notes what candidates are looked for; the time of an earlier search for the same goes on."""
+        if self.search.get("asked") != asked:
+            self.note(search={"asked": asked, "seconds": 0.0, "done": False})
 
 
-_FIELDS = tuple(one.name for one in fields(Journal) if one.name != "folder")
+_FIELDS = tuple(one.name for one in fields(Journal) if one.name not in ("folder", "clock"))
 
 
-def open_journal(folder: Path, question: dict[str, Any]) -> Journal:
-    """The folder's journal, or a new one.
+def is_ours(folder: Path) -> bool:
+    """Whether the folder's journal is a planner's, whole or with some figure changed."""
+    try:
+        body = json.loads((folder / NAME).read_bytes())["body"]
+        return isinstance(body, dict) and {"question", "damages"} <= body.keys()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def open_journal(folder: Path, question: dict[str, Any], force: bool = False) -> Journal:
+    """The folder's journal, or a new one; with `force` a new one, which says that all else is to be removed.
 
     Raises UserError where it is damaged, or of another question (naming what differs).
     """
-    if not (folder / NAME).exists():
-        journal = Journal(folder, question)
+    if force or not (folder / NAME).exists():
+        journal = Journal(folder, question, clearing=force)
         journal.note()
         return journal
     body = read_sealed(folder / NAME, _SCHEMA, _ADVICE)
@@ -57,4 +97,4 @@ def open_journal(folder: Path, question: dict[str, Any]) -> Journal:
             f"{folder.name} holds a plan that was asked otherwise ({changed}): ask the same, choose another --out, or "
             "start again with --force"
         )
-    return Journal(folder, **body)
+    return Journal(folder, **{**body, "measured": dict(body["measured"])})

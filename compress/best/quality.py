@@ -87,7 +87,7 @@ def rounded(layers: Mapping[str, nn.Linear], option: Option, hessian: Tensor) ->
             name: dequantize(rtn.quantize(weight, option.scheme, option.group_size)) for name, weight in weights.items()
         }
     grid = Grid(option.bits, option.group_size)
-    made = gptq.quantize_together(list(weights.values()), hessian, grid, torch.bfloat16, search=True)
+    made = gptq.quantize_together(list(weights.values()), hessian, grid, torch.bfloat16, order=True, search=True)
     return {name: dequantize(one.packed) for name, one in zip(weights, made, strict=True)}
 
 

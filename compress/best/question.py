@@ -17,6 +17,7 @@ class Question:
     context     of all runs: model, draft, out, text, threads, seed; its recipe is not looked at.
     wanted      candidates that keep all budgets and are timed; minutes: after which none is begun.
     tokens      of context in the cache, times requests at once (`batch`), that memory has to hold.
+    prompt_tokens  of the prompt whose first token the budget of that name is about.
     """
 
     context: RunContext
@@ -25,6 +26,12 @@ class Question:
     minutes: float = 10.0
     tokens: int = 512
     batch: int = 1
+    prompt_tokens: int = 512
+
+    def search(self) -> dict[str, Any]:
+        """What candidates are looked for; JSON data as it is read back."""
+        asked = {"wanted": self.wanted, "minutes": self.minutes, "prompt_tokens": self.prompt_tokens}
+        return {**self.budgets.to_dict(), **asked}
 
 
 def fingerprint(asked: Question, inputs: RunInputs) -> dict[str, Any]:

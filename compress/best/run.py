@@ -6,33 +6,29 @@
    corrects the predictions, one that breaks a budget tightens it, until there are as many that keep all budgets as were
    asked for, the next is predicted to be no better, or the time is up.
 3. Those that keep the budgets are timed in turns; measured figures choose among them.
-4. The winner's recipe is run once more, whole, into best/; plan.json and plan.md say what was found.
+4. The winner's recipe is run once more, whole, into best/; plan.json, plan.md and plan.html say what was found.
 
 Everything that was measured goes into a journal at once, so that the same command goes on after a kill.
 """
 
-import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifact import Artifact
-from compress.artifact.workspace import locked
-from compress.best import acceptance, candidates, contest, forwards, plan, quality
+from compress.best import acceptance, around, candidates, contest, forwards, plan, quality
 from compress.best.candidates import Measured
-from compress.best.contest import Way, fastest
+from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
-from compress.best.folder import BEST, CANDIDATES, check_folder, clear
-from compress.best.journal import NAME, Journal, open_journal
+from compress.best.folder import BEST, CANDIDATES, discard, tidy
+from compress.best.journal import Journal
 from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
+from compress.best.prepare import Ready, require_own_decoder
 from compress.best.quality import QualityModel
-from compress.best.question import Question, fingerprint
-from compress.best.sizes import Sizes, read_sizes
-from compress.best.space import OPTIONS, Assignment, Unit, find_units
+from compress.best.question import Question
+from compress.best.space import OPTIONS, Assignment
 from compress.errors import UserError
-from compress.pipeline.inputs import RunInputs, open_inputs
 from compress.report.assemble import make_prompts
 from compress.report.pairing import Drafting
 from compress.report.size import weight_bytes as files_bytes
@@ -54,45 +50,25 @@ _CLOSE = 1.03
 _CONTEXT_TOKENS, _CONTEST_SECONDS = 128, 60.0
 
 
-def make_plan(asked: Question, force: bool) -> Path:
-    """Plans, and returns the folder with best/, plan.json and plan.md.
-
-    Raises UserError for budgets that nothing is predicted, or was measured, to keep (with the nearest figures), and for
-    a folder that holds something else.
-    """
-    out = asked.context.folder
-    check_folder(out, force)
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
-        if force:
-            clear(out)
-        inputs = open_inputs(replace(asked.context, speed=False))
-        journal = open_journal(out, fingerprint(asked, inputs))
-        _Planner(asked, inputs, journal).run()
-        shutil.rmtree(out / CANDIDATES, ignore_errors=True)
-        (out / NAME).unlink()
-    (out / "lock").unlink(missing_ok=True)
-    return out
-
-
-class _Planner:
+class Planner:
     """Works on one question; what it has measured lies in the journal."""
 
-    def __init__(self, asked: Question, inputs: RunInputs, journal: Journal):
-        self.asked, self.inputs, self.journal = asked, inputs, journal
+    def __init__(self, asked: Question, ready: Ready, journal: Journal):
+        self.asked, self.inputs, self.journal = asked, ready.inputs, journal
         self.context, self.budgets = asked.context, asked.budgets
-        self.begun = time.monotonic()
-        self.units: tuple[Unit, ...] = find_units(inputs.target.shapes(), inputs.structure)
-        self.sizes: Sizes = read_sizes(inputs.target, inputs.structure, self.units)
-        self.text: list[int] = inputs.text.windows.calibration[0, :_CONTEXT_TOKENS].tolist()
+        self.units, self.sizes = ready.units, ready.sizes
+        self.text: list[int] = ready.inputs.text.windows.calibration[0, :_CONTEXT_TOKENS].tolist()
         self.assignments: dict[str, Assignment] = {}
 
     def run(self) -> None:
+        """Finds the plan and writes it. Raises UserError where nothing is predicted, or measured, to keep them."""
         original = self._load(self.inputs.target.path)
+        require_own_decoder(original)
         draft = None if self.inputs.draft is None else self._load(self.inputs.draft.path)
         known = self._know(original, draft)
         require_reachable(known, self.budgets, self._damage(known))
-        while (one := self._next(known)) is not None:
+        self.journal.begin_search(self.asked.search())
+        while not self.journal.search["done"] and (one := self._next(known)) is not None:
             self.context.note(
                 f"candidate {len(self.journal.measured) + 1}: {one.disk / 1e6:.2f} MB, predicted "
                 f"{self.budgets.shown(one.figure)} and {one.pace.tokens_per_second:.0f} tokens/s"
@@ -103,10 +79,14 @@ class _Planner:
             known = self._corrected(known)
             broken = self._broken(found, None)
             self.context.note(f"measured: {broken or self.budgets.shown(found.figure(self.budgets))}")
+        self.journal.note(search={**self.journal.search, "done": True})
         kept = [one.key for one in self._measured() if self._broken(one, None) is None]
         if not kept:
+            # Of another call with the same budgets there may be more time.
+            self.journal.note(search={})
             raise UserError(self._nothing(known))
         ways = self._contest(original, draft, kept)
+        self._read_prompts(original, kept)
         winner = self._winner(kept, ways)
         chosen = known.predict(self.assignments[winner])
         self._last_run(chosen)
@@ -119,16 +99,19 @@ class _Planner:
             plan.Plan(
                 self.inputs.target.name,
                 self.budgets,
+                self.units,
                 files_bytes(self.inputs.target.path),
                 tuple(self._measured()),
                 refused,
                 tuple(ways),
+                self.journal.first.get("ms", {}) if self.budgets.ttft is not None else {},
                 winner,
-                plan.front(known, self.budgets, chosen.damage),
-                plan.prices(known, self.budgets, chosen),
+                around.front(known, self.budgets, chosen.damage),
+                around.prices(known, self.budgets, chosen),
                 {
                     "context": self.asked.tokens,
                     "batch": self.asked.batch,
+                    "prompt_tokens": self.asked.prompt_tokens,
                     "eval_tokens": self.context.eval_tokens,
                     "damage_factor": known.quality.factor,
                     "rest_ms": list(known.costs.rest),
@@ -137,6 +120,7 @@ class _Planner:
             ),
             self.context.folder,
         )
+        self.journal.note(finished=True)
 
     def _load(self, path: Path) -> "Model":
         return load(path, threads=self.context.threads)
@@ -232,7 +216,7 @@ class _Planner:
         """The candidate to make next; None: no more."""
         measured = self._measured()
         kept = [one for one in measured if self._broken(one, None) is None]
-        late = time.monotonic() - self.begun > 60 * self.asked.minutes * _SHARE
+        late = self.journal.seconds > 60 * self.asked.minutes * _SHARE
         if len(kept) >= self.asked.wanted or len(measured) >= 3 * self.asked.wanted or (kept and late):
             return None
         if late and measured:
@@ -258,6 +242,9 @@ class _Planner:
             return f"breaks --memory: {one.memory / 1e6:.2f} MB"
         if budgets.latency is not None and way is not None and way.latency_ms > budgets.latency:
             return f"breaks --latency: {way.latency_ms:.3g} ms a token"
+        # What is timed has its prompts read, too.
+        if budgets.ttft is not None and way is not None and (spent := self.journal.first["ms"][one.key]) > budgets.ttft:
+            return f"breaks --ttft: {spent:.3g} ms to the first token"
         return None
 
     def _nothing(self, known: Known) -> str:
@@ -294,15 +281,34 @@ class _Planner:
             self.journal.note(timed={"between": kept, "ways": [asdict(way) for way in found]})
         return [Way(**way) for way in self.journal.timed["ways"]]
 
+    def _read_prompts(self, original: "Model", kept: list[str]) -> None:
+        """Times first tokens of the original and the finalists, where they have a budget."""
+        between = {"of": kept, "tokens": self.asked.prompt_tokens}
+        if self.budgets.ttft is None or self.journal.first.get("between") == between:
+            return
+        finalists = {key: self._load(self.context.folder / CANDIDATES / key / "model") for key in kept}
+        text = self.inputs.text.windows.calibration.flatten().tolist()
+        prompt = (text * (1 + self.asked.prompt_tokens // len(text)))[: self.asked.prompt_tokens]
+        found = contest.first_tokens({ORIGINAL: original, **finalists}, prompt, self.context.progress)
+        self.journal.note(first={"between": between, "ms": found})
+
     def _winner(self, kept: list[str], ways: list[Way]) -> str:
-        """The best by measured figures. Raises UserError where none keeps the latency."""
+        """The best by measured figures. Raises UserError where none keeps the budgets of time."""
         measured: Mapping[str, Measured] = {one.key: one for one in self._measured()}
         within = [key for key in kept if self._broken(measured[key], fastest(ways, key)) is None]
         if not within:
-            least = min(fastest(ways, key).latency_ms for key in kept)
+            least = []
+            if self.budgets.latency is not None:
+                least.append(f"{min(fastest(ways, key).latency_ms for key in kept):.3g} ms a token (--latency)")
+            if self.budgets.ttft is not None:
+                first = self.journal.first["ms"]
+                least.append(
+                    f"{min(first[key] for key in kept):.3g} ms to the first token (--ttft), the original "
+                    f"{first[ORIGINAL]:.3g} ms"
+                )
             raise UserError(
-                f"--latency: none of {len(kept)} candidates that keep the other budgets decodes a token in "
-                f"{self.budgets.latency:g} ms: the fastest took {least:.3g} ms"
+                f"none of {len(kept)} candidates that keep the other budgets is fast enough: the fastest took "
+                f"{' and '.join(least)}: allow more"
             )
         if self.budgets.goal == "speed":
             return max(within, key=lambda key: fastest(ways, key).tokens_per_second)
@@ -320,11 +326,12 @@ class _Planner:
         if self.journal.winner != chosen.key:
             # Of other budgets, which were asked for in this folder before.
             for folder in (out, partial):
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
             self.journal.note(winner=chosen.key)
         if not (out / "report.json").is_file():
             recipe = Recipe.load(self.context.folder / CANDIDATES / chosen.key / "recipe.yaml")
             run(replace(self.context, recipe=recipe, out=out, resume=candidates.begun(partial)))
+        tidy(out)
         before = Artifact(self.context.folder / CANDIDATES / chosen.key).manifest["files"]
         after = Artifact(out).manifest["files"]
         other = [name for name in before if name.startswith("model/") and before[name] != after.get(name)]

@@ -3,7 +3,8 @@
 One budget is the exact knapsack's work (compress/quantize/knapsack.py). For more, prices of the budgets are found by
 subgradient steps (Lagrange), which give a bound on what any choice can reach; dynamic programming over the partial
 choices that the bound leaves, without those that another beats in every respect, then finds the best one. Where there
-are too many of them the most promising go on, and the solution says that it may not be the best.
+are too many of them the most promising go on, and with many units a choice within a thousandth of the bound is taken as
+it is, which is closer than costs are known: the solution says that it may not be the best.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,13 @@ from numpy.typing import NDArray
 from compress.quantize.knapsack import choose
 
 Floats = NDArray[np.float64]
-# Partial choices that are kept at once, steps towards the prices, and how many each partial choice is held against.
-_MOST, _STEPS, _RIVALS = 20_000, 300, 128
+# Partial choices that are kept at once (fewer where units are many: so many in all), steps towards the prices, and how
+# many each partial choice is held against.
+_MOST, _ALL, _STEPS, _RIVALS = 20_000, 100_000, 300, 64
+# Of so many times as many as are kept those that another beats are looked for.
+_FEW = 2
+# Of more units than these a choice this near to the bound is near enough.
+_MANY, _NEAR = 24, 1e-3
 
 
 class InfeasibleError(ValueError):
@@ -36,13 +42,13 @@ def solve(
     costs: Sequence[Sequence[float]],
     uses: Sequence[Sequence[Sequence[float]]],
     limits: Sequence[float],
-    most: int = _MOST,
+    most: int | None = None,
 ) -> Solution:
     """The choice of the least cost whose uses are within every limit.
 
     costs  [unit][option], not negative.
     uses   [budget][unit][option], not negative; limits: [budget].
-    most   partial choices that are kept; fewer make it quicker and less exact.
+    most   partial choices that are kept; fewer make it quicker and less exact. None: as many as take seconds.
 
     Raises InfeasibleError where no choice fits (or, where too many partial choices were dropped, none was found).
     """
@@ -65,7 +71,11 @@ def solve(
     ]
     kept = [_undominated(table) for table in tables]
     tables = [table[index] for table, index in zip(tables, kept, strict=True)]
-    prices, incumbent = _prices(tables)
+    prices, bound, incumbent = _prices(tables)
+    if incumbent is not None and len(tables) > _MANY and incumbent[1] - bound <= _NEAR * bound:
+        picks = [int(index[place]) for index, place in zip(kept, incumbent[0], strict=True)]
+        return Solution(tuple(picks), _total(costs, picks), False)
+    most = min(_MOST, _ALL // len(tables)) if most is None else most
     found, exact = _search(tables, prices, _INFINITE if incumbent is None else incumbent[1], most)
     if found is None and incumbent is None:
         raise InfeasibleError("no choice was found that fits all budgets together")
@@ -93,22 +103,28 @@ def _undominated(table: Floats) -> NDArray[np.int64]:
     return np.array(keep, dtype=np.int64)
 
 
-def _prices(tables: Sequence[Floats]) -> tuple[Floats, tuple[list[int], float] | None]:
-    """Prices of the budgets whose bound is the highest that was met, and the best choice that fits, if any was met."""
+def _prices(tables: Sequence[Floats]) -> tuple[Floats, float, tuple[list[int], float] | None]:
+    """Prices of the budgets whose bound is the highest that was met; it; and the best choice that fits, if any did."""
     budgets = tables[0].shape[1] - 1
     prices, best = np.zeros(budgets), np.zeros(budgets)
     bound, incumbent = -_INFINITE, None
     scale = max(sum(float(table[:, 0].max() - table[:, 0].min()) for table in tables), 1e-30)
+    # [unit, option, column]; options that a unit does not have cost more than any.
+    padded = np.full((len(tables), max(map(len, tables)), budgets + 1), _INFINITE)
+    for unit, table in enumerate(tables):
+        padded[unit, : len(table)] = table
+    uses = np.where(np.isfinite(padded[:, :, 1:]), padded[:, :, 1:], 0.0)
+    units = np.arange(len(tables))
     for step in range(_STEPS):
-        picks = [int((table[:, 0] + table[:, 1:] @ prices).argmin()) for table in tables]
-        total = sum(table[pick] for table, pick in zip(tables, picks, strict=True))
+        picks = (padded[:, :, 0] + uses @ prices).argmin(axis=1)
+        total = padded[units, picks].sum(axis=0)
         excess = total[1:] - 1.0
         if (here := float(total[0] + prices @ excess)) > bound:
             bound, best = here, prices.copy()
         if (excess <= _SLACK).all() and (incumbent is None or total[0] < incumbent[1]):
-            incumbent = (picks, float(total[0]))
+            incumbent = (picks.tolist(), float(total[0]))
         prices = np.maximum(0.0, prices + excess * scale / (1 + step / 4))
-    return best, incumbent
+    return best, bound, incumbent
 
 
 def _search(tables: Sequence[Floats], prices: Floats, incumbent: float, most: int) -> tuple[list[int] | None, bool]:
@@ -125,6 +141,8 @@ def _search(tables: Sequence[Floats], prices: Floats, incumbent: float, most: in
         fits = (grown[:, 1:] + rest_least[unit + 1] <= 1.0 + _SLACK).all(axis=1)
         kept = np.flatnonzero(fits & (bounds <= limit))
         kept = kept[np.lexsort((*grown[kept].T[::-1], bounds[kept]))]
+        if len(kept) > _FEW * most:
+            kept, exact = kept[: _FEW * most], False
         kept = kept[_rivalled(grown[kept])]
         if len(kept) > most:
             kept, exact = kept[:most], False

@@ -59,12 +59,14 @@ class Experts(Strict):
 class LayerScheme(Strict):
     """How some layers of a stage with method per-layer are rounded: as a stage says it of all of them.
 
-    targets  regular expressions, searched in the names of the linear layers; any match counts.
+    targets    regular expressions, searched in the names of the linear layers; any match counts.
+    act_order  gptq: whether inputs are taken by their activations' size, the largest first.
     """
 
     scheme: SchemeName
     group_size: StrictInt | None = None
     method: Literal["rtn", "gptq"] = "rtn"
+    act_order: StrictBool = False
     targets: tuple[StrictStr, ...] = Field(min_length=1)
 
     @field_validator("targets")
@@ -80,6 +82,8 @@ class LayerScheme(Strict):
             )
         if self.method == "gptq" and self.scheme not in GRIDS:
             raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
+        if self.act_order and self.method != "gptq":
+            raise ValueError(f"act_order: expected with method gptq only, found method {self.method}")
         check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         return self
 
@@ -88,7 +92,12 @@ class LayerScheme(Strict):
         """The stage that rounds these layers alone; ranges are searched where there are any."""
         search = True if self.scheme in GRIDS else None
         return Quantize(
-            scheme=self.scheme, group_size=self.group_size, method=self.method, targets=self.targets, search=search
+            scheme=self.scheme,
+            group_size=self.group_size,
+            method=self.method,
+            targets=self.targets,
+            search=search,
+            act_order=True if self.act_order else None,
         )
 
 

@@ -33,12 +33,12 @@ STYLE = {
 }
 
 
-def new_figure(height: float, columns: int = 1) -> tuple["Figure", Any]:
-    """A figure as wide as the page, `height` inches, and its axes."""
+def new_figure(height: float, columns: int = 1, width: float = _WIDTH) -> tuple["Figure", Any]:
+    """A figure of `height` and `width` inches (as wide as the page), and its axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor="white")
     axes = figure.subplots(1, columns)
     return figure, axes
 

@@ -8,7 +8,7 @@ import pytest
 from compress.best.budgets import Budgets
 from compress.errors import UserError
 
-NOTHING: dict[str, Any] = dict.fromkeys(("quality", "kl", "disk", "memory", "latency"))
+NOTHING: dict[str, Any] = dict.fromkeys(("quality", "kl", "disk", "memory", "latency", "ttft"))
 
 
 def parse(goal: str = "speed", **asked: Any) -> Budgets:

@@ -16,7 +16,7 @@ from compress.best.budgets import Budgets
 from compress.best.folder import CANDIDATES
 from compress.best.journal import Journal
 from compress.best.question import Question
-from compress.best.run import make_plan
+from compress.best.start import make_plan
 from compress.context import RunContext
 from compress.errors import UserError
 
@@ -37,7 +37,7 @@ def test_folders_of_others_are_left_alone(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_finished_plan_is_replaced_only_when_asked(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 2, "winner": "a", "candidates": []}))
     with pytest.raises(UserError, match="finished plan: replace it with --force"):
         make_plan(question(tiny("llama"), tmp_path, kl=0.1), force=False)
 
@@ -46,6 +46,19 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["--quality", "none", "--out", str(tmp_path / "plan")])
     assert found.exit_code == 2 and "--quality: expected a growth" in found.output
     assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.slow
+def test_first_tokens_are_judged_in_turns(tiny: Tiny, tmp_path: Path) -> None:
+    asked = question(tiny("llama"), tmp_path / "plan", kl=0.3, ttft=1e-4)
+    asked = replace(asked, prompt_tokens=100, wanted=1)
+    with pytest.raises(UserError, match=r"the fastest took [0-9.e-]+ ms to the first token \(--ttft\), the original"):
+        make_plan(asked, force=False)
+    # What was measured is kept, and enough for a budget that can be kept.
+    folder = make_plan(replace(asked, budgets=Budgets(kl=0.3, ttft=1e4)), force=False)
+    plan = json.loads((folder / "plan.json").read_text())
+    best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
+    assert 1e-4 < best["measured"]["ttft_ms"] <= 1e4 and plan["original"]["ttft_ms"] > 0
 
 
 class KilledError(Exception):
@@ -77,7 +90,7 @@ def test_a_plan_that_was_cut_short_goes_on_to_the_same_bytes(
         except KilledError:
             continue
     assert len(noted) >= 6 and (out / "plan.md").is_file()
-    assert sorted(path.name for path in out.iterdir()) == ["best", "plan.json", "plan.md"]
+    assert sorted(path.name for path in out.iterdir()) == ["best", "plan.html", "plan.json", "plan.md"]
     plan = json.loads((out / "plan.json").read_text())
     best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
     assert best["measured"]["perplexity_growth_upper"] <= 0.05 and best["measured"]["disk"] <= 250_000

@@ -208,6 +208,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "head: expected keep with method per-layer",
         ),
         (
+            "stages:\n  - quantize: {method: per-layer, layers: [{scheme: int4, act_order: true, targets: [a]}]}\n",
+            "act_order: expected with method gptq only, found method rtn",
+        ),
+        (
             "stages:\n  - quantize: {method: per-layer, layers: [{scheme: nf4, targets: [a]}]}\n",
             "which one model can hold together, found nf4",
         ),

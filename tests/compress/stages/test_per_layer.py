@@ -68,6 +68,20 @@ def test_rounding_to_nearest_is_by_searched_ranges_and_gptq_is_not_rounding(tiny
     assert fitted != plain
 
 
+def test_a_layer_in_act_order_is_what_a_stage_in_act_order_makes_of_it(tiny: Tiny, tmp_path: Path) -> None:
+    every = {"scheme": "int4", "group_size": 32, "method": "gptq"}
+    stage = {**every, "act_order": True, "search": True}
+    whole = Recipe.model_validate({"name": "whole", "stages": [{"quantize": stage}]})
+    found = {
+        "whole": run(tiny("llama"), tmp_path / "whole", whole),
+        "ordered": run(tiny("llama"), tmp_path / "ordered", recipe({**every, "act_order": True, "targets": [".*"]})),
+        "plain": run(tiny("llama"), tmp_path / "plain", recipe({**every, "targets": [".*"]})),
+    }
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    codes = {key: open_checkpoint(folder).tensor(name) for key, folder in found.items()}
+    assert torch.equal(codes["whole"], codes["ordered"]) and not torch.equal(codes["whole"], codes["plain"])
+
+
 def test_the_model_decodes_and_transformers_loads_it(made: Path) -> None:
     from transformers import AutoModelForCausalLM
 
