@@ -23,6 +23,7 @@ from runtime.serve.completions import Completion, plan_top
 from runtime.serve.errors import ApiError, invalid, unavailable
 from runtime.serve.models import Models, Served
 from runtime.serve.openapi import described
+from runtime.serve.page_data import page_data
 from runtime.serve.plan import Plan, Structured, Wanted, make_plan, structure_of, token_prompts
 from runtime.serve.protocol import (
     Common,
@@ -36,6 +37,7 @@ from runtime.serve.responses_protocol import ResponsesRequest
 from runtime.serve.run import ClientGone, Run, unless_gone
 from runtime.serve.settings import Limits, ModelSettings
 from runtime.serve.sse import EventStream
+from runtime.serve.static import add_static
 from runtime.serve.templates import chat_messages, chat_tools, render, response_messages
 from runtime.serve.tools import held
 
@@ -76,9 +78,11 @@ class Service:
             ("/version", self.version),
             ("/openapi.json", self.openapi),
             ("/admin/models", self.admin_models),
+            ("/page-data", self.page_data),
         )
         for path, endpoint in gets:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        add_static(app)
         app.add_exception_handler(ApiError, api_error)
         app.add_exception_handler(HTTPException, http_error)
         app.add_exception_handler(ClientDisconnect, client_gone)
@@ -256,6 +260,10 @@ class Service:
             for one in self.models
         ]
         return as_json({"models": found})
+
+    async def page_data(self) -> Response:
+        """What the page has to know of this server."""
+        return as_json(page_data(self.models, VERSION, None, False))
 
     async def load(self, request: Request) -> Response:
         """Loads a model, then gives it its name; the one that had it ends its texts."""
