@@ -15,8 +15,9 @@ from runtime.serve.settings import Access
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-OPEN = ("/health", "/")
-OPEN_FOLDER = "/page/"  # files of the page, which asks for the key itself
+# The page and its files ask for the key themselves; a report's address brings a ticket in its place.
+OPEN = ("/health", "/", "/run-report")
+OPEN_FOLDER = "/page/"
 SHORTEST_KEY = 8
 
 

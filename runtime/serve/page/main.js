@@ -3,8 +3,9 @@
 import { json, key } from "./api.js";
 import { h } from "./dom.js";
 import "./play.js";
+import "./runs.js";
 
-const VIEWS = ["play"];
+const VIEWS = ["play", "runs"];
 
 /** What the views share. Events: "model" when another model was chosen. */
 class State extends EventTarget {
