@@ -2,10 +2,13 @@
 
 import { json, key } from "./api.js";
 import { h } from "./dom.js";
+import "./compare.js";
 import "./play.js";
+import "./race.js";
 import "./runs.js";
+import "./server.js";
 
-const VIEWS = ["play", "runs"];
+const VIEWS = ["play", "race", "compare", "runs", "server"];
 
 /** What the views share. Events: "model" when another model was chosen. */
 class State extends EventTarget {
@@ -65,17 +68,32 @@ async function begin() {
   }
   notice.show("");
   const state = new State(data, here().params);
-  models.replaceChildren(...data.models.map((one) => h("option", { value: one.name }, one.name)));
   models.addEventListener("change", () => state.choose(models.value));
   state.addEventListener("model", () => (models.value = state.about.name));
   showView(here().name);
   for (const view of VIEWS) document.querySelector(`sp-${view}`).connect(state);
-  models.value = state.about.name;
+  fillModels(state);
   addEventListener("hashchange", () => {
     const { name, params } = here();
     showView(name);
     if (name === "play" && params.size) document.querySelector("sp-play").open(params);
   });
+}
+
+/** The models to choose from; looks again while one of them is still being loaded. */
+async function fillModels(state) {
+  models.replaceChildren(...state.data.models.map((one) => h("option", { value: one.name }, one.name)));
+  models.value = state.about.name;
+  const { original } = state.data;
+  if (original === null || state.data.models.some((one) => one.name === original)) return;
+  await new Promise((done) => setTimeout(done, 1000));
+  try {
+    state.data = await json("/page-data");
+    state.dispatchEvent(new Event("data"));
+  } catch {
+    // It is asked again.
+  }
+  fillModels(state);
 }
 
 /** Says why there is nothing yet, and looks again. */

@@ -5,6 +5,7 @@ import { h, number, say } from "./dom.js";
 import { SettingError, body } from "./settings.js";
 import { TokenStream } from "./tokens.js";
 import { why } from "./why.js";
+import { describe } from "./token-card.js";
 import "./token-text.js";
 
 const KEPT = "specpress.play";
@@ -37,6 +38,7 @@ export class Play extends HTMLElement {
     this.resume = h("button", { type: "button", hidden: true, onclick: () => this.goOn() }, "Go on");
     this.notice = h("sp-notice");
     this.tokens = h("sp-tokens");
+    this.tokens.describe = describe;
     this.empty = h("p", { class: "empty" }, "The text appears here. Ctrl + Enter runs.");
     this.stats = Object.fromEntries(
       ["tokens/s", "α accepted", "τ a round", "γ drafted", "tokens", "seed"].map((name) => [name, h("dd", {}, "–")]),

@@ -197,8 +197,11 @@ export class Runs extends HTMLElement {
     for (const run of runs) {
       if (run.problem) rows.push(h("tr", {}, h("th", { scope: "row" }, run.name), h("td", { class: "problem", colspan: runs.length + 1 }, run.problem)));
     }
+    const blank = runs.length === 2 ? h("td", {}) : "";
     for (const [key, label] of Object.entries(WORDS)) {
-      if (runs.some((run) => run[key] !== null)) rows.push(h("tr", {}, h("th", { scope: "row" }, label), ...runs.map((run) => h("td", {}, run[key] ?? "–"))));
+      if (runs.every((run) => run[key] === null)) continue;
+      const cells = runs.map((run) => h("td", {}, run[key] ?? "–"));
+      rows.push(h("tr", {}, h("th", { scope: "row" }, label), ...cells, blank.cloneNode?.() ?? ""));
     }
     for (const [key, { label, digits, more, scale }] of Object.entries(FIGURES)) {
       const values = runs.map((run) => run[key]);
@@ -215,7 +218,7 @@ export class Runs extends HTMLElement {
     const names = runs.map((run) => h("th", { scope: "col" }, run.name));
     if (runs.length === 2) names.push(h("th", { scope: "col" }, "second − first"));
     const head = h("thead", {}, h("tr", {}, h("th", {}, h("span", { class: "away" }, "figure")), ...names));
-    return h("div", { class: "scroll", role: "region", "aria-label": "Figures", tabindex: "0" }, h("table", {}, head, h("tbody", {}, ...rows)));
+    return h("div", { class: "scroll", role: "region", "aria-label": "Figures", tabindex: "0" }, h("table", { class: "figures" }, head, h("tbody", {}, ...rows)));
   }
 
   report({ run, ticket }) {

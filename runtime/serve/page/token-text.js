@@ -1,8 +1,8 @@
 // A text of which every token can be looked at: by pointer, or by arrow keys, as one stop of the tab key.
 
-import { h, number } from "./dom.js";
+import { h } from "./dom.js";
 
-const WORDS = { own: "the target's own", accepted: "drafted and accepted", forced: "forced by the grammar" };
+let cards = 0;
 
 /** What a token reads like where its text would show nothing. */
 export function visible(text) {
@@ -11,17 +11,23 @@ export function visible(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-/** `<sp-tokens>`: `put(place, token)` shows or changes a token, `cut(length)` forgets those from there on. */
+/**
+ * `<sp-tokens>`: `put(place, token)` shows or changes a token, `cut(length)` forgets those from there on.
+ *
+ * A token has its `text`, `name` (what it reads like alone), `origin` (a class of style.css), and may have `ghosts`.
+ * `describe(token)`, which the view sets, returns the nodes of the card that is shown beside a token.
+ */
 export class TokenText extends HTMLElement {
   tokens = [];
   nodes = [];
   current = 0;
+  describe = () => [];
 
   connectedCallback() {
     if (this.box) return;
     this.box = h("div", { role: "listbox", "aria-label": "Text, token by token", "aria-orientation": "horizontal" });
     this.box.hidden = true;
-    this.card = h("div", { class: "card", role: "tooltip", id: "token-card" });
+    this.card = h("div", { class: "card", role: "tooltip", id: `card-${(cards += 1)}` });
     this.card.hidden = true;
     this.append(this.box, this.card);
     this.box.addEventListener("pointerover", (event) => this.point(event.target));
@@ -52,7 +58,7 @@ export class TokenText extends HTMLElement {
   ghosts(node, token) {
     node.rejected?.remove();
     node.rejected = null;
-    if (!token.ghosts.length) return;
+    if (!token.ghosts?.length) return;
     node.rejected = h("span", { class: "ghosts", "aria-hidden": "true" });
     for (const text of token.ghosts) node.rejected.append(h("s", { class: "ghost" }, visible(text)));
     if (token.ghostsAfter) node.after(node.rejected);
@@ -92,33 +98,13 @@ export class TokenText extends HTMLElement {
       node.tabIndex = 0;
       node.setAttribute("aria-selected", "true");
     }
-    node.setAttribute("aria-describedby", "token-card");
-    this.describe(this.tokens[node.place]);
+    node.setAttribute("aria-describedby", this.card.id);
+    this.card.replaceChildren(...this.describe(this.tokens[node.place]));
     this.position(node);
   }
 
   hide() {
     if (this.card) this.card.hidden = true;
-  }
-
-  describe(token) {
-    const rows = token.top.map(([text, value]) => {
-      const own = value === token.logprob;
-      const bar = h("meter", { min: 0, max: 1, value: Math.exp(value), "aria-hidden": "true" });
-      const cells = [h("td", {}, visible(text)), h("td", {}, bar), h("td", {}, number(value, 3))];
-      return h("tr", own ? { class: "chosen" } : {}, ...cells);
-    });
-    const draft = token.gamma
-      ? `round ${token.round}: ${token.gamma} drafted by ${token.drafter}, ${token.kept} accepted`
-      : `round ${token.round}: nothing drafted`;
-    this.card.replaceChildren(
-      h("p", { class: "head" }, h("b", {}, visible(token.text || token.name)), ` ${WORDS[token.origin]}`),
-      h("p", {}, `logprob ${token.logprob === null ? "not known" : number(token.logprob, 3)}`),
-      h("p", {}, draft),
-      h("p", {}, `${number(token.ms, 2)} ms, of which drafting ${number(token.draftMs, 2)} ms`),
-      token.ghosts.length ? h("p", {}, `rejected: ${token.ghosts.map(visible).join(" ")}`) : "",
-      rows.length ? h("table", {}, h("tbody", {}, ...rows)) : "",
-    );
   }
 
   position(node) {
