@@ -9,6 +9,7 @@ import { describe } from "./token-card.js";
 import "./token-text.js";
 
 const KEPT = "specpress.play";
+const AT_MOST = "The text ends here because of the most tokens that were asked for.";
 const LEGEND = [
   ["own", "the target's own"],
   ["accepted", "drafted, accepted"],
@@ -20,7 +21,7 @@ export class Play extends HTMLElement {
   connect(state) {
     this.state = state;
     this.build();
-    if (!this.restore()) this.load(new URLSearchParams());
+    if (!this.restore()) this.load(this.state.params);
     addEventListener("pagehide", () => this.keep());
   }
 
@@ -202,6 +203,7 @@ export class Play extends HTMLElement {
     this.place = 0;
     this.finish = null;
     this.times = [];
+    this.speed = null;
     this.waiting = [];
     this.empty.hidden = true;
     this.notice.show("");
@@ -217,21 +219,27 @@ export class Play extends HTMLElement {
       else if (error instanceof AskError) sentence = [error.message, "error"];
       else throw error;
       this.finish = "stopped";
-      this.resume.hidden = !(this.asked.seed && this.tokens.tokens.length);
     } finally {
       this.controller = null;
     }
     this.show();
-    if (this.finish === "length") sentence = ["The text ends here because of the most tokens that were asked for.", "note"];
-    this.notice.show(...sentence);
-    this.reply.hidden = !(values.mode === "chat" && this.finish !== "stopped");
-    this.empty.hidden = this.tokens.tokens.length > 0;
+    this.sentence = this.finish === "length" ? [AT_MOST, "note"] : sentence;
+    this.ended();
     this.busy(false);
     this.keep();
   }
 
+  /** Shows that the text is over, and why. */
+  ended() {
+    this.notice.show(...this.sentence);
+    this.resume.hidden = !(this.finish === "stopped" && this.asked.seed && this.tokens.tokens.length);
+    this.reply.hidden = !(this.asked.mode === "chat" && this.finish !== "stopped");
+    this.empty.hidden = this.tokens.tokens.length > 0;
+  }
+
   busy(is) {
     this.setAttribute("aria-busy", String(is));
+    if (!is) this.dataset.texts = Number(this.dataset.texts || 0) + 1;
     this.run.disabled = is;
     this.stop.disabled = !is;
   }
@@ -277,7 +285,8 @@ export class Play extends HTMLElement {
     // Of the last two seconds; of the whole text once it has ended.
     const from = this.finish ? times[0] : times.find(([at]) => at > now?.[0] - 2000);
     const seconds = now && from ? (now[0] - from[0]) / 1000 : 0;
-    say(this.stats["tokens/s"], seconds > 0 ? number((now[1] - from[1]) / seconds, 0) : "–");
+    if (seconds > 0) this.speed = (now[1] - from[1]) / seconds;
+    say(this.stats["tokens/s"], number(this.speed, 0));
     say(this.stats["α accepted"], number(counts.alpha));
     say(this.stats["τ a round"], number(counts.tau));
     say(this.stats["γ drafted"], number(counts.gamma));
@@ -319,7 +328,8 @@ export class Play extends HTMLElement {
     if (!this.asked || !this.text) return;
     this.show();
     const { counts, recent, text } = this.text;
-    const kept = { asked: this.asked, tokens: this.tokens.tokens, finish: this.finish, counts, recent, text };
+    const { asked, finish, speed, sentence } = this;
+    const kept = { asked, tokens: this.tokens.tokens, finish, speed, sentence, counts, recent, text };
     try {
       sessionStorage.setItem(KEPT, JSON.stringify(kept));
     } catch {
@@ -352,10 +362,8 @@ export class Play extends HTMLElement {
     Object.assign(this.text, { recent: kept.recent, text: kept.text });
     this.times = [];
     this.waiting = [];
-    this.finish = kept.finish;
-    this.resume.hidden = kept.finish !== "stopped";
-    this.reply.hidden = !(kept.asked.mode === "chat" && kept.finish !== "stopped");
-    this.notice.show("");
+    Object.assign(this, { finish: kept.finish, speed: kept.speed, sentence: kept.sentence });
+    this.ended();
     this.figures();
     return true;
   }

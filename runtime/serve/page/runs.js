@@ -197,11 +197,10 @@ export class Runs extends HTMLElement {
     for (const run of runs) {
       if (run.problem) rows.push(h("tr", {}, h("th", { scope: "row" }, run.name), h("td", { class: "problem", colspan: runs.length + 1 }, run.problem)));
     }
-    const blank = runs.length === 2 ? h("td", {}) : "";
     for (const [key, label] of Object.entries(WORDS)) {
       if (runs.every((run) => run[key] === null)) continue;
       const cells = runs.map((run) => h("td", {}, run[key] ?? "–"));
-      rows.push(h("tr", {}, h("th", { scope: "row" }, label), ...cells, blank.cloneNode?.() ?? ""));
+      rows.push(h("tr", {}, h("th", { scope: "row" }, label), ...cells, runs.length === 2 ? h("td", {}) : ""));
     }
     for (const [key, { label, digits, more, scale }] of Object.entries(FIGURES)) {
       const values = runs.map((run) => run[key]);
