@@ -22,7 +22,12 @@ export class Play extends HTMLElement {
     this.state = state;
     this.build();
     if (!this.restore()) this.load(this.state.params);
-    addEventListener("pagehide", () => this.keep());
+    // What is kept is the state before leaving, not that of the stream which breaks off because of it.
+    addEventListener("pagehide", () => {
+      this.keep();
+      this.left = true;
+    });
+    addEventListener("pageshow", () => (this.left = false));
   }
 
   build() {
@@ -325,7 +330,7 @@ export class Play extends HTMLElement {
   }
 
   keep() {
-    if (!this.asked || !this.text) return;
+    if (this.left || !this.asked || !this.text) return;
     this.show();
     const { counts, recent, text } = this.text;
     const { asked, finish, speed, sentence } = this;
