@@ -71,10 +71,16 @@ class Watched:
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
         self.page.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
         self.page.on("request", lambda request: self._asked(request.url))
+        self.page.on("requestfailed", lambda request: self._failed(request.url, request.failure))
 
     def _asked(self, url: str) -> None:
         if urlsplit(url).netloc != urlsplit(self.address).netloc and urlsplit(url).scheme not in ("data", "about"):
             self.foreign.append(url)
+
+    def _failed(self, url: str, why: str | None) -> None:
+        # What the policy stopped was never sent.
+        if why == "csp" and url in self.foreign:
+            self.foreign.remove(url)
 
     def open(self, view: str) -> "Watched":
         """Shows a view, and waits until it is there."""
