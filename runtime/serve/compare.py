@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.sampling.detokenize import Detokenizer
 from runtime.serve.errors import invalid
 from runtime.serve.models import Served
 from runtime.serve.texts import finite
@@ -24,7 +25,8 @@ Floats = NDArray[np.float64]
 class Position(TypedDict):
     """A token of the text, and what both models expected in its place; the first token follows nothing.
 
-    kl  KL(original ‖ model), nats.
+    text  joined over all positions: the text. A character of several tokens is the last one's.
+    kl    KL(original ‖ model), nats.
     """
 
     text: str
@@ -37,6 +39,8 @@ class Position(TypedDict):
 
 async def compare(original: Served, other: Served, text: str) -> dict[str, Any]:
     """Every position of the text, and the whole. Raises ApiError where the two models cannot be compared on it."""
+    if original is other:
+        raise invalid("the original is compared with another model: name that one", "model")
     tokens = _tokens(original, other, text)
     size = original.about["vocab_size"]
     rows = max(1, min(_MOST_ROWS, _PIECE_BYTES // (4 * size)))
@@ -50,12 +54,12 @@ async def compare(original: Served, other: Served, text: str) -> dict[str, Any]:
         for whole, part in zip((kl, theirs, ours, tops), found, strict=True):
             whole += part  # type: ignore[operator]
     names = original.vocabulary.shown
-    positions = [
-        Position(text=names(tokens[0]), kl=None, original_logprob=None, logprob=None, original_top=None, top=None)
-    ]
-    for token, value, before, after, (best, now) in zip(tokens[1:], kl, theirs, ours, tops, strict=True):
+    texts = _pieces_of_text(original, tokens)
+    first_one = Position(text=texts[0], kl=None, original_logprob=None, logprob=None, original_top=None, top=None)
+    positions = [first_one]
+    for piece_text, value, before, after, (best, now) in zip(texts[1:], kl, theirs, ours, tops, strict=True):
         position = Position(
-            text=names(token),
+            text=piece_text,
             kl=value,
             original_logprob=finite(before),
             logprob=finite(after),
@@ -91,6 +95,11 @@ def _piece(p: Logits, q: Logits, following: list[int]) -> tuple[list[float], lis
     at = np.arange(len(following)), np.array(following)
     tops = list(zip(log_p.argmax(1).tolist(), log_q.argmax(1).tolist(), strict=True))
     return kl_rows(log_p, log_q).tolist(), log_p[at].tolist(), log_q[at].tolist(), tops
+
+
+def _pieces_of_text(served: Served, tokens: list[int]) -> list[str]:
+    detokenizer, most = Detokenizer(served.vocabulary.tokenizer, []), len(tokens)
+    return [detokenizer.add([token], place == most) for place, token in enumerate(tokens, 1)]
 
 
 def _tokens(original: Served, other: Served, text: str) -> list[int]:
