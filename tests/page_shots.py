@@ -75,9 +75,9 @@ def fill(page: Watched) -> None:
     page.page.wait_for_selector("sp-compare .strip svg")
     page.open("runs")
     page.page.wait_for_selector("sp-runs table")
-    for place in (0, 1):
+    for place in (2, 3):
         page.page.locator("sp-runs tbody input").nth(place).check()
-    page.page.locator("sp-runs iframe").nth(1).scroll_into_view_if_needed()
+    page.page.locator("sp-runs iframe").nth(1).wait_for()
     page.open("server")
     page.page.wait_for_timeout(1500)
     for _ in range(3):
@@ -86,7 +86,16 @@ def fill(page: Watched) -> None:
 
 
 def _shot(page: Watched, path: Path) -> None:
-    page.page.screenshot(path=path, full_page=True)
+    # Frames are drawn once they were in sight.
+    for frame in page.page.locator("iframe:visible").all():
+        frame.scroll_into_view_if_needed()
+        page.page.wait_for_timeout(200)
+    height = page.look("() => document.documentElement.scrollHeight")
+    before = page.page.viewport_size or {"width": 1280, "height": 800}
+    page.page.set_viewport_size({"width": before["width"], "height": height})
+    page.page.wait_for_timeout(200)
+    page.page.screenshot(path=path)
+    page.page.set_viewport_size(before)
 
 
 def _write_runs(folder: Path) -> Path:

@@ -227,13 +227,13 @@ export class Race extends HTMLElement {
       `α ${number(all.alpha)}, τ ${number(all.tau)}, γ ${number(all.gamma)}. Predicted: τ / (γc + v), with the costs of ` +
         `these rounds. Speeds leave the prompt's reading out.${told}`,
     );
-    const head = ["turn", "without, tokens/s", "with, tokens/s", "ratio", "differ"];
+    const head = ["turn", "without", "with", "ratio", "differ"];
     const rows = pairs.map(([plain, drafted], place) => {
       const values = [place + 1, number(plain.speed, 0), number(drafted.speed, 0), number(drafted.speed / plain.speed), different(plain.ids, drafted.ids)];
       return h("tr", {}, ...values.map((value) => h("td", { class: "number" }, String(value))));
     });
     const heads = head.map((name) => h("th", { scope: "col", class: "number" }, name));
-    this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows)));
+    this.table.replaceChildren(h("table", {}, h("caption", {}, "Tokens a second in each turn"), h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows)));
     this.table.hidden = false;
   }
 }

@@ -52,7 +52,7 @@ export class Runs extends HTMLElement {
     this.axes = h("select", { onchange: () => this.draw() }, ...Object.keys(PLOTS).map((name) => h("option", {}, name)));
     this.notice = h("sp-notice");
     this.plot = h("div", { class: "plot" });
-    this.table = h("div", { class: "scroll", role: "region", "aria-label": "Runs", tabindex: "0" });
+    this.table = h("div", { class: "scroll runs", role: "region", "aria-label": "Runs", tabindex: "0" });
     this.details = h("section", { class: "details", "aria-label": "Chosen runs" });
     this.count = h("p", { class: "empty", role: "status" });
     this.body = h(
@@ -75,6 +75,8 @@ export class Runs extends HTMLElement {
     const again = h("button", { type: "button", onclick: () => this.read() }, "Read again");
     this.append(h("div", { class: "view" }, h("div", { class: "heading" }, h("h1", {}, "Runs"), again), this.notice, this.body));
     this.body.hidden = true;
+    // The plot is drawn as wide as it is shown, so that its words keep their size.
+    new ResizeObserver(() => this.plotRuns()).observe(this.plot);
     if (!this.hidden) this.read();
   }
 
@@ -124,13 +126,18 @@ export class Runs extends HTMLElement {
       const order = typeof a[key] === "string" ? a[key].localeCompare(b[key]) : a[key] - b[key];
       return down ? -order : order;
     });
-    const [x, y] = PLOTS[this.axes.value].map((name) => ({ key: name, ...FIGURES[name] }));
-    scatter(this.plot, runs, x, y, (run) => this.choose(run.name));
+    this.plotRuns();
     const hidden = this.runs.length - runs.length;
     this.count.textContent = `${runs.length} of ${this.runs.length}${hidden ? ", the others are filtered out" : ""}. Choose one, or two to see side by side.`;
     const heads = [this.head("name", "run"), this.head("recipe", "recipe"), ...COLUMNS.map((name) => this.head(name, FIGURES[name].label))];
     const rows = runs.map((run) => this.row(run));
     this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, h("span", { class: "away" }, "chosen")), ...heads)), h("tbody", {}, ...rows)));
+  }
+
+  plotRuns() {
+    if (!this.plot.clientWidth) return;
+    const [x, y] = PLOTS[this.axes.value].map((name) => ({ key: name, ...FIGURES[name] }));
+    scatter(this.plot, this.visible(), x, y, (run) => this.choose(run.name));
   }
 
   head(key, label) {
@@ -153,8 +160,12 @@ export class Runs extends HTMLElement {
       ? [h("td", { colspan: COLUMNS.length + 1, class: "problem" }, run.problem)]
       : run.kind === "sweep"
         ? [h("td", { colspan: COLUMNS.length + 1, class: "empty" }, "a sweep: its page has the table of all its recipes")]
-        : [h("td", {}, run.recipe), ...COLUMNS.map((name) => h("td", { class: "number" }, shown(run, name)))];
+        : [h("td", { "data-label": "recipe" }, run.recipe), ...COLUMNS.map((name) => this.cell(run, name))];
     return h("tr", {}, h("td", {}, box), h("th", { scope: "row" }, run.name), ...cells);
+  }
+
+  cell(run, name) {
+    return h("td", { class: "number", "data-label": FIGURES[name].label }, shown(run, name));
   }
 
   choose(name) {
@@ -224,7 +235,7 @@ export class Runs extends HTMLElement {
     const name = `${run.name}: ${run.kind === "sweep" ? "sweep.html" : "report.html"}`;
     if (!ticket) return h("figure", {}, h("figcaption", {}, name), h("p", { class: "empty" }, "There is no report page in this folder."));
     const src = `/run-report?${new URLSearchParams({ name: run.name, ticket })}`;
-    return h("figure", {}, h("figcaption", {}, name), h("iframe", { src, sandbox: "", title: name, loading: "lazy" }));
+    return h("figure", {}, h("figcaption", {}, name), h("iframe", { src, sandbox: "", title: name }));
   }
 }
 customElements.define("sp-runs", Runs);

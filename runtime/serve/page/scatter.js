@@ -2,9 +2,8 @@
 
 import { h, number, s } from "./dom.js";
 
-const WIDTH = 720;
-const HEIGHT = 360;
-const EDGE = { left: 62, right: 24, top: 16, bottom: 46 };
+const HEIGHT = 320;
+const EDGE = { left: 62, right: 24, top: 24, bottom: 46 };
 
 /** Steps of a scale from low to high at round numbers, about `count` of them. */
 export function ticks(low, high, count = 5) {
@@ -45,22 +44,23 @@ export function scatter(box, runs, x, y, open) {
     box.replaceChildren(h("p", { class: "empty" }, `No run here has both figures: ${x.label}, ${y.label}.`));
     return;
   }
+  const width = Math.max(280, box.clientWidth - 20);
   const [x0, x1] = range(points.map((one) => one.x));
   const [y0, y1] = range(points.map((one) => one.y));
-  const px = (value) => EDGE.left + ((value - x0) / (x1 - x0)) * (WIDTH - EDGE.left - EDGE.right);
+  const px = (value) => EDGE.left + ((value - x0) / (x1 - x0)) * (width - EDGE.left - EDGE.right);
   const py = (value) => HEIGHT - EDGE.bottom - ((value - y0) / (y1 - y0)) * (HEIGHT - EDGE.top - EDGE.bottom);
-  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${y.label} by ${x.label}` });
-  for (const at of ticks(x0, x1, 6)) {
+  const svg = s("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `${y.label} by ${x.label}` });
+  for (const at of ticks(x0, x1, width / 110)) {
     svg.append(s("line", { class: "grid", x1: px(at), x2: px(at), y1: EDGE.top, y2: HEIGHT - EDGE.bottom }));
     svg.append(s("text", { x: px(at), y: HEIGHT - EDGE.bottom + 18, "text-anchor": "middle" }, label(at)));
   }
   for (const at of ticks(y0, y1, 5)) {
-    svg.append(s("line", { class: "grid", x1: EDGE.left, x2: WIDTH - EDGE.right, y1: py(at), y2: py(at) }));
+    svg.append(s("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: py(at), y2: py(at) }));
     svg.append(s("text", { x: EDGE.left - 8, y: py(at) + 4, "text-anchor": "end" }, label(at)));
   }
   const middle = (EDGE.top + HEIGHT - EDGE.bottom) / 2;
   svg.append(
-    s("text", { class: "axis", x: (EDGE.left + WIDTH - EDGE.right) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, x.label),
+    s("text", { class: "axis", x: (EDGE.left + width - EDGE.right) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, x.label),
     s("text", { class: "axis", transform: `translate(14 ${middle}) rotate(-90)`, "text-anchor": "middle" }, y.label),
   );
   const best = front(points, x, y);
@@ -78,7 +78,7 @@ export function scatter(box, runs, x, y, open) {
     });
     svg.append(point);
   }
-  for (const one of [...best, ...points.filter((other) => !best.includes(other))]) name(svg, one, px, py, taken);
+  for (const one of [...best, ...points.filter((other) => !best.includes(other))]) name(svg, one, px, py, taken, width - EDGE.right);
   box.replaceChildren(svg);
 }
 
@@ -87,13 +87,13 @@ function label(value) {
 }
 
 /** A point's name beside it, where there is room for it. */
-function name(svg, one, px, py, taken) {
+function name(svg, one, px, py, taken, edge) {
   const text = one.run.recipe || one.run.name;
   const short = text.length > 24 ? `${text.slice(0, 23)}…` : text;
   const width = short.length * 7 + 4;
-  const [at, y] = [px(one.x), py(one.y) + 4];
-  const left = at + 10 + width > WIDTH - EDGE.right ? at - 10 - width : at + 10;
-  const free = taken.every((other) => left > other.right || left + width < other.left || Math.abs(other.y - y) > 14);
+  const [at, y] = [px(one.x), py(one.y) - 9];
+  const left = at + 4 + width > edge ? at - 4 - width : at + 4;
+  const free = taken.every((other) => left > other.right || left + width < other.left || Math.abs(other.y - y) > 15);
   if (!free || left < EDGE.left) return;
   taken.push({ left, right: left + width, y });
   svg.append(s("text", { class: "name", x: left, y }, short));

@@ -101,10 +101,12 @@ export class SettingsForm extends HTMLElement {
       input.name = setting.key;
       this.inputs[setting.key] = input;
       if (!groups.has(setting.group)) groups.set(setting.group, []);
-      groups.get(setting.group).push(field(setting.label, input, setting.help));
+      const node = field(setting.label, input, setting.help);
+      if (setting.kind !== "number" || setting.help) node.classList.add("wide");
+      groups.get(setting.group).push(node);
     }
     for (const [name, fields] of groups) {
-      const open = name !== "Penalties" && name !== "Form";
+      const open = innerWidth > 900 && name !== "Penalties" && name !== "Form";
       this.append(h("details", { open }, h("summary", {}, name), h("div", { class: "fields" }, ...fields)));
     }
   }

@@ -8,7 +8,8 @@ let cards = 0;
 export function visible(text) {
   if (text === "") return "(no text)";
   if (text.trim() !== "") return text;
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+  const spaces = (run) => (run.length > 4 ? `·×${run.length}` : "·".repeat(run.length));
+  return text.replace(/ +/g, spaces).replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
 /**
