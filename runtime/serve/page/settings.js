@@ -19,7 +19,7 @@ export const SETTINGS = [
     step: 1,
     group: "Speculation",
     ours: true,
-    help: "Tokens drafted a round at most. Empty: what pays.",
+    help: "Tokens a round at most; what pays is chosen up to there.",
   },
   {
     key: "verify",

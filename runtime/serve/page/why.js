@@ -33,6 +33,6 @@ export function why(rounds, asked, drafters) {
   if (rounds.length < 8) return "Nothing is drafted yet: the first rounds measure what plain decoding takes.";
   return (
     "Nothing is drafted right now: by what was measured, a draft would take longer here than it saves. " +
-    "It is tried again from time to time; a fixed draft length drafts always."
+    "It is tried again from time to time. A server that was started with --draft-length N drafts always."
   );
 }

@@ -1,5 +1,7 @@
 """What Play shows is exact: counts, links, reloads, and that Stop lets the engine go."""
 
+import codecs
+import itertools
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +59,36 @@ def test_coloured_tokens_are_the_engine_s_for_every_drafter(page: Watched, serve
             assert drafter != "none" or shown["accepted"] == shown["ghosts"] == 0
             ghosts += shown["ghosts"]
     assert ghosts > 0
+
+
+def test_pieces_of_tokens_joined_are_the_text_however_bytes_are_cut(page: Watched) -> None:
+    page.open("play")
+    generator, alphabet = random.Random(), "ab \n\té日🙂—<&"
+    align = """async ([events]) => {
+      const { Aligner } = await import("/page/tokens.js");
+      const aligner = new Aligner();
+      const tokens = events.flatMap(([names, text, ended]) =>
+        aligner.add(names.map((name) => ({ name })), text, ended));
+      return tokens.map((one) => one.text);
+    }"""
+    for _ in range(200):
+        text = "".join(generator.choices(alphabet, k=generator.randrange(60)))
+        data, cuts = text.encode(), [0]
+        while cuts[-1] < len(data):
+            cuts.append(min(len(data), cuts[-1] + generator.randrange(1, 6)))
+        parts = [data[a:b] for a, b in itertools.pairwise(cuts)]
+        names = [part.decode("utf-8", "replace") for part in parts] + ["<|end|>"]
+        decoder, shown = codecs.getincrementaldecoder("utf-8")(), 0
+        events = []
+        while shown < len(names):
+            count = generator.randrange(1, 5)
+            text_of = "".join(decoder.decode(part) for part in parts[shown : shown + count])
+            events.append((names[shown : shown + count], text_of, shown + count >= len(names)))
+            shown += count
+        pieces = page.look(align, events)
+        assert "".join(pieces) == text and len(pieces) == len(names), (events, pieces)
+        whole = [place for place, name in enumerate(names[:-1]) if "\ufffd" not in name]
+        assert all("\ufffd" in "".join(names) or pieces[place] == names[place] for place in whole)
 
 
 def test_what_a_grammar_forces_has_its_own_colour(page: Watched, server: Running) -> None:
