@@ -32,10 +32,10 @@ test-slow: .venv/installed
 # The page in the system's Chromium, every test of it: minutes. axe-core is for these tests alone, from npm.
 AXE ?= axe-core@4.14.1
 test-page: .venv/installed
-	@if ! command -v chromium chromium-browser google-chrome > /dev/null; then \
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then \
 		echo "test-page: skipped, there is no Chromium here"; \
 	else \
-		$(PIP) playwright && $(MAKE) --no-print-directory .axe/package/axe.min.js \
+		$(MAKE) --no-print-directory .axe/package/axe.min.js \
 		&& $(BIN)/python -m pytest -m "" tests/runtime/serve/page; \
 	fi
 
@@ -71,7 +71,7 @@ NATIVE := $(wildcard runtime/native/*.cpp runtime/native/*.h)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps triton==3.6.0
-	$(PIP) --editable ".[hf,bnb,data,dev]"
+	$(PIP) --editable ".[hf,bnb,data,dev,page-test]"
 	@touch $@
 
 # llama.cpp, OpenVINO and the like, for examples/compare: their versions contradict ours, so they have an

@@ -41,18 +41,36 @@ export class Compare extends HTMLElement {
     this.strip = h("div", { class: "strip" });
     this.tokens = h("sp-tokens");
     this.tokens.describe = (token) => this.card(token);
-    const scale = ["below 0.02", "0.02", "0.1", "0.5", "2 nats and more"].map((label, place) => h("li", {}, h("span", { class: `t kl-${place}` }, "token"), ` ${label}`));
+    const scale = ["below 0.02", "0.02", "0.1", "0.5", "2 nats and more"].map((label, place) =>
+      h("li", {}, h("span", { class: `t kl-${place}` }, "token"), ` ${label}`),
+    );
     this.scale = h("ul", { class: "legend", "aria-label": "KL in nats" }, ...scale);
-    this.reading = h("div", { class: "view", hidden: true }, this.strip, h("section", { class: "output", "aria-label": "Your text" }, this.tokens), this.scale);
+    this.reading = h(
+      "div",
+      { class: "view", hidden: true },
+      this.strip,
+      h("section", { class: "output", "aria-label": "Your text" }, this.tokens),
+      this.scale,
+    );
     this.body.append(
       h("h2", {}, "Both write"),
       field("Prompt", this.prompt),
-      h("div", { class: "filters" }, field("Tokens at most", this.most), field("Temperature", this.temperature), field("Seed", this.seed)),
+      h(
+        "div",
+        { class: "filters" },
+        field("Tokens at most", this.most),
+        field("Temperature", this.temperature),
+        field("Seed", this.seed),
+      ),
       h("div", { class: "buttons" }, this.write),
       this.verdict,
       h("div", { class: "pair" }, ...this.sides.map((side) => side.node)),
       h("h2", {}, "Both read a text of yours"),
-      field("Your text", this.own, "Every token gets the KL divergence of the model's prediction from the original's, in nats."),
+      field(
+        "Your text",
+        this.own,
+        "Every token gets the KL divergence of the model's prediction from the original's, in nats.",
+      ),
       h("div", { class: "buttons" }, this.read),
       this.sum,
       this.reading,
@@ -72,12 +90,16 @@ export class Compare extends HTMLElement {
     const { data, about } = this.state;
     this.body.hidden = true;
     if (data.original === null) {
-      this.notice.show("There is nothing to compare with: start the server with --original PATH, the model before it was compressed.");
+      this.notice.show(
+        "There is nothing to compare with: start the server with --original PATH, the model before it was compressed.",
+      );
     } else if (!data.models.some((one) => one.name === data.original)) {
       this.notice.show("The original is still being loaded.");
     } else {
       this.body.hidden = false;
-      this.notice.show(about.name === data.original ? "The original is chosen above: choose the model that it is compared with." : "");
+      this.notice.show(
+        about.name === data.original ? "The original is chosen above: choose the model that it is compared with." : "",
+      );
     }
     const titles = ["Original", about.name];
     this.sides.forEach((side, place) => {
@@ -136,12 +158,25 @@ export class Compare extends HTMLElement {
       const rest = place === null ? [] : tokens.slice(place);
       const join = (list) => list.map((token) => token.text).join("");
       const parts = [h("span", { class: "shared" }, join(shared))];
-      if (rest.length) parts.push(h("mark", {}, rest[0].text === "" || rest[0].text.trim() === "" ? visible(rest[0].text || rest[0].name) : rest[0].text), h("span", {}, join(rest.slice(1))));
+      if (rest.length)
+        parts.push(
+          h(
+            "mark",
+            {},
+            rest[0].text === "" || rest[0].text.trim() === "" ? visible(rest[0].text || rest[0].name) : rest[0].text,
+          ),
+          h("span", {}, join(rest.slice(1))),
+        );
       this.sides[side].text.replaceChildren(...parts);
     });
     if (place === null) return say(this.verdict, `The two texts are the same: ${a.length} tokens.`);
-    const [ours, theirs] = found.map((tokens) => (tokens[place] ? `“${visible(tokens[place].text || tokens[place].name)}”` : "an end"));
-    return say(this.verdict, `The first ${place} tokens are the same; then the original writes ${ours}, and ${this.state.about.name} ${theirs}.`);
+    const [ours, theirs] = found.map((tokens) =>
+      tokens[place] ? `“${visible(tokens[place].text || tokens[place].name)}”` : "an end",
+    );
+    return say(
+      this.verdict,
+      `The first ${place} tokens are the same; then the original writes ${ours}, and ${this.state.about.name} ${theirs}.`,
+    );
   }
 
   // A text of one's own.
@@ -167,19 +202,27 @@ export class Compare extends HTMLElement {
     const { positions } = found;
     say(
       this.sum,
-      `Mean KL ${number(found.mean_kl, 4)} nats. Perplexity ${number(found.original_perplexity)} of the original, ${number(found.perplexity)} of ` +
-        `${this.state.about.name}. The most probable token is the same in ${number(100 * found.same_top, 1)} % of ${positions.length - 1} places.`,
+      `Mean KL ${number(found.mean_kl, 4)} nats. Perplexity ${number(found.original_perplexity)} of the original, ` +
+        `${number(found.perplexity)} of ${this.state.about.name}. The most probable token is the same in ` +
+        `${number(100 * found.same_top, 1)} % of ${positions.length - 1} places.`,
     );
     this.reading.hidden = false;
     this.tokens.cut(0);
-    positions.forEach((one, place) => this.tokens.put(place, { ...one, name: one.text, origin: `kl-${level(one.kl)}`, place }));
+    positions.forEach((one, place) =>
+      this.tokens.put(place, { ...one, name: one.text, origin: `kl-${level(one.kl)}`, place }),
+    );
     this.drawStrip(positions.map((one) => one.kl));
   }
 
   drawStrip(values) {
     const most = Math.max(0.05, ...values.map((value) => value ?? 0));
     const label = `KL divergence at each of ${values.length} places, at most ${number(most, 3)} nats`;
-    const svg = s("svg", { viewBox: `0 0 ${values.length} ${STRIP}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
+    const svg = s("svg", {
+      viewBox: `0 0 ${values.length} ${STRIP}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": label,
+    });
     values.forEach((value, place) => {
       if (value === null) return;
       const height = Math.max(1, Math.sqrt(value / most) * STRIP);
@@ -190,12 +233,17 @@ export class Compare extends HTMLElement {
       const place = Math.floor(((event.clientX - box.left) / box.width) * values.length);
       this.tokens.nodes[place]?.focus();
     });
-    this.strip.replaceChildren(svg, h("small", {}, `The highest bar: ${number(most, 3)} nats; heights are square roots. A click goes to the token.`));
+    this.strip.replaceChildren(
+      svg,
+      h("small", {}, `The highest bar: ${number(most, 3)} nats; heights are square roots. A click goes to the token.`),
+    );
   }
 
   card(token) {
-    if (token.kl === null) return [h("p", { class: "head" }, h("b", {}, visible(token.text)), " the first token follows nothing")];
-    const row = (name, logprob, top) => h("tr", {}, h("td", {}, name), h("td", {}, number(logprob, 3)), h("td", {}, visible(top)));
+    if (token.kl === null)
+      return [h("p", { class: "head" }, h("b", {}, visible(token.text)), " the first token follows nothing")];
+    const row = (name, logprob, top) =>
+      h("tr", {}, h("td", {}, name), h("td", {}, number(logprob, 3)), h("td", {}, visible(top)));
     return [
       h("p", { class: "head" }, h("b", {}, visible(token.text)), ` token ${token.place + 1}`),
       h("p", {}, `KL ${number(token.kl, 4)} nats`),
@@ -203,7 +251,12 @@ export class Compare extends HTMLElement {
         "table",
         { class: "both" },
         h("thead", {}, h("tr", {}, h("th", {}, ""), h("th", {}, "logprob"), h("th", {}, "expects"))),
-        h("tbody", {}, row("original", token.original_logprob, token.original_top), row(this.state.about.name, token.logprob, token.top)),
+        h(
+          "tbody",
+          {},
+          row("original", token.original_logprob, token.original_top),
+          row(this.state.about.name, token.logprob, token.top),
+        ),
       ),
     ];
   }

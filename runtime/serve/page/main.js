@@ -103,7 +103,11 @@ function again(sentence) {
 }
 
 document.addEventListener("key-wanted", () => {
-  notice.show("The server wants a key: ", "error", h("button", { type: "button", onclick: () => dialog.showModal() }, "Enter it"));
+  notice.show(
+    "The server wants a key: ",
+    "error",
+    h("button", { type: "button", onclick: () => dialog.showModal() }, "Enter it"),
+  );
   if (!dialog.open) dialog.showModal();
 });
 dialog.querySelector("form").addEventListener("submit", (event) => {

@@ -2,25 +2,20 @@
 
 import { AskError, stream } from "./api.js";
 import { h, number, say } from "./dom.js";
-import { SettingError, body } from "./settings.js";
+import { layOut } from "./play-layout.js";
+import { SettingError, request } from "./settings.js";
 import { TokenStream } from "./tokens.js";
 import { why } from "./why.js";
-import { describe } from "./token-card.js";
-import "./token-text.js";
 
 const KEPT = "specpress.play";
 const AT_MOST = "The text ends here because of the most tokens that were asked for.";
-const LEGEND = [
-  ["own", "the target's own"],
-  ["accepted", "drafted, accepted"],
-  ["forced", "forced by a grammar"],
-];
 
 /** `<sp-play>`: `state` is shared by all views, see main.js. */
 export class Play extends HTMLElement {
   connect(state) {
     this.state = state;
-    this.build();
+    layOut(this);
+    this.listen();
     if (!this.restore()) this.load(this.state.params);
     // What is kept is the state before leaving, not that of the stream which breaks off because of it.
     addEventListener("pagehide", () => {
@@ -30,61 +25,7 @@ export class Play extends HTMLElement {
     addEventListener("pageshow", () => (this.left = false));
   }
 
-  build() {
-    this.prompt = h("textarea", { id: "prompt", rows: 5, spellcheck: "false" });
-    this.system = h("textarea", { id: "system", rows: 2 });
-    this.talk = h("ol", { class: "talk", "aria-label": "Conversation so far" });
-    this.modes = ["completion", "chat"].map((name) =>
-      h("input", { type: "radio", name: "mode", value: name, id: `mode-${name}`, onchange: () => this.mode() }),
-    );
-    this.run = h("button", { type: "button", class: "main", onclick: () => this.start() }, "Run");
-    this.stop = h("button", { type: "button", disabled: true, onclick: () => this.abort() }, "Stop");
-    this.link = h("button", { type: "button", disabled: true, onclick: () => this.copy() }, "Copy link");
-    this.reply = h("button", { type: "button", hidden: true, onclick: () => this.answer() }, "Reply");
-    this.resume = h("button", { type: "button", hidden: true, onclick: () => this.goOn() }, "Go on");
-    this.notice = h("sp-notice");
-    this.tokens = h("sp-tokens");
-    this.tokens.describe = describe;
-    this.empty = h("p", { class: "empty" }, "The text appears here. Ctrl + Enter runs.");
-    this.stats = Object.fromEntries(
-      ["tokens/s", "α accepted", "τ a round", "γ drafted", "tokens", "seed"].map((name) => [name, h("dd", {}, "–")]),
-    );
-    this.why = h("p", { class: "why" });
-    this.settings = h("sp-settings");
-    const ghosts = h("input", { type: "checkbox", id: "ghosts", checked: true });
-    ghosts.addEventListener("change", () => this.tokens.classList.toggle("plain", !ghosts.checked));
-    const legend = LEGEND.map(([name, label]) => h("li", {}, h("span", { class: `t ${name}` }, "token"), ` ${label}`));
-    legend.push(h("li", {}, h("s", { class: "ghost" }, "token"), " drafted, rejected"));
-    const mode = h("fieldset", { class: "modes" }, h("legend", { class: "away" }, "Kind of text"));
-    for (const radio of this.modes) {
-      mode.append(radio, h("label", { for: radio.id }, radio.value === "chat" ? "Chat" : "Completion"));
-    }
-    this.systemField = h("div", { class: "field" }, h("label", { for: "system" }, "System message"), this.system);
-    this.promptLabel = h("label", { for: "prompt" }, "Prompt");
-    const cells = Object.entries(this.stats).map(([name, dd]) => h("div", {}, h("dt", {}, name), dd));
-    this.append(
-      h(
-        "div",
-        { class: "columns" },
-        h(
-          "div",
-          { class: "text" },
-          h("h1", {}, "Play"),
-          mode,
-          this.systemField,
-          this.talk,
-          h("div", { class: "field" }, this.promptLabel, this.prompt),
-          h("div", { class: "buttons" }, this.run, this.stop, this.reply, this.resume, this.link),
-          this.notice,
-          h("dl", { class: "stats", "aria-label": "Figures of this text" }, ...cells),
-          this.why,
-          h("section", { class: "output", "aria-label": "Text" }, this.empty, this.tokens),
-          h("ul", { class: "legend", "aria-label": "Where tokens come from" }, ...legend),
-          h("p", { class: "option" }, ghosts, h("label", { for: "ghosts" }, "Show rejected drafts")),
-        ),
-        h("aside", { "aria-label": "Settings" }, this.settings),
-      ),
-    );
+  listen() {
     this.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.start();
     });
@@ -113,17 +54,6 @@ export class Play extends HTMLElement {
       if (this.history.length) out.history = JSON.stringify(this.history);
     }
     return { ...out, ...this.settings.values };
-  }
-
-  request(values) {
-    const fields = body(values);
-    fields.specpress = { ...fields.specpress, rounds: true };
-    fields.model = values.model;
-    if (values.mode !== "chat") return ["/v1/completions", { ...fields, prompt: values.prompt, logprobs: 5 }];
-    const messages = values.history ? JSON.parse(values.history) : [];
-    if (values.system) messages.unshift({ role: "system", content: values.system });
-    messages.push({ role: "user", content: values.prompt });
-    return ["/v1/chat/completions", { ...fields, messages, logprobs: true, top_logprobs: 5 }];
   }
 
   /** Shows what a link or a kept text was asked with. */
@@ -181,7 +111,7 @@ export class Play extends HTMLElement {
     let values;
     try {
       values = this.values();
-      this.request(values);
+      request(values);
     } catch (error) {
       if (!(error instanceof SettingError)) throw error;
       this.notice.show(error.message, "error");
@@ -214,7 +144,7 @@ export class Play extends HTMLElement {
     this.notice.show("");
     this.resume.hidden = this.reply.hidden = true;
     this.busy(true);
-    const [path, fields] = this.request(values);
+    const [path, fields] = request(values);
     let sentence = ["", ""];
     try {
       await stream(path, fields, controller.signal, (event) => this.heard(event));
@@ -298,7 +228,10 @@ export class Play extends HTMLElement {
     say(this.stats.tokens, String(counts.tokens));
     say(this.stats.seed, this.asked.seed ?? "–");
     const about = this.state.about;
-    const asked = { drafter: this.asked.drafter, draft_length: this.asked.draft_length ? Number(this.asked.draft_length) : null };
+    const asked = {
+      drafter: this.asked.drafter,
+      draft_length: this.asked.draft_length ? Number(this.asked.draft_length) : null,
+    };
     say(this.why, why(this.text.recent, asked, about.drafters));
   }
 

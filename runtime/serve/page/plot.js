@@ -17,7 +17,9 @@ export class Plot extends HTMLElement {
       this.svg.append(line.path);
     }
     this.most = h("span", { class: "most" });
-    const list = this.lines.map((line, place) => h("div", {}, h("dt", { class: `key-${place}` }, line.name), line.shown));
+    const list = this.lines.map((line, place) =>
+      h("div", {}, h("dt", { class: `key-${place}` }, line.name), line.shown),
+    );
     this.replaceChildren(h("h2", {}, title), h("dl", {}, ...list), h("div", { class: "frame" }, this.svg, this.most));
   }
 
@@ -33,7 +35,9 @@ export class Plot extends HTMLElement {
     for (const line of this.lines) {
       const start = POINTS - line.values.length;
       const points = line.values.map((value, place) =>
-        value === null ? null : `${((start + place) / (POINTS - 1)) * WIDTH},${HEIGHT - 2 - (value / most) * (HEIGHT - 6)}`,
+        value === null
+          ? null
+          : `${((start + place) / (POINTS - 1)) * WIDTH},${HEIGHT - 2 - (value / most) * (HEIGHT - 6)}`,
       );
       line.path.setAttribute("points", points.filter((one) => one !== null).join(" "));
     }

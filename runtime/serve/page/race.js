@@ -57,7 +57,7 @@ export class Lap {
   }
 }
 
-/** τ / (γc + v) by the middle costs of these laps: c of a drafted token, v of a forward by its width, over a plain step. */
+/** τ / (γc + v) by these laps' middle costs over a plain step: c of a drafted token, v of a forward by its width. */
 export function predicted(plain, drafted) {
   const step = median(plain.flatMap((lap) => lap.rounds.map((round) => round.ms)));
   const rounds = drafted.flatMap((lap) => lap.rounds);
@@ -107,7 +107,11 @@ export class Race extends HTMLElement {
         "div",
         { class: "view" },
         h("h1", {}, "Race"),
-        h("p", { class: "empty" }, "One engine writes the same text without and with drafts, in turns. The clocks show the engine's own time."),
+        h(
+          "p",
+          { class: "empty" },
+          "One engine writes the same text without and with drafts, in turns. The clocks show the engine's own time.",
+        ),
         field("Prompt", this.prompt),
         h(
           "div",
@@ -142,7 +146,14 @@ export class Race extends HTMLElement {
     const speed = h("span", { class: "empty" }, "");
     const bar = h("progress", { max: 1, value: 0, "aria-label": `${title}: tokens written` });
     const text = h("pre", { tabindex: "0", "aria-label": `${title}: text` });
-    const node = h("section", { class: "lane", "aria-label": title }, h("h2", {}, title), h("p", { class: "times" }, clock, speed), bar, text);
+    const node = h(
+      "section",
+      { class: "lane", "aria-label": title },
+      h("h2", {}, title),
+      h("p", { class: "times" }, clock, speed),
+      bar,
+      text,
+    );
     return { node, clock, speed, bar, text };
   }
 
@@ -235,19 +246,35 @@ export class Race extends HTMLElement {
     for (const lap of laps.drafted) {
       for (const name of ["rounds", "gained", "drafted", "accepted"]) all[name] += lap.counts[name];
     }
-    const told = all.drafted ? "" : " Nothing was drafted: by what was measured it would not pay, or nothing was found to copy.";
+    const told = all.drafted
+      ? ""
+      : " Nothing was drafted: by what was measured it would not pay, or nothing was found to copy.";
     say(
       this.figures,
-      `α ${number(all.alpha)}, τ ${number(all.tau)}, γ ${number(all.gamma)}. Predicted: τ / (γc + v), with the costs of ` +
-        `these rounds. Speeds leave the prompt's reading out.${told}`,
+      `α ${number(all.alpha)}, τ ${number(all.tau)}, γ ${number(all.gamma)}. Predicted: τ / (γc + v), with the ` +
+        `costs of these rounds. Speeds leave the prompt's reading out.${told}`,
     );
     const head = ["turn", "without", "with", "ratio", "differ"];
     const rows = pairs.map(([plain, drafted], place) => {
-      const values = [place + 1, number(plain.speed, 0), number(drafted.speed, 0), number(drafted.speed / plain.speed), different(plain.ids, drafted.ids)];
+      const values = [
+        place + 1,
+        number(plain.speed, 0),
+        number(drafted.speed, 0),
+        number(drafted.speed / plain.speed),
+        different(plain.ids, drafted.ids),
+      ];
       return h("tr", {}, ...values.map((value) => h("td", { class: "number" }, String(value))));
     });
     const heads = head.map((name) => h("th", { scope: "col", class: "number" }, name));
-    this.table.replaceChildren(h("table", {}, h("caption", {}, "Tokens a second in each turn"), h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows)));
+    this.table.replaceChildren(
+      h(
+        "table",
+        {},
+        h("caption", {}, "Tokens a second in each turn"),
+        h("thead", {}, h("tr", {}, ...heads)),
+        h("tbody", {}, ...rows),
+      ),
+    );
     this.table.hidden = false;
   }
 }

@@ -1,7 +1,7 @@
 // Runs: what lies under --runs, as a table and a plot; one or two of them with figures, recipe and report page.
 
 import { json } from "./api.js";
-import { field, h, number } from "./dom.js";
+import { field, h, number, say } from "./dom.js";
 import { scatter } from "./scatter.js";
 
 /** Figures of a run: how they are called, shown and compared. `more`: more is better. */
@@ -21,8 +21,24 @@ export const FIGURES = {
   original_bytes: { label: "size of the original, MB", scale: 1e6, digits: 1 },
   mismatches: { label: "tokens that differ by drafting", scale: 1, digits: 0 },
 };
-const COLUMNS = ["compressed_bytes", "ratio", "perplexity", "kl_divergence", "tokens_per_second", "speed", "acceptance_rate"];
-const WORDS = { recipe: "recipe", model: "model", draft: "draft", drafter: "drafter", lossless: "exactness", cpu: "processor", version: "Specpress" };
+const COLUMNS = [
+  "compressed_bytes",
+  "ratio",
+  "perplexity",
+  "kl_divergence",
+  "tokens_per_second",
+  "speed",
+  "acceptance_rate",
+];
+const WORDS = {
+  recipe: "recipe",
+  model: "model",
+  draft: "draft",
+  drafter: "drafter",
+  lossless: "exactness",
+  cpu: "processor",
+  version: "Specpress",
+};
 const PLOTS = {
   "size and perplexity": ["compressed_bytes", "perplexity"],
   "size and speed": ["compressed_bytes", "speed"],
@@ -49,7 +65,11 @@ export class Runs extends HTMLElement {
       speed: h("input", { type: "number", min: 0, step: "any" }),
     };
     for (const input of Object.values(this.filters)) input.addEventListener("input", () => this.draw());
-    this.axes = h("select", { onchange: () => this.draw() }, ...Object.keys(PLOTS).map((name) => h("option", {}, name)));
+    this.axes = h(
+      "select",
+      { onchange: () => this.draw() },
+      ...Object.keys(PLOTS).map((name) => h("option", {}, name)),
+    );
     this.notice = h("sp-notice");
     this.plot = h("div", { class: "plot" });
     this.table = h("div", { class: "scroll runs", role: "region", "aria-label": "Runs", tabindex: "0" });
@@ -73,7 +93,9 @@ export class Runs extends HTMLElement {
       this.details,
     );
     const again = h("button", { type: "button", onclick: () => this.read() }, "Read again");
-    this.append(h("div", { class: "view" }, h("div", { class: "heading" }, h("h1", {}, "Runs"), again), this.notice, this.body));
+    this.append(
+      h("div", { class: "view" }, h("div", { class: "heading" }, h("h1", {}, "Runs"), again), this.notice, this.body),
+    );
     this.body.hidden = true;
     // The plot is drawn as wide as it is shown, so that its words keep their size.
     new ResizeObserver(() => this.plotRuns()).observe(this.plot);
@@ -92,7 +114,9 @@ export class Runs extends HTMLElement {
     try {
       const found = await json("/runs");
       this.runs = found.runs;
-      this.notice.show(found.complete ? "" : `The folder holds more runs than are listed: these are ${found.runs.length}.`);
+      this.notice.show(
+        found.complete ? "" : `The folder holds more runs than are listed: these are ${found.runs.length}.`,
+      );
     } catch (error) {
       this.notice.show(error.message, "error");
       return;
@@ -128,10 +152,22 @@ export class Runs extends HTMLElement {
     });
     this.plotRuns();
     const hidden = this.runs.length - runs.length;
-    this.count.textContent = `${runs.length} of ${this.runs.length}${hidden ? ", the others are filtered out" : ""}. Choose one, or two to see side by side.`;
-    const heads = [this.head("name", "run"), this.head("recipe", "recipe"), ...COLUMNS.map((name) => this.head(name, FIGURES[name].label))];
+    const filtered = hidden ? ", the others are filtered out" : "";
+    say(this.count, `${runs.length} of ${this.runs.length}${filtered}. Choose one, or two to see side by side.`);
+    const heads = [
+      this.head("name", "run"),
+      this.head("recipe", "recipe"),
+      ...COLUMNS.map((name) => this.head(name, FIGURES[name].label)),
+    ];
     const rows = runs.map((run) => this.row(run));
-    this.table.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, h("span", { class: "away" }, "chosen")), ...heads)), h("tbody", {}, ...rows)));
+    this.table.replaceChildren(
+      h(
+        "table",
+        {},
+        h("thead", {}, h("tr", {}, h("th", {}, h("span", { class: "away" }, "chosen")), ...heads)),
+        h("tbody", {}, ...rows),
+      ),
+    );
   }
 
   plotRuns() {
@@ -143,7 +179,12 @@ export class Runs extends HTMLElement {
   head(key, label) {
     const current = this.order.key === key;
     const sort = current ? (this.order.down ? "descending" : "ascending") : "none";
-    const button = h("button", { type: "button", class: "sort", "data-key": key }, label, current ? (this.order.down ? " ↓" : " ↑") : "");
+    const button = h(
+      "button",
+      { type: "button", class: "sort", "data-key": key },
+      label,
+      current ? (this.order.down ? " ↓" : " ↑") : "",
+    );
     button.addEventListener("click", () => {
       this.order = { key, down: current && !this.order.down };
       this.draw();
@@ -156,11 +197,18 @@ export class Runs extends HTMLElement {
     const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.name}` });
     box.checked = this.chosen.includes(run.name);
     box.addEventListener("change", () => this.choose(run.name));
-    const cells = run.problem && run.compressed_bytes === null
-      ? [h("td", { colspan: COLUMNS.length + 1, class: "problem" }, run.problem)]
-      : run.kind === "sweep"
-        ? [h("td", { colspan: COLUMNS.length + 1, class: "empty" }, "a sweep: its page has the table of all its recipes")]
-        : [h("td", { "data-label": "recipe" }, run.recipe), ...COLUMNS.map((name) => this.cell(run, name))];
+    const cells =
+      run.problem && run.compressed_bytes === null
+        ? [h("td", { colspan: COLUMNS.length + 1, class: "problem" }, run.problem)]
+        : run.kind === "sweep"
+          ? [
+              h(
+                "td",
+                { colspan: COLUMNS.length + 1, class: "empty" },
+                "a sweep: its page has the table of all its recipes",
+              ),
+            ]
+          : [h("td", { "data-label": "recipe" }, run.recipe), ...COLUMNS.map((name) => this.cell(run, name))];
     return h("tr", {}, h("td", {}, box), h("th", { scope: "row" }, run.name), ...cells);
   }
 
@@ -196,7 +244,9 @@ export class Runs extends HTMLElement {
     const parts = [h("h2", {}, title), this.figures(found.map((one) => one.run))];
     const recipes = found.filter((one) => one.recipe !== null);
     if (recipes.length) {
-      const texts = recipes.map((one) => h("figure", {}, h("figcaption", {}, `${one.run.name}: recipe.yaml`), h("pre", { tabindex: "0" }, one.recipe)));
+      const texts = recipes.map((one) =>
+        h("figure", {}, h("figcaption", {}, `${one.run.name}: recipe.yaml`), h("pre", { tabindex: "0" }, one.recipe)),
+      );
       parts.push(h("div", { class: "pair" }, ...texts));
     }
     parts.push(h("div", { class: "pair" }, ...found.map((one) => this.report(one))));
@@ -206,7 +256,15 @@ export class Runs extends HTMLElement {
   figures(runs) {
     const rows = [];
     for (const run of runs) {
-      if (run.problem) rows.push(h("tr", {}, h("th", { scope: "row" }, run.name), h("td", { class: "problem", colspan: runs.length + 1 }, run.problem)));
+      if (run.problem)
+        rows.push(
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, run.name),
+            h("td", { class: "problem", colspan: runs.length + 1 }, run.problem),
+          ),
+        );
     }
     for (const [key, label] of Object.entries(WORDS)) {
       if (runs.every((run) => run[key] === null)) continue;
@@ -228,12 +286,22 @@ export class Runs extends HTMLElement {
     const names = runs.map((run) => h("th", { scope: "col" }, run.name));
     if (runs.length === 2) names.push(h("th", { scope: "col" }, "second − first"));
     const head = h("thead", {}, h("tr", {}, h("th", {}, h("span", { class: "away" }, "figure")), ...names));
-    return h("div", { class: "scroll", role: "region", "aria-label": "Figures", tabindex: "0" }, h("table", { class: "figures" }, head, h("tbody", {}, ...rows)));
+    return h(
+      "div",
+      { class: "scroll", role: "region", "aria-label": "Figures", tabindex: "0" },
+      h("table", { class: "figures" }, head, h("tbody", {}, ...rows)),
+    );
   }
 
   report({ run, ticket }) {
     const name = `${run.name}: ${run.kind === "sweep" ? "sweep.html" : "report.html"}`;
-    if (!ticket) return h("figure", {}, h("figcaption", {}, name), h("p", { class: "empty" }, "There is no report page in this folder."));
+    if (!ticket)
+      return h(
+        "figure",
+        {},
+        h("figcaption", {}, name),
+        h("p", { class: "empty" }, "There is no report page in this folder."),
+      );
     const src = `/run-report?${new URLSearchParams({ name: run.name, ticket })}`;
     return h("figure", {}, h("figcaption", {}, name), h("iframe", { src, sandbox: "", title: name }));
   }

@@ -11,7 +11,8 @@ export function ticks(low, high, count = 5) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const out = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) out.push(Number(at.toPrecision(12)));
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step)
+    out.push(Number(at.toPrecision(12)));
   return out;
 }
 
@@ -60,7 +61,11 @@ export function scatter(box, runs, x, y, open) {
   }
   const middle = (EDGE.top + HEIGHT - EDGE.bottom) / 2;
   svg.append(
-    s("text", { class: "axis", x: (EDGE.left + width - EDGE.right) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, x.label),
+    s(
+      "text",
+      { class: "axis", x: (EDGE.left + width - EDGE.right) / 2, y: HEIGHT - 8, "text-anchor": "middle" },
+      x.label,
+    ),
     s("text", { class: "axis", transform: `translate(14 ${middle}) rotate(-90)`, "text-anchor": "middle" }, y.label),
   );
   const best = front(points, x, y);
@@ -78,7 +83,8 @@ export function scatter(box, runs, x, y, open) {
     });
     svg.append(point);
   }
-  for (const one of [...best, ...points.filter((other) => !best.includes(other))]) name(svg, one, px, py, taken, width - EDGE.right);
+  for (const one of [...best, ...points.filter((other) => !best.includes(other))])
+    name(svg, one, px, py, taken, width - EDGE.right);
   box.replaceChildren(svg);
 }
 

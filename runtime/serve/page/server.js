@@ -14,10 +14,16 @@ export function parsed(text) {
     const space = line.lastIndexOf(" ");
     const head = line.slice(0, space);
     const brace = head.indexOf("{");
-    lines.push([brace < 0 ? head : head.slice(0, brace), brace < 0 ? "" : head.slice(brace), Number(line.slice(space + 1))]);
+    lines.push([
+      brace < 0 ? head : head.slice(0, brace),
+      brace < 0 ? "" : head.slice(brace),
+      Number(line.slice(space + 1)),
+    ]);
   }
   return (name, ...labels) => {
-    const found = lines.filter(([other, said]) => other === name && labels.every(([key, value]) => said.includes(`${key}="${escaped(value)}"`)));
+    const found = lines.filter(
+      ([other, said]) => other === name && labels.every(([key, value]) => said.includes(`${key}="${escaped(value)}"`)),
+    );
     return found.length ? found.reduce((sum, [, , value]) => sum + value, 0) : null;
   };
 }
@@ -111,7 +117,8 @@ export class ServerView extends HTMLElement {
     this.history.push(now);
     if (this.history.length > 120) this.history.shift();
     const rate = (key) => (last ? (1000 * (now[key] - last[key])) / (at - last.at) : null);
-    const share = (part, whole) => (now[whole] > minute[whole] ? (100 * (now[part] - minute[part])) / (now[whole] - minute[whole]) : null);
+    const share = (part, whole) =>
+      now[whole] > minute[whole] ? (100 * (now[part] - minute[part])) / (now[whole] - minute[whole]) : null;
     this.plots.tokens.add([rate("written"), rate("read")]);
     this.plots.queue.add([of("vllm:num_requests_running"), of("vllm:num_requests_waiting")]);
     this.plots.pages.add([100 * of("vllm:kv_cache_usage_perc")]);
@@ -129,11 +136,13 @@ export class ServerView extends HTMLElement {
     for (const [name, value] of Object.entries(totals)) say(this.cells[name], number(value, 0));
     const { about } = this.state;
     const held = about.pages ? `${about.pages} pages of 64 tokens` : "memory for each text, no pages";
+    const kernels = about.exact
+      ? "exact kernels: a seed gives the same text whoever drafts"
+      : "kernels that are not exact";
     say(
       this.about,
       `${about.name}: context of ${about.context} tokens, ${held}, ${about.max_batch} texts in one forward, ` +
-        `${about.exact ? "exact kernels: a seed gives the same text whoever drafts" : "kernels that are not exact"}, ${about.fingerprint}. ` +
-        `Specpress ${this.state.data.version}.`,
+        `${kernels}, ${about.fingerprint}. Specpress ${this.state.data.version}.`,
     );
   }
 }

@@ -36,8 +36,24 @@ export const SETTINGS = [
   { key: "top_k", label: "Top k", kind: "number", min: -1, step: 1, group: "Sampling" },
   { key: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, group: "Sampling" },
   { key: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0.01, step: 0.01, group: "Penalties" },
-  { key: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: 0.1, group: "Penalties" },
-  { key: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1, group: "Penalties" },
+  {
+    key: "presence_penalty",
+    label: "Presence penalty",
+    kind: "number",
+    min: -2,
+    max: 2,
+    step: 0.1,
+    group: "Penalties",
+  },
+  {
+    key: "frequency_penalty",
+    label: "Frequency penalty",
+    kind: "number",
+    min: -2,
+    max: 2,
+    step: 0.1,
+    group: "Penalties",
+  },
   { key: "logit_bias", label: "Logit bias", kind: "json", group: "Penalties", help: 'By token id: {"50": -100}' },
   {
     key: "schema",
@@ -46,7 +62,13 @@ export const SETTINGS = [
     group: "Form",
     help: "The text is held to it, and what it forces is drafted.",
   },
-  { key: "cache_salt", label: "Cache salt", kind: "text", group: "Form", help: "Shares cached prompts only with the same." },
+  {
+    key: "cache_salt",
+    label: "Cache salt",
+    kind: "text",
+    group: "Form",
+    help: "Shares cached prompts only with the same.",
+  },
 ];
 
 /** A sentence on a value that cannot be sent. */
@@ -72,7 +94,7 @@ function parsed(setting, text) {
 }
 
 /** The fields of a request for these values (texts by key; what is empty is left out). Throws SettingError. */
-export function body(values) {
+function body(values) {
   const out = {};
   const ours = {};
   for (const setting of SETTINGS) {
@@ -87,6 +109,18 @@ export function body(values) {
   }
   if (Object.keys(ours).length) out.specpress = ours;
   return out;
+}
+
+/** Endpoint and fields of a text's request: mode, model, prompt, system, history and settings. Throws SettingError. */
+export function request(values) {
+  const fields = body(values);
+  fields.specpress = { ...fields.specpress, rounds: true };
+  fields.model = values.model;
+  if (values.mode !== "chat") return ["/v1/completions", { ...fields, prompt: values.prompt, logprobs: 5 }];
+  const messages = values.history ? JSON.parse(values.history) : [];
+  if (values.system) messages.unshift({ role: "system", content: values.system });
+  messages.push({ role: "user", content: values.prompt });
+  return ["/v1/chat/completions", { ...fields, messages, logprobs: true, top_logprobs: 5 }];
 }
 
 /** The form of all settings. `values` has the texts by key; `model(about)` fits choices and hints to a model. */
@@ -132,7 +166,13 @@ export class SettingsForm extends HTMLElement {
     select.replaceChildren(h("option", { value: "" }, `the server's (${about.drafters[0]})`));
     select.append(...this.options(about.drafters));
     if (about.drafters.includes(before)) select.value = before;
-    for (const [name, value] of Object.entries({ top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, ...about.defaults })) {
+    for (const [name, value] of Object.entries({
+      top_p: 1,
+      top_k: 0,
+      min_p: 0,
+      repetition_penalty: 1,
+      ...about.defaults,
+    })) {
       if (this.inputs[name]) this.inputs[name].placeholder = String(value);
     }
   }
