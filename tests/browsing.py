@@ -88,9 +88,19 @@ class Watched:
         self.page.wait_for_selector(f"sp-{view.split('?')[0]} h1")
         return self
 
-    def idle(self, view: str) -> None:
-        """Waits until what a view was asked for is done."""
-        self.page.wait_for_selector(f"sp-{view}[aria-busy=false]")
+    def done(self, view: str) -> int:
+        """How many things a view was asked for and has done."""
+        return int(self.page.get_attribute(f"sp-{view}", "data-done") or 0)
+
+    def wait_done(self, view: str, count: int) -> None:
+        """Waits until a view has done so many things."""
+        self.page.wait_for_selector(f"sp-{view}[data-done='{count}']", timeout=3 * WAIT)
+
+    def press(self, view: str, button: str) -> None:
+        """Presses a button of a view, and waits until what it begins is done."""
+        count = self.done(view) + 1
+        self.page.locator(f"sp-{view}").get_by_role("button", name=button, exact=True).click()
+        self.wait_done(view, count)
 
     def look(self, script: str, *values: Any) -> Any:
         """What a JavaScript function of `values` returns."""
@@ -99,9 +109,7 @@ class Watched:
     def play(self, **values: str) -> dict[str, Any]:
         """Writes a text in Play with these settings, whole: `shown`."""
         self.fill(**values)
-        before = int(self.page.get_attribute("sp-play", "data-texts") or 0)
-        self.page.click("sp-play button.main")
-        self.page.wait_for_selector(f"sp-play[data-texts='{before + 1}']")
+        self.press("play", "Run")
         return self.shown()
 
     def fill(self, **values: str) -> None:

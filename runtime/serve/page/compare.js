@@ -1,7 +1,7 @@
 // Compare: the original's text beside the model's, and how far their predictions lie apart over a text of your own.
 
 import { AskError, json, stream } from "./api.js";
-import { field, h, number, s, say } from "./dom.js";
+import { busy, field, h, number, s, say } from "./dom.js";
 import { TokenStream } from "./tokens.js";
 import { visible } from "./token-text.js";
 
@@ -117,7 +117,7 @@ export class Compare extends HTMLElement {
 
   async texts() {
     this.write.disabled = true;
-    this.setAttribute("aria-busy", "true");
+    busy(this, true);
     say(this.verdict, "Both are writing.");
     this.notice.show("");
     try {
@@ -129,7 +129,7 @@ export class Compare extends HTMLElement {
       this.failed(error);
     } finally {
       this.write.disabled = false;
-      this.setAttribute("aria-busy", "false");
+      busy(this, false);
     }
   }
 
@@ -183,7 +183,7 @@ export class Compare extends HTMLElement {
 
   async divergences() {
     this.read.disabled = true;
-    this.setAttribute("aria-busy", "true");
+    busy(this, true);
     say(this.sum, "Both are reading.");
     this.notice.show("");
     try {
@@ -194,7 +194,7 @@ export class Compare extends HTMLElement {
       this.failed(error);
     } finally {
       this.read.disabled = false;
-      this.setAttribute("aria-busy", "false");
+      busy(this, false);
     }
   }
 

@@ -42,6 +42,12 @@ export class Notice extends HTMLElement {
 }
 customElements.define("sp-notice", Notice);
 
+/** Says that a view is at work, or that it has done one thing more. */
+export function busy(view, is) {
+  view.setAttribute("aria-busy", String(is));
+  if (!is) view.dataset.done = Number(view.dataset.done || 0) + 1;
+}
+
 let serial = 0;
 
 /** A label and what it labels. */

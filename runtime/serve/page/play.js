@@ -1,7 +1,7 @@
 // Play: a text as it is written, token by token, with what speculation did for each.
 
 import { AskError, stream } from "./api.js";
-import { h, number, say } from "./dom.js";
+import { busy, h, number, say } from "./dom.js";
 import { layOut } from "./play-layout.js";
 import { SettingError, request } from "./settings.js";
 import { TokenStream } from "./tokens.js";
@@ -173,8 +173,7 @@ export class Play extends HTMLElement {
   }
 
   busy(is) {
-    this.setAttribute("aria-busy", String(is));
-    if (!is) this.dataset.texts = Number(this.dataset.texts || 0) + 1;
+    busy(this, is);
     this.run.disabled = is;
     this.stop.disabled = !is;
   }

@@ -1,7 +1,7 @@
 // Race: the same prompt with and without speculation, in turns on one engine, each with its clock.
 
 import { AskError, stream } from "./api.js";
-import { field, h, number, say } from "./dom.js";
+import { busy, field, h, number, say } from "./dom.js";
 import { Counts } from "./tokens.js";
 
 const LANES = [
@@ -175,7 +175,7 @@ export class Race extends HTMLElement {
   async run() {
     if (this.controller) return;
     this.controller = new AbortController();
-    this.setAttribute("aria-busy", "true");
+    busy(this, true);
     this.go.disabled = true;
     this.stop.disabled = false;
     this.notice.show("");
@@ -203,7 +203,7 @@ export class Race extends HTMLElement {
       this.controller = null;
       this.go.disabled = false;
       this.stop.disabled = true;
-      this.setAttribute("aria-busy", "false");
+      busy(this, false);
     }
   }
 

@@ -132,7 +132,7 @@ def test_a_reload_shows_the_whole_text_and_goes_on(page: Watched, server: Runnin
     page.page.reload()
     page.page.wait_for_selector("sp-play .t >> nth=40")
     assert page.shown()["text"].startswith(before[:100])
-    page.page.wait_for_selector("sp-play[data-texts='1']", timeout=120_000)
+    page.wait_done("play", 1)
     shown = page.shown()
     exact = server.post(
         "/v1/completions", prompt="class Tree:\n", max_tokens=900, seed=11, ignore_eos=True, temperature=0.5

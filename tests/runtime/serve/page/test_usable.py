@@ -35,17 +35,13 @@ def fill_views(page: Watched) -> None:
     page.play(prompt="class Stack:\n    def push(self", drafter="lookup+model", max_tokens="60")
     page.open("race")
     page.page.get_by_role("spinbutton", name="Turns").fill("1")
-    page.page.click("sp-race button.main")
-    page.page.wait_for_selector("sp-race table")
-    page.idle("race")
+    page.press("race", "Race")
     page.open("compare")
-    page.page.click("text=Write both")
-    page.idle("compare")
+    page.press("compare", "Write both")
     page.page.get_by_label("Your text", exact=True).first.fill(
         "def add(a, b):\n    return a + b\n\n\nclass Queue:\n    pass\n"
     )
-    page.page.click("text=Read with both")
-    page.page.wait_for_selector("sp-compare .strip svg")
+    page.press("compare", "Read with both")
     page.open("runs")
     for name in ("int8", "nf4"):
         page.page.get_by_label(f"Choose {name}").check()
@@ -94,7 +90,7 @@ def test_everything_goes_by_keyboard_alone(page_with_original: Watched) -> None:
     keys.press("Control+a")
     keys.type("def f(x):")
     keys.press("Control+Enter")
-    page.page.wait_for_selector("sp-play[data-texts='1']")
+    page.wait_done("play", 1)
     to("sp-play .t")
     keys.press("ArrowRight")
     keys.press("ArrowRight")
@@ -117,7 +113,7 @@ def test_everything_goes_by_keyboard_alone(page_with_original: Watched) -> None:
     keys.press("Tab")
     assert page.look("() => document.activeElement.textContent") == "Stop"
     keys.press("Enter")
-    page.page.wait_for_selector("sp-play[data-texts='2']")
+    page.wait_done("play", 2)
 
     for view, button in (("race", "sp-race button.main"), ("compare", "sp-compare button.main")):
         page.page.evaluate("() => document.activeElement.blur()")
@@ -125,8 +121,7 @@ def test_everything_goes_by_keyboard_alone(page_with_original: Watched) -> None:
         keys.press("Enter")
         to(button)
         keys.press("Enter")
-        page.page.wait_for_selector(f"sp-{view}[aria-busy=true]", state="attached")
-        page.idle(view)
+        page.wait_done(view, 1)
         assert page.page.locator(f"sp-{view} .result").first.inner_text()
     page.page.evaluate("() => document.activeElement.blur()")
     to("nav a[href='#runs']")
@@ -196,5 +191,5 @@ def test_a_server_that_is_gone_or_starts_again_is_told_in_a_sentence(
             page.page.wait_for_selector("sp-server sp-notice", state="hidden")
             page.open("play")
             page.page.get_by_role("button", name="Go on").click()
-            page.page.wait_for_selector("sp-play[data-texts='2']", timeout=60_000)
+            page.wait_done("play", 2)
             assert page.shown()["tokens"] == 900 and page.shown()["text"].startswith(before)
