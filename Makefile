@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-paths test-slow bench lint map format peers compressors clients soak llama-server clean
+.PHONY: demo test test-paths test-slow test-page bench lint map format peers compressors clients soak llama-server clean
 
 demo: .venv/installed
 	$(BIN)/specpress compress --recipe nf4 --out runs/nf4 --force
@@ -28,6 +28,20 @@ test-paths: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+# The page in the system's Chromium, every test of it: minutes. axe-core is for these tests alone, from npm.
+AXE ?= axe-core@4.14.1
+test-page: .venv/installed
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then \
+		echo "test-page: skipped, there is no Chromium here"; \
+	else \
+		$(MAKE) --no-print-directory .axe/package/axe.min.js \
+		&& $(BIN)/python -m pytest -m "" tests/runtime/serve/page; \
+	fi
+
+.axe/package/axe.min.js:
+	mkdir -p .axe
+	cd .axe && npm pack --silent $(AXE) && tar -xzf axe-core-*.tgz
 
 # Speed of the kernels and of whole forwards, beside what the memory gives: minutes, on a quiet machine.
 bench: .venv/installed
@@ -57,7 +71,7 @@ NATIVE := $(wildcard runtime/native/*.cpp runtime/native/*.h)
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps triton==3.6.0
-	$(PIP) --editable ".[hf,bnb,data,dev]"
+	$(PIP) --editable ".[hf,bnb,data,dev,page-test]"
 	@touch $@
 
 # llama.cpp, OpenVINO and the like, for examples/compare: their versions contradict ours, so they have an

@@ -74,6 +74,13 @@ class Running:
             assert time.monotonic() < end and self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
 
+    def wait_models(self, count: int, seconds: float = START) -> None:
+        """Until so many models are served: the server is ready when the first of them is."""
+        end = time.monotonic() + seconds
+        while len(self.ask("GET", "/v1/models").json()["data"]) < count:
+            assert time.monotonic() < end and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
     def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
         """The engine's figures, once no text runs."""
         end = time.monotonic() + seconds

@@ -23,6 +23,7 @@ from runtime.serve.completions import Completion, plan_top
 from runtime.serve.errors import ApiError, invalid, unavailable
 from runtime.serve.models import Models, Served
 from runtime.serve.openapi import described
+from runtime.serve.page_routes import PageRoutes
 from runtime.serve.plan import Plan, Structured, Wanted, make_plan, structure_of, token_prompts
 from runtime.serve.protocol import (
     Common,
@@ -34,7 +35,7 @@ from runtime.serve.protocol import (
 from runtime.serve.responses import Answer, as_chat
 from runtime.serve.responses_protocol import ResponsesRequest
 from runtime.serve.run import ClientGone, Run, unless_gone
-from runtime.serve.settings import Limits, ModelSettings
+from runtime.serve.settings import Limits, ModelSettings, PageSettings
 from runtime.serve.sse import EventStream
 from runtime.serve.templates import chat_messages, chat_tools, render, response_messages
 from runtime.serve.tools import held
@@ -48,8 +49,11 @@ Endpoint = Callable[..., Awaitable[Response]]
 class Service:
     """What the endpoints share. `draining`: nothing new is taken on."""
 
-    def __init__(self, models: Models, registry: metrics.Registry, limits: Limits, base: ModelSettings) -> None:
+    def __init__(
+        self, models: Models, registry: metrics.Registry, limits: Limits, base: ModelSettings, page: PageSettings
+    ) -> None:
         self.models, self.registry, self.limits, self._base = models, registry, limits, base
+        self._page = PageRoutes(models, page, VERSION)
         self.draining = False
 
     def app(self) -> FastAPI:
@@ -79,6 +83,7 @@ class Service:
         )
         for path, endpoint in gets:
             app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        self._page.add_to(app, self._read)
         app.add_exception_handler(ApiError, api_error)
         app.add_exception_handler(HTTPException, http_error)
         app.add_exception_handler(ClientDisconnect, client_gone)

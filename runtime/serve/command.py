@@ -9,10 +9,11 @@ import typer
 
 from runtime.cli import takes
 from runtime.errors import UserError
-from runtime.serve.settings import Access, Limits, ModelSettings
+from runtime.serve.settings import Access, Limits, ModelSettings, PageSettings
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+ORIGINAL = "original"  # what --original is called
 _GENERIC = ("model",)  # folder names that say nothing: then the run folder above is the name
 
 
@@ -71,6 +72,16 @@ class ServeOptions:
         typer.Option(min=1, help="Pages of 64 tokens for keys and values.", show_default="a quarter of free memory"),
     ] = None
     kv: Annotated[str, typer.Option(help="Keys and values: auto, float32, float16 (GPUs), int8 or int4.")] = "auto"
+    runs: Annotated[
+        Path | None, typer.Option(help="A folder of runs and sweeps, which the page lists.", show_default=False)
+    ] = None
+    original: Annotated[
+        str | None,
+        typer.Option(
+            help="The model before it was compressed, served beside it as `original`: the page compares the two.",
+            show_default=False,
+        ),
+    ] = None
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file in place of the tokenizer's own.")] = None
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running texts have at SIGTERM.")] = 30.0
     stall: Annotated[float, typer.Option(min=2, help="Seconds of an engine's silence before it is restarted.")] = 10.0
@@ -108,7 +119,7 @@ def serve(options: ServeOptions) -> None:
     limits = Limits(
         options.max_queued, options.max_queued_tokens, options.max_body, options.drain, options.stall, options.lenient
     )
-    run(model_settings(options), access, limits, template)
+    run(model_settings(options), access, limits, template, page_settings(options))
 
 
 app.command()(serve)
@@ -140,7 +151,18 @@ def model_settings(options: ServeOptions) -> list[ModelSettings]:
             )
         else:
             found[name] = replace(first, name=name, path=path, draft=None, drafter=None, corpus=None)
+    if options.original is not None and first is not None:
+        if ORIGINAL in found:
+            raise UserError(f"--target: {ORIGINAL!r} is the name of --original; name the target with NAME=PATH")
+        found[ORIGINAL] = replace(first, name=ORIGINAL, path=options.original, draft=None, drafter=None, corpus=None)
     return list(found.values())
+
+
+def page_settings(options: ServeOptions) -> PageSettings:
+    """What the page shows. Raises UserError for a folder of runs that is none."""
+    if options.runs is not None and not options.runs.is_dir():
+        raise UserError(f"--runs: {options.runs} is no folder; give the one that holds the runs")
+    return PageSettings(options.runs, None if options.original is None else ORIGINAL)
 
 
 def require_packages() -> None:

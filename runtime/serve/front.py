@@ -38,6 +38,7 @@ class Front:
         self.restarts = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._pieces: dict[int, asyncio.Future[bytes]] = {}
         self._held: list[Flight] = []  # wait for the engine, or for a suspect to end
         self._suspect: Flight | None = None
         self._failures = 0
@@ -88,6 +89,18 @@ class Front:
             self._tell(("cancel", flight.id))
         self._end(flight, "cancelled")
 
+    async def logits(self, tokens: list[int], first: int, count: int) -> bytes:
+        """float32 logits after count tokens of a text from the first on: see scoring.Scoring. Raises ApiError."""
+        if self.state != "ready":
+            raise unavailable("an engine is starting", "engine_down", 5)
+        id_, self._next = self._next, self._next + 1
+        piece = self._pieces[id_] = asyncio.get_running_loop().create_future()
+        self._tell(("logits", id_, tokens, first, count))
+        try:
+            return await piece
+        finally:
+            del self._pieces[id_]
+
     def tick(self) -> None:
         """Once a second: looks whether the process still speaks, and rings for streams that have been silent."""
         now = time.monotonic()
@@ -107,6 +120,7 @@ class Front:
         self.state = "closed"
         if self._revival is not None:
             self._revival.cancel()
+        self._no_pieces(unavailable("the server is shutting down", "draining", 5))
         for flight in list(self.flights.values()):
             self._fail(flight, unavailable("the server is shutting down", "draining", 5))
         link, self._link = self._link, None
@@ -134,6 +148,8 @@ class Front:
                 self._accepted(message[1])
             elif kind == "refused":
                 self._refused(message[1], message[2])
+            elif kind == "piece":
+                self._piece(message[1], message[2])
             elif kind == "ready":
                 self._loaded(message[1])
             elif kind == "failed" and self._ready is not None and not self._ready.done():
@@ -159,6 +175,19 @@ class Front:
         flight = self.flights.get(id_)
         if flight is not None:
             self._fail(flight, failed() if why is None else refused(UserError(why)))
+
+    def _piece(self, id_: int, logits: bytes | None) -> None:
+        waiting = self._pieces.get(id_)
+        if waiting is not None and not waiting.done():
+            if logits is None:
+                waiting.set_exception(failed())
+            else:
+                waiting.set_result(logits)
+
+    def _no_pieces(self, error: ApiError) -> None:
+        for waiting in self._pieces.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
     def _round(self, message: Message) -> None:
         _, events, counts, now = message
@@ -236,6 +265,7 @@ class Front:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(UserError("the engine's process died while it loaded the model"))
             return
+        self._no_pieces(unavailable("the engine died while it read the text: ask again", "engine_down", 5))
         self.restarts += 1
         self._listener.restarted()
         self.state = "restarting"

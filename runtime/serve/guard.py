@@ -15,7 +15,9 @@ from runtime.serve.settings import Access
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-OPEN = ("/health",)
+# The page and its files ask for the key themselves; a report's address brings a ticket in its place.
+OPEN = ("/health", "/", "/run-report")
+OPEN_FOLDER = "/page/"
 SHORTEST_KEY = 8
 
 
@@ -71,7 +73,7 @@ class Guard:
             )
         if path.startswith("/admin/"):
             self._check_admin(scope, headers)
-        elif self._keys and path not in OPEN and scope["method"] != "OPTIONS":
+        elif self._keys and not _is_open(path) and scope["method"] != "OPTIONS":
             _require(self._keys, headers)
 
     def _check_admin(self, scope: Any, headers: dict[str, str]) -> None:
@@ -97,6 +99,11 @@ class Guard:
         except ValueError:
             return False
         return True
+
+
+def _is_open(path: str) -> bool:
+    """Whether nobody is asked for a key."""
+    return path in OPEN or path.startswith(OPEN_FOLDER)
 
 
 def is_loopback(host: str) -> bool:

@@ -186,6 +186,13 @@ class DetokenizeRequest(Strict):
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
+class CompareRequest(Strict):
+    """`POST /compare`, for the page: a text on which a model's predictions are compared with the original's."""
+
+    model: str | None = None
+    text: Text
+
+
 class LoadRequest(Strict):
     """`POST /admin/models/load`: a further model, or another one under a name that is served already."""
 

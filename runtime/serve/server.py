@@ -20,7 +20,7 @@ from runtime.serve.errors import invalid
 from runtime.serve.guard import Guard
 from runtime.serve.metrics import Registry
 from runtime.serve.models import Models
-from runtime.serve.settings import Access, Limits, ModelSettings
+from runtime.serve.settings import Access, Limits, ModelSettings, PageSettings
 
 _TICK = 1.0  # seconds
 
@@ -132,22 +132,29 @@ def listening(access: Access) -> socket.socket:
     return end
 
 
-def run(models: Sequence[ModelSettings], access: Access, limits: Limits, template: str | None) -> None:
+def run(
+    models: Sequence[ModelSettings], access: Access, limits: Limits, template: str | None, page: PageSettings
+) -> None:
     """Serves until it is told to stop. Raises UserError where a model cannot be loaded, or the address not be had."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     end = listening(access)
     try:
-        asyncio.run(_serve(end, models, access, limits, template))
+        asyncio.run(_serve(end, models, access, limits, template, page))
     finally:
         end.close()
 
 
 async def _serve(
-    end: socket.socket, settings: Sequence[ModelSettings], access: Access, limits: Limits, template: str | None
+    end: socket.socket,
+    settings: Sequence[ModelSettings],
+    access: Access,
+    limits: Limits,
+    template: str | None,
+    page: PageSettings,
 ) -> None:
     registry = Registry()
     models = Models(registry, limits, template)
-    service = Service(models, registry, limits, settings[0])
+    service = Service(models, registry, limits, settings[0], page)
     config = uvicorn.Config(
         Guard(service.app(), access),
         http=Protocol,

@@ -1,6 +1,7 @@
 """What a server is told when it starts: its models, and how much it takes on."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,15 @@ class Access:
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PageSettings:
+    """What the page shows beside the models.
+
+    runs      folder whose runs and sweeps are listed; None: none are.
+    original  name of the model that the others are compared with; None: there is none.
+    """
+
+    runs: Path | None = None
+    original: str | None = None

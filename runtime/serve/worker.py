@@ -4,6 +4,7 @@ From the server come
 
     ("add", id, asked)      a text to write: the fields that `requested` reads
     ("cancel", id)          a text that nobody wants any more
+    ("logits", id, tokens, first, count)  the logits of a given text, a piece of it
 
 and to it go
 
@@ -12,6 +13,7 @@ and to it go
     ("ready", about)        what the server has to know of the model
     ("accepted", id)        the engine has the request
     ("refused", id, why)    it never will; why: None for a bug, which the process has told on standard error
+    ("piece", id, logits)   bytes of float32; None where a bug came in between, which standard error tells
     ("round", events, counts, when)  an event for each text that gained tokens or ended: (id, tokens, details, end);
                             `when` by the clock that both processes read
 """
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from runtime.engine.engine import Engine
     from runtime.engine.metrics import Metrics
     from runtime.model.load import Model
+    from runtime.serve.scoring import Scoring
     from runtime.speculative.draft import Request
 
 BEAT = 1.0  # seconds
@@ -75,6 +78,7 @@ def _beats(channel: Channel, stop: threading.Event) -> None:
 
 def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
     from runtime.serve.engines import opened
+    from runtime.serve.scoring import Scoring
 
     try:
         model, engine, about = opened(settings)
@@ -90,14 +94,14 @@ def _load(channel: Channel, settings: ModelSettings) -> "Worker | None":
     gc.collect()
     gc.freeze()
     channel.send(("ready", about))
-    return Worker(channel, model, engine)
+    return Worker(channel, model, engine, Scoring(model, settings.kv))
 
 
 class Worker:
     """The engine and the texts that it writes. `sent` counts the tokens of each that the server knows."""
 
-    def __init__(self, channel: Channel, model: "Model", engine: "Engine") -> None:
-        self._channel, self._model, self._engine = channel, model, engine
+    def __init__(self, channel: Channel, model: "Model", engine: "Engine", scoring: "Scoring") -> None:
+        self._channel, self._model, self._engine, self._scoring = channel, model, engine, scoring
         self._live: dict[int, tuple[Request, Metrics]] = {}
         self._sent: dict[int, int] = {}
         self._told: dict[int, int] = {}  # of rounds
@@ -143,6 +147,8 @@ class Worker:
                 self._add(id_, asked, None)
             else:
                 self._compiled.append((id_, asked, self._pool.submit(self._compile, asked["structure"])))
+        elif kind == "logits":
+            self._read(*message[1:])
         elif kind == "cancel":
             waiting = [entry for entry in self._compiled if entry[0] == id_]
             for entry in waiting:
@@ -152,6 +158,14 @@ class Worker:
                 self._engine.cancel(request)
                 ended = self._ended(request, "cancelled")
                 self._channel.send(("round", [ended], tuple(self._engine.counts()), time.monotonic()))
+
+    def _read(self, id_: int, tokens: list[int], first: int, count: int) -> None:
+        try:
+            piece = self._scoring.piece(tokens, first, count)
+        except Exception as error:
+            _log(error)
+            piece = None
+        self._channel.send(("piece", id_, piece))
 
     def _compile(self, structure: tuple[str, str, str]) -> Any:
         """The grammar of a structure, in a thread of its own: the engine's rounds go on meanwhile."""

@@ -35,9 +35,12 @@ def _auth(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_all_but_health_needs_a_key(guarded: Running) -> None:
-    assert guarded.ask("GET", "/health").status == 200
-    for path in ("/v1/models", "/metrics", "/ready", "/openapi.json"):
+def test_all_but_health_and_the_page_itself_needs_a_key(guarded: Running) -> None:
+    for path in ("/health", "/", "/page/main.js"):
+        assert guarded.ask("GET", path).status == 200
+    assert guarded.ask("GET", "/run-report?name=a&ticket=b").status == 403
+    assert guarded.ask("POST", "/compare", {"text": "a"}).status == guarded.ask("GET", "/runs").status == 401
+    for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/page-data"):
         assert guarded.ask("GET", path).status == 401
         assert guarded.ask("GET", path, headers=_auth("a-key-of-our")).status == 401
         assert guarded.ask("GET", path, headers={"Authorization": KEY}).status == 401

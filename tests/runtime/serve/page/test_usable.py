@@ -1,0 +1,195 @@
+"""By keyboard alone, by axe-core's rules, without long tasks, and with a sentence where something is missing."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browsing import Watched, tab
+from tests.serving import Running, running
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.page
+AXE = Path(__file__).parents[4] / ".axe" / "package" / "axe.min.js"
+_LONG_TASKS = """
+  window.longest = 0;
+  new PerformanceObserver((list) => {
+    for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
+  }).observe({ type: "longtask", buffered: true });
+"""
+
+
+_AXE_RUN = """() => axe.run(document, { iframes: false, rules: { "focus-order-semantics": { enabled: true } } })
+  .then(({ passes, violations }) =>
+    [passes.length, violations.map((one) => [one.id, one.nodes.map((node) => node.html)])])
+"""
+
+
+def fill_views(page: Watched) -> None:
+    """Has every view show something."""
+    page.open("play")
+    page.play(prompt="class Stack:\n    def push(self", drafter="lookup+model", max_tokens="60")
+    page.open("race")
+    page.page.get_by_role("spinbutton", name="Turns").fill("1")
+    page.press("race", "Race")
+    page.open("compare")
+    page.press("compare", "Write both")
+    page.page.get_by_label("Your text", exact=True).first.fill(
+        "def add(a, b):\n    return a + b\n\n\nclass Queue:\n    pass\n"
+    )
+    page.press("compare", "Read with both")
+    page.open("runs")
+    for name in ("int8", "nf4"):
+        page.page.get_by_label(f"Choose {name}").check()
+    page.page.wait_for_selector("sp-runs iframe >> nth=1")
+    page.open("server")
+    page.page.wait_for_timeout(2500)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_axe_core_finds_nothing_in_any_view(browser: "Browser", served: Running, scheme: str, width: int) -> None:
+    if not AXE.is_file():
+        pytest.skip("axe-core is not here: make test-page fetches it")
+    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
+    with tab(browser, served.address, **options) as page:
+        fill_views(page)
+        for view in ("play", "race", "compare", "runs", "server"):
+            page.open(view)
+            if view == "play":
+                page.page.locator("sp-play .t.accepted").first.focus()
+            page.page.evaluate(AXE.read_text())
+            found = page.page.evaluate(_AXE_RUN)
+            assert found[0] > 15 and found[1] == [], f"{view}: {json.dumps(found[1], indent=1)[:3000]}"
+            assert page.look("() => document.documentElement.scrollWidth <= innerWidth"), (
+                f"{view} is wider than {width}"
+            )
+        assert page.errors == []
+        # And it would find what is wrong.
+        page.look("() => document.querySelector('sp-server h1').append(document.createElement('button'))")
+        assert "button-name" in [name for name, _ in page.page.evaluate(_AXE_RUN)[1]]
+
+
+def test_everything_goes_by_keyboard_alone(page_with_original: Watched) -> None:
+    page = page_with_original.open("play")
+    keys = page.page.keyboard
+
+    def to(selector: str) -> None:
+        """Presses Tab until the focus is there."""
+        for _ in range(120):
+            if page.look("([wanted]) => document.activeElement.matches(wanted)", selector):
+                return
+            keys.press("Tab")
+        raise AssertionError(f"Tab does not reach {selector}")
+
+    to("#prompt")
+    keys.press("Control+a")
+    keys.type("def f(x):")
+    keys.press("Control+Enter")
+    page.wait_done("play", 1)
+    to("sp-play .t")
+    keys.press("ArrowRight")
+    keys.press("ArrowRight")
+    card = page.page.locator("sp-play .card")
+    assert card.is_visible() and "logprob" in card.inner_text() and "ms, of which" in card.inner_text()
+    assert card.locator("tr").count() >= 5 and "round " in card.inner_text()
+    assert page.look("() => document.activeElement.place") == 2
+    keys.press("Escape")
+    assert not card.is_visible()
+    keys.press("End")
+    assert page.look("() => document.activeElement.place") == page.shown()["tokens"] - 1
+    to("sp-settings [name=max_tokens]")
+    keys.press("Control+a")
+    keys.type("900")
+    to("sp-settings [name=ignore_eos]")
+    keys.press("Space")
+    page.page.evaluate("() => document.activeElement.blur()")
+    to("sp-play button.main")
+    keys.press("Enter")
+    keys.press("Tab")
+    assert page.look("() => document.activeElement.textContent") == "Stop"
+    keys.press("Enter")
+    page.wait_done("play", 2)
+
+    for view, button in (("race", "sp-race button.main"), ("compare", "sp-compare button.main")):
+        page.page.evaluate("() => document.activeElement.blur()")
+        to(f"nav a[href='#{view}']")
+        keys.press("Enter")
+        to(button)
+        keys.press("Enter")
+        page.wait_done(view, 1)
+        assert page.page.locator(f"sp-{view} .result").first.inner_text()
+    page.page.evaluate("() => document.activeElement.blur()")
+    to("nav a[href='#runs']")
+    keys.press("Enter")
+    page.page.wait_for_selector("sp-runs table")
+    to("sp-runs [data-key=speed]")
+    keys.press("Enter")
+    assert page.look("() => document.activeElement.closest('th').getAttribute('aria-sort')") == "ascending"
+    to("sp-runs tbody input")
+    keys.press("Space")
+    page.page.wait_for_selector("sp-runs iframe")
+    page.page.evaluate("() => document.activeElement.blur()")
+    to("sp-runs svg a")
+    keys.press("Enter")
+    page.page.evaluate("() => document.activeElement.blur()")
+    to("nav a[href='#server']")
+    keys.press("Enter")
+    page.page.wait_for_selector("sp-server:not([hidden])")
+
+
+def test_no_task_takes_long_while_a_text_is_written_fast(page: Watched) -> None:
+    page.page.add_init_script(_LONG_TASKS)
+    page.open("play")
+    page.look("() => { window.longest = 0; }")
+    shown = page.play(prompt="a = 1\n" * 20, temperature="0", max_tokens="800", ignore_eos="1", drafter="lookup")
+    assert shown["tokens"] == 800
+    assert page.look("() => window.longest") <= 100, (shown["stats"], page.look("() => window.longest"))
+    page.look("() => setTimeout(() => { const end = performance.now() + 150; while (performance.now() < end); })")
+    page.page.wait_for_timeout(500)
+    assert page.look("() => window.longest") > 100
+
+
+def test_a_server_that_is_gone_or_starts_again_is_told_in_a_sentence(
+    browser: "Browser", tmp_path: Path, pair: tuple[Path, Path], runs: Path
+) -> None:
+    copy = tmp_path / "runs"
+    shutil.copytree(runs, copy)
+    (copy / "foreign").mkdir()
+    (copy / "foreign" / "report.json").write_text('{"schema": 2, "size": [1], "recipe": "<b>"}')
+    (copy / "broken").mkdir()
+    (copy / "broken" / "report.json").write_text("{")
+    options = ("--drafter", "none", "--threads", "1", "--runs", str(copy))
+    with tab(browser, "") as page:
+        with running(tmp_path / "one", [f"pair={pair[0]}"], *options) as server:
+            page.address, port = server.address, server.port
+            page.open("runs")
+            page.page.wait_for_selector("text=report.json is not a report of Specpress")
+            page.page.wait_for_selector("text=broken/report.json is not valid JSON")
+            page.page.get_by_label("Choose int8").check()
+            page.page.wait_for_selector("sp-runs iframe")
+            shutil.rmtree(copy / "nf4")
+            page.page.get_by_label("Choose nf4").check()
+            page.page.wait_for_selector("text=nf4: there is no run of this name any more")
+            page.open("play")
+            page.fill(max_tokens="900", ignore_eos="1", seed="3")
+            page.page.click("sp-play button.main")
+            page.page.wait_for_selector("sp-play .t >> nth=20")
+            server.process.kill()
+            page.page.wait_for_selector("text=the text so far stays")
+            assert page.shown()["tokens"] > 20
+            before = page.shown()["text"]
+        page.open("runs")
+        page.page.wait_for_selector("sp-runs >> text=The server does not answer")
+        page.open("server")
+        page.page.wait_for_selector("sp-server >> text=The server does not answer")
+        with running(tmp_path / "two", [f"pair={pair[0]}"], *options, "--port", str(port)):
+            page.page.wait_for_selector("sp-server sp-notice", state="hidden")
+            page.open("play")
+            page.page.get_by_role("button", name="Go on").click()
+            page.wait_done("play", 2)
+            assert page.shown()["tokens"] == 900 and page.shown()["text"].startswith(before)
