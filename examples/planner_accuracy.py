@@ -11,10 +11,12 @@ and the errors' median and worst.
 import argparse
 import random
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +32,7 @@ from runtime.bench.jobs import random_items
 from runtime.bench.oracle import OracleDrafter
 from runtime.bench.random_models import SHAPES, write_shape
 from runtime.bench.random_tokenizer import write_tokenizer
+from runtime.bench.speculate import Item
 from runtime.checkpoints.open import open_checkpoint
 from runtime.engine.metrics import Metrics
 from runtime.model.load import Model
@@ -74,7 +77,7 @@ def study(original: Model, draft: Model, asked: argparse.Namespace) -> None:
         model = made()
         assert model is not None
         # The original beside it says how fast the machine is now against when the basis was taken.
-        own, (took,) = forwards.beside(original, [lambda found=model: found], text[:128])
+        own, (took,) = forwards.beside(original, [partial(_itself, model)], text[:128])
         assert took is not None
         pace_now = median(own[width] / known_own(known, units)[width] for width in WIDTHS)
         predicted = known.forward(units, assignment)
@@ -83,6 +86,10 @@ def study(original: Model, draft: Model, asked: argparse.Namespace) -> None:
         )
         del model
     show(rows, basis_seconds, asked)
+
+
+def _itself(model: Model) -> Model:
+    return model
 
 
 def known_own(known: Costs, units: tuple[Unit, ...]) -> dict[int, float]:
@@ -96,7 +103,7 @@ def drawn(units: tuple[Unit, ...], generator: random.Random) -> Assignment:
     }
 
 
-def oracle_runs(model: Model, draft: Model, items, asked: argparse.Namespace) -> list[Metrics]:
+def oracle_runs(model: Model, draft: Model, items: Sequence[Item], asked: argparse.Namespace) -> list[Metrics]:
     """What decoding with the oracle counted."""
     plain = Speculator(model)
     texts = {
@@ -110,7 +117,9 @@ def oracle_runs(model: Model, draft: Model, items, asked: argparse.Namespace) ->
     ]
 
 
-def oracle_beside(short: Model, rounds: dict[int, float], draft: Model, items, asked: argparse.Namespace) -> float:
+def oracle_beside(
+    short: Model, rounds: dict[int, float], draft: Model, items: Sequence[Item], asked: argparse.Namespace
+) -> float:
     """Milliseconds of a round that the oracle costs beside drafting, as acceptance.beside has it."""
     over, more = {width: spent / rounds[1] for width, spent in rounds.items()}, []
     for one in oracle_runs(short, draft, items, asked):
@@ -120,7 +129,7 @@ def oracle_beside(short: Model, rounds: dict[int, float], draft: Model, items, a
 
 
 def speculative(
-    model: Model, draft: Model, items, rounds: dict[int, float], more: float, asked: argparse.Namespace
+    model: Model, draft: Model, items: Sequence[Item], rounds: dict[int, float], more: float, asked: argparse.Namespace
 ) -> tuple[float, float]:
     """(predicted, measured) tokens a second with the oracle at γ."""
     found = oracle_runs(model, draft, items, asked)
@@ -133,7 +142,7 @@ def speculative(
     return 1e3 * sum(one.gained for one in found) / count / spent, median(rates)
 
 
-def show(rows, basis_seconds: float, asked: argparse.Namespace) -> None:
+def show(rows: Sequence[Any], basis_seconds: float, asked: argparse.Namespace) -> None:
     table = Table(
         title=f"{asked.shape}: predicted / measured, corrected for the machine's pace; {basis_seconds:.0f} s of basis"
     )

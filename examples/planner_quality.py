@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,7 @@ def chosen(units: Sequence[Unit], picks: Sequence[int]) -> Assignment:
     return {unit.name: unit.options[pick] for unit, pick in zip(units, picks, strict=True)}
 
 
-def settings(asked: argparse.Namespace) -> dict[str, object]:
+def settings(asked: argparse.Namespace) -> dict[str, Any]:
     return {"eval_tokens": asked.eval_tokens, "threads": asked.threads, "baselines": "none", "speed": False}
 
 
@@ -118,8 +119,8 @@ def kl(recipe: Recipe, out: Path, asked: argparse.Namespace) -> float:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """The correlation of ranks."""
-    ranks = [np.argsort(np.argsort(values)) for values in (x, y)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (x, y))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 if __name__ == "__main__":

@@ -76,9 +76,7 @@ def make(one: Predicted, known: Known, context: RunContext, folder: Path, text: 
     if disk != one.disk:
         raise ValueError(f"candidate {one.key}: expected {one.disk} bytes of weights, found {disk}")
     model = load(folder / "model", threads=context.threads)
-    parts = getattr(model.decoder, "parts", None)
-    if parts is None:
-        raise UserError("compress.best plans models that the own decoder runs, and this one runs through transformers")
+    decoder: Any = model.decoder
     return Measured(
         one.key,
         {name: str(option) for name, option in one.assignment.items()},
@@ -90,7 +88,7 @@ def make(one: Predicted, known: Known, context: RunContext, folder: Path, text: 
             "tokens_per_second": one.pace.tokens_per_second,
         },
         disk,
-        known.beside + weight_bytes(parts),
+        known.beside + weight_bytes(decoder.parts),
         (
             perplexity.compressed / perplexity.original - 1,
             None if perplexity.ci95 is None else perplexity.ci95.ratio[1] - 1,

@@ -14,27 +14,24 @@ Everything that was measured goes into a journal at once, so that the same comma
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compress.artifact import Artifact
-from compress.best import acceptance, around, candidates, contest, forwards, plan, quality
+from compress.best import around, candidates, contest, plan
 from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
 from compress.best.folder import BEST, CANDIDATES, discard, tidy
 from compress.best.journal import Journal
+from compress.best.original import drafts_of, know, prompts_of, text_before
 from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
 from compress.best.prepare import Ready, require_own_decoder
-from compress.best.quality import QualityModel
 from compress.best.question import Question
 from compress.best.space import OPTIONS, Assignment
 from compress.errors import UserError
-from compress.report.assemble import make_prompts
-from compress.report.pairing import Drafting
 from compress.report.size import weight_bytes as files_bytes
 from compress.report.timing import Work
 from runtime import load
-from runtime.model.layers import weight_bytes
 
 if TYPE_CHECKING:
     from runtime.model.load import Model
@@ -47,17 +44,16 @@ _LOWERED = (1.0, 0.9, 0.75, 0.6, 0.4, 0.2)
 _SHARE = 0.6
 # The next candidate must be predicted within this of the best that keeps all budgets.
 _CLOSE = 1.03
-_CONTEXT_TOKENS, _CONTEST_SECONDS = 128, 60.0
+_CONTEST_SECONDS = 60.0
 
 
 class Planner:
     """Works on one question; what it has measured lies in the journal."""
 
     def __init__(self, asked: Question, ready: Ready, journal: Journal):
-        self.asked, self.inputs, self.journal = asked, ready.inputs, journal
+        self.asked, self.ready, self.inputs, self.journal = asked, ready, ready.inputs, journal
         self.context, self.budgets = asked.context, asked.budgets
-        self.units, self.sizes = ready.units, ready.sizes
-        self.text: list[int] = ready.inputs.text.windows.calibration[0, :_CONTEXT_TOKENS].tolist()
+        self.text = text_before(ready.inputs)
         self.assignments: dict[str, Assignment] = {}
 
     def run(self) -> None:
@@ -65,7 +61,7 @@ class Planner:
         original = self._load(self.inputs.target.path)
         require_own_decoder(original)
         draft = None if self.inputs.draft is None else self._load(self.inputs.draft.path)
-        known = self._know(original, draft)
+        known = self._corrected(know(self.asked, self.ready, self.journal, original, draft))
         require_reachable(known, self.budgets, self._damage(known))
         self.journal.begin_search(self.asked.search())
         while not self.journal.search["done"] and (one := self._next(known)) is not None:
@@ -99,7 +95,7 @@ class Planner:
             plan.Plan(
                 self.inputs.target.name,
                 self.budgets,
-                self.units,
+                self.ready.units,
                 files_bytes(self.inputs.target.path),
                 tuple(self._measured()),
                 refused,
@@ -124,68 +120,6 @@ class Planner:
 
     def _load(self, path: Path) -> "Model":
         return load(path, threads=self.context.threads)
-
-    def _know(self, original: "Model", draft: "Model | None") -> Known:
-        """What is measured on the original, or was before, and what candidates have taught since."""
-        journal, progress, inputs = self.journal, self.context.progress, self.inputs
-        if not journal.damages:
-            found = quality.measure(
-                self._float_model(),
-                inputs.text.windows.calibration,
-                self.units,
-                inputs.structure.blocks_at,
-                progress,
-            )
-            journal.note(damages=[list(row) for row in found])
-        parts = getattr(original.decoder, "parts", None)
-        if parts is None:
-            raise UserError(
-                "compress.best plans models that the own decoder runs, and this one runs through transformers"
-            )
-        if not journal.costs:
-            timed = forwards.time_model(original, inputs.target.checkpoint, self.units, self.text, progress)
-            journal.note(costs=timed.to_dict())
-        times = Costs.from_dict(journal.costs)
-        if not journal.drafts:
-            drafting = Drafting(original, draft, threads=self.context.threads)
-            prompts = self._prompts(original)
-            drafts = acceptance.measure(drafting, prompts, self.context.new_tokens, progress)
-            short, rounds = forwards.shortest(original, inputs.target.checkpoint, self.units, times)
-            more = acceptance.beside(replace(drafting, target=short), [one.drafter for one in drafts], prompts, rounds)
-            drafts = [replace(one, beside=more[one.drafter]) for one in drafts]
-            journal.note(drafts=[acceptance.to_dict(one) for one in drafts])
-        tokens = self.asked.tokens * self.asked.batch
-        beside = original.decoder.new_cache().bytes_per_token() * tokens
-        if draft is not None:
-            draft_parts = getattr(draft.decoder, "parts", None)
-            held = files_bytes(draft.path) if draft_parts is None else weight_bytes(draft_parts)
-            beside += held + draft.decoder.new_cache().bytes_per_token() * tokens
-        damages = tuple(tuple(row) for row in journal.damages)
-        return self._corrected(
-            Known(
-                self.units,
-                self.sizes,
-                times,
-                self._drafts(),
-                QualityModel(damages, self.units),
-                beside,
-            )
-        )
-
-    def _drafts(self) -> tuple[acceptance.Drafts, ...]:
-        return tuple(acceptance.from_dict(one) for one in self.journal.drafts)
-
-    def _float_model(self) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(
-            self.inputs.target.path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        ).eval()
-
-    def _prompts(self, model: "Model") -> list[list[int]]:
-        text = self.inputs.text
-        return make_prompts(text.corpus, model, text.windows, self.context.new_tokens, self.context.seed)
 
     def _measured(self) -> list[Measured]:
         return [Measured.from_dict(one) for one in self.journal.measured.values()]
@@ -266,8 +200,10 @@ class Planner:
         if self.journal.timed.get("between") != kept:
             finalists = {key: self._load(self.context.folder / CANDIDATES / key / "model") for key in kept}
             known = {one.key: one for one in self._measured()}
-            drafts = self._drafts()
-            work = Work(self._prompts(original), self.context.new_tokens, seconds=_CONTEST_SECONDS)
+            drafts = drafts_of(self.journal)
+            work = Work(
+                prompts_of(self.asked, self.inputs, original), self.context.new_tokens, seconds=_CONTEST_SECONDS
+            )
             found = contest.hold(
                 original,
                 finalists,
