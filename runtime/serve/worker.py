@@ -196,8 +196,7 @@ class Worker:
             _log(error)
             self._channel.send(("refused", id_, None))
             return
-        # Told with what comes next: woken now, the server would take a core from the round that reads the prompt.
-        self._channel.hold(("accepted", id_))
+        self._channel.send(("accepted", id_))
         self._live[id_] = (request, metrics)
         self._sent[id_] = len(request.tokens)
         self._told[id_] = 0

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="session")
+# Of a module, as the browser's client keeps an event loop running in this thread: asyncio.run of others would fail.
+@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
     """The system's Chromium; tests are skipped where there is none."""
     why = missing()
@@ -23,7 +24,7 @@ def browser() -> Iterator["Browser"]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(
     browser: "Browser", tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], runs: Path
 ) -> Iterator[Running]:
