@@ -93,18 +93,18 @@ class Planner:
         }
         plan.write(
             plan.Plan(
-                self.inputs.target.name,
-                self.budgets,
-                self.ready.units,
-                files_bytes(self.inputs.target.path),
-                tuple(self._measured()),
-                refused,
-                tuple(ways),
-                self.journal.first.get("ms", {}) if self.budgets.ttft is not None else {},
-                winner,
-                around.front(known, self.budgets, chosen.damage),
-                around.prices(known, self.budgets, chosen),
-                {
+                model=self.inputs.target.name,
+                budgets=self.budgets,
+                units=self.ready.units,
+                original_bytes=files_bytes(self.inputs.target.path),
+                measured=tuple(self._measured()),
+                refused=refused,
+                ways=tuple(ways),
+                first_ms=self.journal.first.get("ms", {}) if self.budgets.ttft is not None else {},
+                winner=winner,
+                front=around.front(known, self.budgets, chosen.damage),
+                prices=around.prices(known, self.budgets, chosen),
+                about={
                     "context": self.asked.tokens,
                     "batch": self.asked.batch,
                     "prompt_tokens": self.asked.prompt_tokens,
@@ -151,9 +151,7 @@ class Planner:
         measured = self._measured()
         kept = [one for one in measured if self._broken(one, None) is None]
         late = self.journal.seconds > 60 * self.asked.minutes * _SHARE
-        if len(kept) >= self.asked.wanted or len(measured) >= 3 * self.asked.wanted or (kept and late):
-            return None
-        if late and measured:
+        if len(kept) >= self.asked.wanted or len(measured) >= 3 * self.asked.wanted or (late and measured):
             return None
         damage = self._damage(known)
         bar = min((known.predict(self.assignments[one.key]).objective(self.budgets.goal) for one in kept), default=None)

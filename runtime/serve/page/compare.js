@@ -115,22 +115,28 @@ export class Compare extends HTMLElement {
 
   // Texts.
 
-  async texts() {
-    this.write.disabled = true;
+  /** Says in a view's place that something is being done, and does it; an error is told above. */
+  async during(button, place, sentence, work) {
+    button.disabled = true;
     busy(this, true);
-    say(this.verdict, "Both are writing.");
+    say(place, sentence);
     this.notice.show("");
     try {
-      const names = [this.state.data.original, this.state.about.name];
-      const found = await Promise.all(names.map((name) => this.text(name)));
-      this.showTexts(found);
+      await work();
     } catch (error) {
-      say(this.verdict, "");
+      say(place, "");
       this.failed(error);
     } finally {
-      this.write.disabled = false;
+      button.disabled = false;
       busy(this, false);
     }
+  }
+
+  texts() {
+    return this.during(this.write, this.verdict, "Both are writing.", async () => {
+      const names = [this.state.data.original, this.state.about.name];
+      this.showTexts(await Promise.all(names.map((name) => this.text(name))));
+    });
   }
 
   async text(model) {
@@ -181,21 +187,10 @@ export class Compare extends HTMLElement {
 
   // A text of one's own.
 
-  async divergences() {
-    this.read.disabled = true;
-    busy(this, true);
-    say(this.sum, "Both are reading.");
-    this.notice.show("");
-    try {
-      const found = await json("/compare", { model: this.state.about.name, text: this.own.value });
-      this.showDivergences(found);
-    } catch (error) {
-      say(this.sum, "");
-      this.failed(error);
-    } finally {
-      this.read.disabled = false;
-      busy(this, false);
-    }
+  divergences() {
+    return this.during(this.read, this.sum, "Both are reading.", async () => {
+      this.showDivergences(await json("/compare", { model: this.state.about.name, text: this.own.value }));
+    });
   }
 
   showDivergences(found) {

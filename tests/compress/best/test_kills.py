@@ -1,17 +1,14 @@
 """A plan that is killed, at whatever instant, goes on to the same plan and the same bytes."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.killing import drive
+
 Drive = Callable[..., dict[str, Any]]
 
 
@@ -19,7 +16,7 @@ Drive = Callable[..., dict[str, Any]]
 def killed(tiny: Callable[..., Path], tmp_path: Path) -> Drive:
     """`killed("size", chain=3)` is what the driver found."""
 
-    def drive(goal: str, wanted: int = 2, steps: int = 0, moments: int = 0, chain: int = 0) -> dict[str, Any]:
+    def run(goal: str, wanted: int = 2, steps: int = 0, moments: int = 0, chain: int = 0) -> dict[str, Any]:
         text, job = tmp_path / "code.txt", tmp_path / "job.json"
         drawn = random.Random(0)
         text.write_text(
@@ -27,19 +24,11 @@ def killed(tiny: Callable[..., Path], tmp_path: Path) -> Drive:
         )
         asked = {"goal": goal, "kl": 0.2, "wanted": wanted, "text": str(text)}
         points = {"steps": steps, "moments": moments, "chain": chain}
-        job.write_text(json.dumps({"model": str(tiny("llama")), "folder": str(tmp_path / "plans"), **asked, **points}))
         (tmp_path / "plans").mkdir()
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tests/compress/best/kill_driver.py"), str(job)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout) | {"errors": done.stderr}
-        return found
+        model = {"model": str(tiny("llama")), "folder": str(tmp_path / "plans")}
+        return drive("compress/best/kill_driver.py", job, {**model, **asked, **points})
 
-    return drive
+    return run
 
 
 def check(found: dict[str, Any], kills: int) -> None:

@@ -1,16 +1,14 @@
 """A run that is killed, at whatever instant, goes on to the same bytes."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.killing import drive
+
 INT4 = {"quantize": {"scheme": "int4", "group_size": 32}}
 # One recipe of each kind of stage.
 RECIPES: dict[str, dict[str, Any]] = {
@@ -38,24 +36,16 @@ RECIPES: dict[str, dict[str, Any]] = {
 def killed(tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`killed("calibrated", points=[3])` is what the driver found."""
 
-    def drive(name: str, points: list[int] | str, moments: int = 0) -> dict[str, Any]:
+    def run(name: str, points: list[int] | str, moments: int = 0) -> dict[str, Any]:
         recipe, text, job = (tmp_path / file for file in ("own.yaml", "code.txt", "job.json"))
         recipe.write_text(json.dumps(RECIPES[name]))
         text.write_text("\n".join(f"def double_{i}(value):\n    return value * {i % 17} + {i}" for i in range(300)))
         (tmp_path / "runs").mkdir()
         wanted = {"points": points, "random": moments, "seed": 0, "folder": str(tmp_path / "runs")}
-        job.write_text(json.dumps({"model": str(tiny("llama")), "recipe": str(recipe), "text": str(text), **wanted}))
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tests/compress/pipeline/kill_driver.py"), str(job)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout) | {"errors": done.stderr}
-        return found
+        asked = {"model": str(tiny("llama")), "recipe": str(recipe), "text": str(text), **wanted}
+        return drive("compress/pipeline/kill_driver.py", job, asked)
 
-    return drive
+    return run
 
 
 def check(found: dict[str, Any]) -> None:
