@@ -18,10 +18,15 @@ def test_play_shows_what_the_engine_counted_and_a_link_and_a_reload_give_the_tex
     page: Watched, server: Running
 ) -> None:
     page.open("play")
-    seed = str(random.randrange(2**31))
     asked = {"prompt": "class Stack:\n    def push(self", "max_tokens": "80", "temperature": "0.7"}
-    shown = same_counts(server, lambda: page.play(**asked, drafter="lookup+model", seed=seed))
-    assert shown["tokens"] == 80 and shown["accepted"] > 0 and shown["ghosts"] > 0 and shown["forced"] == 0
+    accepted = ghosts = texts = 0
+    # Where drafting does not pay on this machine the engine drafts again only now and then.
+    while not (accepted and ghosts) and texts < 40:
+        seed = str(random.randrange(2**31))
+        shown = same_counts(server, lambda: page.play(**asked, drafter="lookup+model", seed=seed))  # noqa: B023
+        assert shown["tokens"] == 80 and shown["forced"] == 0
+        accepted, ghosts, texts = accepted + shown["accepted"], ghosts + shown["ghosts"], texts + 1
+    assert accepted > 0 and ghosts > 0
     exact = server.post("/v1/completions", prompt=asked["prompt"], max_tokens=80, temperature=0.7, seed=int(seed))
     assert exact["choices"][0]["text"] == shown["text"]
     page.page.reload()
