@@ -31,9 +31,10 @@ from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
-from runtime.kernels.reference import quantize_rows, rms_norm
+from runtime.kernels.reference import capped, quantize_rows
+from runtime.model.layers import Attention
 from runtime.model.reference import BaseDecoder, LlamaDecoder
-from runtime.model.rotary import RotaryTable, frequencies
+from runtime.model.rotary import RotaryTables
 
 Kind = Literal["int8", "int4"]
 EXPONENTS = tuple(n / 8 for n in range(9))
@@ -109,38 +110,50 @@ class Heads:
 
 
 @torch.inference_mode()
-def attention_inputs(decoder: LlamaDecoder, windows: Tensor, config: Any) -> Iterator[Heads]:
+def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
     """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what each block's attention saw.
 
     Memory, in floats: of all windows the residual stream (W · L · hidden) and one layer's keys (W · L · kv_heads · d);
     of one window the activations of one block.
     """
     a = decoder.architecture
-    cos, sin = RotaryTable(config, torch.device("cpu")).at(torch.arange(windows.shape[1]))
-    stream = [decoder.embed(window) for window in windows]
+    places = torch.arange(windows.shape[1])
+    turns = decoder.turns(places)
+    stream = [decoder.embed(window, places) for window in windows]
     for block in decoder.parts.blocks:
         weights = block.attention
         keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
         seen = _visible(windows.shape[1], weights.window)
         for number, x in enumerate(stream):
-            normed = rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
-            q, k, v = decoder.project(normed, weights, cos, sin)
+            q, k, v = decoder.project(decoder.normed(x, block.input_norm), weights, turns)
             keys.append(k)
             grouped = q.view(len(q), a.kv_heads, -1, a.head_dim).transpose(0, 1).flatten(1, 2)
             moments += grouped.transpose(1, 2) @ grouped / (grouped.shape[1] * len(windows))
             highest = torch.maximum(highest, v.abs().amax((0, 2)))
-            mixed = scaled_dot_product_attention(
-                q.transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                attn_mask=seen,
-                is_causal=seen is None,
-                scale=a.head_dim**-0.5,
-                enable_gqa=True,
-            )
-            x = x + weights.out(mixed[0].transpose(0, 1).reshape(len(x), -1))
-            stream[number] = x + decoder.feed_forward(x, block)
+            mixed = _mixed(q, k, v, decoder, weights, seen)
+            out = weights.out(mixed.transpose(0, 1).reshape(len(x), -1))
+            after = decoder.add(x, out, block.attention_norm)
+            made = decoder.feed_forward(x if a.parallel else after, block)
+            stream[number] = decoder.add(after, made, block.output_norm)
         yield Heads(torch.cat(keys), moments, highest)
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:
+    """Attention (heads, T, d) of one window, in torch's own order of sums."""
+    a = decoder.architecture
+    q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+    if not (a.softcap or a.sinks):
+        how: dict[str, Any] = {"attn_mask": seen, "is_causal": seen is None, "scale": a.scaling, "enable_gqa": True}
+        return scaled_dot_product_attention(q[None], k[None], v[None], **how)[0]
+    per = a.heads // a.kv_heads
+    k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
+    scores = q @ k.transpose(1, 2) * a.scaling
+    scores = capped(scores, a.softcap) if a.softcap else scores
+    causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril() if seen is None else seen
+    scores = scores.masked_fill(~causal, float("-inf"))
+    if weights.sinks is not None:
+        scores = torch.cat((scores, weights.sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=2)
+    return torch.softmax(scores, dim=-1)[..., : k.shape[1]] @ v
 
 
 def _visible(length: int, window: int | None) -> Tensor | None:
@@ -205,12 +218,12 @@ def calibrate(
         )
     parts = loaded.decoder.parts
     if parts.embedding is None:  # the native kernels keep a tied table in their own layout
-        parts = replace(parts, embedding=open_checkpoint(path).tensor("model.embed_tokens.weight"))
+        parts = replace(parts, embedding=open_checkpoint(path).tensor(f"{a.names.embedding}.weight"))
     # The same layers, whose own calls leave queries and keys in sight.
     decoder = LlamaDecoder(a, loaded.config, parts, choose("reference", "cpu"))
-    rotated = 2 * len(frequencies(loaded.config)[0])
+    rotated = RotaryTables(loaded.config, a, torch.device("cpu")).width
     factors, key_scales, value_scales = [], [], []
-    for layer, heads in enumerate(attention_inputs(decoder, windows, loaded.config)):
+    for layer, heads in enumerate(attention_inputs(decoder, windows)):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "

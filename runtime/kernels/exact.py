@@ -21,6 +21,10 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_LOWEST, _EXP_HIGHEST = -87.3, 88.3
 
+# Hastings' coefficients, highest power first.
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+_ERF_STEP = 0.3275911
+
 # π / 2 in parts of 28 bits and a rest, so that k times a part is exact for k < 2^25 (Cody and Waite).
 _QUARTERS = tuple(map(float.fromhex, ("0x1.921fb54p+0", "0x1.10b461p-30", "0x1.a62633p-58", "0x1.45c06e0e68948p-86")))
 _TURN = 2.0 / math.pi
@@ -50,6 +54,17 @@ def sigmoid(x: Tensor) -> Tensor:
 def tanh(x: Tensor) -> Tensor:
     """1 − 2 / (e^2x + 1), float32; absolute error below 2e-7."""
     return 1.0 - 2.0 / (exp(2.0 * x) + 1.0)
+
+
+def erf(x: Tensor) -> Tensor:
+    """The error function, float32; absolute error below 3e-7 (Abramowitz and Stegun, 7.1.26)."""
+    size = x.abs()
+    t = 1.0 / (1.0 + _ERF_STEP * size)
+    poly = t * _ERF[0]
+    for coefficient in _ERF[1:]:
+        poly = (poly + coefficient) * t
+    y = 1.0 - poly * exp(0.0 - size * size)
+    return torch.where(x < 0, 0.0 - y, y)
 
 
 def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,17 @@ A row's result is the same bits at every width and on every machine: every sum h
 quantised products are exact integers, scaled afterwards. The native kernels give these bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from runtime.checkpoints.record import Activation
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import exp, ordered_sum, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import erf, exp, ordered_sum, sigmoid, tanh, tree_sum
 from runtime.kernels.fused import fused_sum, product
 from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK, SPLIT
@@ -35,14 +37,80 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return (x * (1.0 / root).unsqueeze(-1)) * (weight + offset if offset else weight)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x − mean) / sqrt(mean((x − mean)²) + eps) · weight + bias, over the last dimension of x (…, K)."""
+    centred = x - (tree_sum(x) / x.shape[-1]).unsqueeze(-1)
+    y = rms_norm(centred, weight, eps)
+    return y if bias is None else y + bias
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap)."""
+    return tanh(x / cap) * cap
+
+
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x)."""
     return x * sigmoid(x)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU: x · Φ(x)."""
+    return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """xIELU (2411.13010): parameters (4,) are αₚ, αₙ, β and the ε that e^x − 1 begins from."""
+    positive, negative, beta, start = parameters
+    low = (exp(torch.minimum(x, start)) - 1.0) - x
+    return torch.where(x > 0, (positive * x) * x, low * negative) + beta * x
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, parameters: Tensor) -> Tensor:
+    """gpt-oss's: parameters (2,) are the limit, and what the gate is multiplied by inside of the sigmoid."""
+    limit, alpha = parameters
+    gate, up = torch.minimum(gate, limit), torch.minimum(torch.maximum(up, -limit), limit)
+    return (gate * sigmoid(gate * alpha)) * (up + 1.0)
+
+
+def activate(kind: Activation, gate: Tensor, up: Tensor | None, parameters: Tensor | None = None) -> Tensor:
+    """act(gate) · up; without `up` the activation alone."""
+    if kind == "clamped_swiglu":
+        assert up is not None and parameters is not None
+        return clamped_swiglu(gate, up, parameters)
+    if kind == "xielu":
+        assert parameters is not None
+        y = xielu(gate, parameters)
+    else:
+        y = _ACTIVATIONS[kind](gate)
+    return y if up is None else y * up
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in the tanh form of Hendrycks and Gimpel."""
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
+
+
+def expert_odds(scores: Tensor, scoring: str) -> Tensor:
+    """Shares of all experts by a router's scores (T, E): by a softmax, or by a sigmoid each by itself."""
+    if scoring == "sigmoid":
+        return sigmoid(scores)
+    odds = exp(scores - scores.amax(dim=-1, keepdim=True))
+    return odds / tree_sum(odds).unsqueeze(-1)
+
+
+def relu(x: Tensor) -> Tensor:
+    """x, and 0 below; a NaN stays."""
+    return torch.where(x < 0, torch.zeros_like(x), x)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "relu": relu,
+    "relu2": lambda x: relu(x) * relu(x),
+}
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -205,7 +273,14 @@ def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinea
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of tiles of rows over their request's keys, which lie in order of their logical position.
 
@@ -215,6 +290,7 @@ def attention(
     keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
                anything finite: they add exact zeros.
     positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them).
+    softcap    of the scores (0: none); sinks (heads,): scores besides, which have no values.
     Returns (tiles, TILE, heads, d).
     """
     tiles, rows, heads, d = q.shape
@@ -224,6 +300,8 @@ def attention(
     grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).permute(4, 0, 2, 1, 3)
     grouped = grouped.reshape(d, tiles, kv_heads, rows * per_kv, 1)
     scores = fused_sum(grouped, keys.permute(4, 0, 2, 1, 3).reshape(d, tiles, kv_heads, 1, blocks * KEY_BLOCK))
+    if softcap:
+        scores = capped(scores, softcap)
     last = positions.unsqueeze(2).expand(-1, -1, per_kv).reshape(tiles, 1, rows * per_kv, 1)
     first = torch.zeros_like(last) if window is None else last - window + 1
     at = torch.arange(blocks * KEY_BLOCK, device=q.device)
@@ -241,11 +319,13 @@ def attention(
     values = values.unflatten(1, (splits, -1)).permute(2, 4, 0, 3, 1, 5)
     values = values.reshape(SPLIT, tiles, kv_heads, 1, splits, d)[:steps]
     mixed = fused_sum(weights[..., :steps].permute(4, 0, 1, 2, 3).unsqueeze(5), values)
-    out = _join(mixed, highest, totals, seen).view(tiles, kv_heads, rows, per_kv, d)
+    if sinks is not None:
+        sinks = sinks.view(1, kv_heads, 1, per_kv).expand(tiles, -1, rows, -1).reshape(tiles, kv_heads, -1)
+    out = _join(mixed, highest, totals, seen, sinks).view(tiles, kv_heads, rows, per_kv, d)
     return out.transpose(1, 2).reshape(tiles, rows, heads, d)
 
 
-def _join(mixed: Tensor, highest: Tensor, totals: Tensor, seen: Tensor) -> Tensor:
+def _join(mixed: Tensor, highest: Tensor, totals: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
     """Attention (…, d) from its splits, first to last: online softmax (Milakov and Gimelshein, 1805.02867).
 
     mixed (…, splits, d): values under weights e^(score − the split's highest); highest and totals (…, splits): those
@@ -262,4 +342,8 @@ def _join(mixed: Tensor, highest: Tensor, totals: Tensor, seen: Tensor) -> Tenso
         value = torch.where(here.unsqueeze(-1), joined, value)
         total = torch.where(here, torch.where(fresh, added, total * old + added * new), total)
         most = torch.where(here, peak, most)
+    if sinks is not None:
+        peak = torch.maximum(most, sinks)
+        old = exp(most - peak)
+        value, total = value * old.unsqueeze(-1), total * old + exp(sinks - peak)
     return value / total.unsqueeze(-1)

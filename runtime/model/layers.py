@@ -19,22 +19,41 @@ from runtime.kernels.reference import Int8Linear, UpperLinear
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A norm's weight, to which the offset that it is stored with has been added, and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
-    """qkv is one layer (fused on disk or joined at load); q_norm and k_norm are Qwen3's per-head norms."""
+    """qkv is one layer (fused on disk or joined at load).
+
+    q_norm, k_norm  weights of norms over heads, (d,), (heads, d) or (heads · d,), as query_key_span says.
+    sinks           (heads,) float32.
+    rotary          the number of its rotary table (RotaryTables.of).
+    """
 
     qkv: Joined
     out: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int | None
+    sinks: Tensor | None = None
+    rotary: int | None = 0
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) where gate_up is one layer of one size.
+
+    parameters  float32, of an activation that has some (kernels/reference.py, activate).
+    """
 
     gate_up: Joined
     down: Linear
+    parameters: Tensor | None = None
 
 
 class Stacked(Protocol):
@@ -46,33 +65,56 @@ class Stacked(Protocol):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it."""
+    """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it.
+
+    scoring, correction (experts,), scale  as record.Experts has them.
+    shared, shared_gate                    what every row goes through besides, times the sigmoid of its gate.
+    """
 
     router: Linear
     experts: tuple[Mlp, ...]
     per_token: int
     renormalize: bool
     stacked: Stacked | None = None
+    scoring: str = "softmax"
+    correction: Tensor | None = None
+    scale: float = 1.0
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The experts, and what every row goes through."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer."""
+    """One decoder layer. A norm that is None is not there."""
 
-    input_norm: Tensor
+    input_norm: Norm | None
     attention: Attention
-    mlp_norm: Tensor
+    mlp_norm: Norm | None
     mlp: Mlp | Mixture
+    attention_norm: Norm | None = None
+    output_norm: Norm | None = None
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those that there are."""
+        all_of = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm)
+        return tuple(norm for norm in all_of if norm is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """All weights of a decoder. `embedding` None: its rows are the head's."""
+    """All weights of a decoder. `embedding` None: its rows are the head's. positions (P, hidden): learned ones."""
 
     embedding: Tensor | None
     blocks: tuple[Block, ...]
-    norm: Tensor
+    norm: Norm
     head: Linear
+    positions: Tensor | None = None
 
 
 def upper_linear(layer: Linear) -> Linear:
@@ -106,9 +148,11 @@ def linears(parts: Parts) -> Iterator[Linear]:
     for block in parts.blocks:
         yield from block.attention.qkv.parts
         yield block.attention.out
-        experts = block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,)
+        experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
         if isinstance(block.mlp, Mixture):
             yield block.mlp.router
+            if block.mlp.shared_gate is not None:
+                yield block.mlp.shared_gate
         for mlp in experts:
             yield from mlp.gate_up.parts
             yield mlp.down
@@ -124,9 +168,12 @@ def weight_bytes(*decoders: Parts) -> int:
 def _tensors(parts: Parts) -> Iterator[Tensor]:
     for layer in linears(parts):
         yield from layer.tensors
-    vectors = [parts.embedding, parts.norm]
+    vectors = [parts.embedding, parts.positions]
+    for norm in (parts.norm, *(norm for block in parts.blocks for norm in block.norms)):
+        vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
-        vectors += [block.input_norm, block.mlp_norm, block.attention.q_norm, block.attention.k_norm]
+        vectors += [block.attention.q_norm, block.attention.k_norm, block.attention.sinks]
+        vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
     yield from (vector for vector in vectors if vector is not None)
 
 
@@ -137,11 +184,12 @@ def _upper_block(block: Block) -> Block:
     # The router decides which experts are read at all, and is small: it stays whole.
     experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
     stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
-    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked))
+    shared = None if block.mlp.shared is None else _upper_mlp(block.mlp.shared)
+    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked, shared=shared))
 
 
 def _upper_mlp(mlp: Mlp) -> Mlp:
-    return Mlp(_upper_joined(mlp.gate_up), upper_linear(mlp.down))
+    return replace(mlp, gate_up=_upper_joined(mlp.gate_up), down=upper_linear(mlp.down))
 
 
 def _upper_joined(joined: Joined) -> Joined:

@@ -17,7 +17,7 @@ from runtime.files import read_json
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.onnx import graph
-from runtime.model.rotary import STATIC_TYPES, rope_type
+from runtime.model.rotary import STATIC_TYPES, rope_types
 from runtime.model.triton.cache import free_bytes, needed, require_room
 from runtime.sampling.detokenize import read_tokenizer
 
@@ -72,7 +72,7 @@ class Model:
 def own_architecture(config: Any) -> Architecture | None:
     """The architecture of a configuration, where our own decoder runs it; None where transformers has to."""
     found = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
-    return found if rope_type(config) in STATIC_TYPES else None
+    return found if rope_types(config) <= set(STATIC_TYPES) else None
 
 
 def load(

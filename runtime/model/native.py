@@ -1,9 +1,9 @@
-"""The Llama family in one native call per forward: reference.py's meaning, with nothing of Python inside the layers."""
+"""What the record says in one native call per forward: reference.py's meaning, nothing of Python inside the layers."""
 
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, pointer
+from ctypes import POINTER, byref, c_void_p, pointer
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,21 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Block, Mixture, Parts
+from runtime.model.layers import Block, Mixture, Norm, Parts
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
+    ACTIVATIONS,
     CACHES,
     PATHS,
+    AnglesStruct,
     BatchStruct,
     HeadsStruct,
     LayerStruct,
     MixtureStruct,
     ModelStruct,
+    NormStruct,
     ProjectionStruct,
+    RoutingStruct,
     StoreStruct,
     WeightsStruct,
     pool,
@@ -134,14 +138,14 @@ class NativeDecoder(BaseDecoder):
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
         reserved = reserve(rows, held)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
-        cos, sin = self._rotary.upto(max(r.start + r.count for r in reserved) - 1)
+        angles = self._angles(max(r.start + r.count for r in reserved) - 1)
         at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
         asked = count if logits_at is None else at.numel()
         # Uninitialised: the kernels write every element.
         logits, hidden = torch.empty((asked, self.vocab_size)), torch.empty((asked, self.hidden_size))
-        angles, handle = (cos.data_ptr(), sin.data_ptr()), self._runner(held).handle
+        handle = self._runner(held).handle
         require().specpress_forward(
-            handle, byref(batch), *angles, at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr()
+            handle, byref(batch), byref(angles), at.data_ptr(), asked, hidden.data_ptr(), logits.data_ptr()
         )
         del kept
         return Out(logits, hidden)
@@ -153,22 +157,28 @@ class NativeDecoder(BaseDecoder):
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
-        cos, sin = self._rotary.upto(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
+        angles = self._angles(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)
         drafted = torch.full((len(steps), longest), -1, dtype=torch.int64)
-        angles, handle = (cos.data_ptr(), sin.data_ptr()), self._runner(held).handle
+        handle = self._runner(held).handle
         finite = require().specpress_draft(
-            handle, byref(batch), *angles, len(steps), wanted.data_ptr(), limit, drafted.data_ptr(), longest
+            handle, byref(batch), byref(angles), len(steps), wanted.data_ptr(), limit, drafted.data_ptr(), longest
         )
         del kept
         if not finite:
             raise FloatingPointError("a row of logits holds NaN or Inf")
         return drafted
 
+    def _angles(self, position: int) -> AnglesStruct:
+        """What depends on positions up to this one; the tables are held by `_rotary`."""
+        tables = self._rotary.upto(position)
+        columns = [(c_void_p * len(tables))(*[pair[part].data_ptr() for pair in tables]) for part in (0, 1)]
+        return AnglesStruct(*columns, _address(self._rotary.growth(position)))
+
     def _runner(self, cache: KeyValueCache) -> "_Native":
         form = cache.format
         if form.kind not in self._native or self._native[form.kind].factor is not form.key_factor:
-            self._native[form.kind] = _Native(self, 2 * self._rotary.upto(0)[0].shape[1], form)
+            self._native[form.kind] = _Native(self, self._rotary.width, form)
         return self._native[form.kind]
 
 
@@ -181,49 +191,72 @@ class _Native:
         self.factor, self._parts, self._pool = form.key_factor, parts, pool(kernel.threads)
         factors = None if form.key_factor is None else form.key_factor.float().contiguous()
         layers = (LayerStruct * len(parts.blocks))()
-        self._kept: list[Any] = [layers, factors]
-        for layer, block, window in zip(layers, parts.blocks, a.windows, strict=True):
-            self._fill(layer, block, window)
-        address = None if factors is None else factors.data_ptr()
+        self._architecture, self._kept = a, list[Any]([layers, factors])
+        for layer, block in zip(layers, parts.blocks, strict=True):
+            self._fill(layer, block)
         model = ModelStruct(
-            heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], address),
+            heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], _address(factors)),
             layers=len(layers),
             hidden=a.hidden,
             intermediate=max(
                 _weight(mlp.down).shape[1]
                 for block in parts.blocks
-                for mlp in (block.mlp.experts if isinstance(block.mlp, Mixture) else (block.mlp,))
+                for mlp in (block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,))
             ),
             vocabulary=a.vocab,
-            gelu=a.activation == "gelu_tanh",
+            activation=ACTIVATIONS[a.activation],
+            gated=a.gated,
+            layer_norm=a.norm == "layer",
+            parallel=a.parallel,
+            norm_of_heads=a.query_key_span == "heads",
+            norm_rotated=a.query_key_norm_rotated,
+            tables=len({kind for kind in a.rotations if kind is not None}),
             norm_eps=a.norm_eps,
-            norm_offset=a.norm_offset,
             embedding_scale=a.embedding_scale,
-            attention_scaling=a.head_dim**-0.5,
+            attention_scaling=a.scaling,
+            residual_scale=a.residual_scale,
+            logits_scale=a.logits_scale,
+            softcap=a.softcap,
+            final_softcap=a.final_softcap,
             layer=layers,
-            norm=parts.norm.data_ptr(),
+            norm=_norm(parts.norm),
             head=pointer(_weight(parts.head).struct),
             embedding=None if parts.embedding is None else parts.embedding.data_ptr(),
             embedding_type=0 if parts.embedding is None else _EMBEDDINGS[parts.embedding.dtype],
+            positions=_address(parts.positions),
         )
         self.handle = require().specpress_decoder_new(byref(model), PATHS[kernel.name], self._pool.handle)
         if self.handle is None:
             raise UserError("config.json: heads, sizes and experts do not belong together, or are beyond the kernels'")
         weakref.finalize(self, require().specpress_decoder_free, self.handle)
 
-    def _fill(self, layer: LayerStruct, block: Block, window: int | None) -> None:
-        layer.input_norm, layer.mlp_norm = block.input_norm.data_ptr(), block.mlp_norm.data_ptr()
-        attention = block.attention
-        if attention.q_norm is not None and attention.k_norm is not None:
-            layer.query_norm, layer.key_norm = attention.q_norm.data_ptr(), attention.k_norm.data_ptr()
+    def _fill(self, layer: LayerStruct, block: Block) -> None:
+        layer.input_norm, layer.attention_norm = _norm(block.input_norm), _norm(block.attention_norm)
+        layer.mlp_norm, layer.output_norm = _norm(block.mlp_norm), _norm(block.output_norm)
+        attention, a = block.attention, self._architecture
+        layer.query_norm = self._of_heads(attention.q_norm, a.heads)
+        layer.key_norm = self._of_heads(attention.k_norm, a.kv_heads)
+        layer.sinks = _address(attention.sinks)
         layer.qkv = self._projection(attention.qkv)
         layer.out = pointer(_weight(attention.out).struct)
-        layer.window = window or 0
+        layer.window = attention.window or 0
+        layer.rotary = -1 if attention.rotary is None else attention.rotary
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
+            layer.parameters = _address(block.mlp.experts[0].parameters)
         else:
             layer.gate_up = self._projection(block.mlp.gate_up)
             layer.down = pointer(_weight(block.mlp.down).struct)
+            layer.parameters = _address(block.mlp.parameters)
+
+    def _of_heads(self, weight: Tensor | None, heads: int) -> int | None:
+        """The address of a weight for every head, one after the other."""
+        if weight is None:
+            return None
+        size = heads * self._architecture.head_dim
+        whole = weight if weight.numel() == size else weight.repeat(heads)
+        self._kept.append(whole.flatten().contiguous())
+        return int(self._kept[-1].data_ptr())
 
     def _projection(self, joined: Joined) -> ProjectionStruct:
         projection = project([_weight(part) for part in joined.parts])
@@ -234,16 +267,30 @@ class _Native:
         count = len(mixture.experts)
         gate_up = (ProjectionStruct * count)(*[self._projection(e.gate_up) for e in mixture.experts])
         down = (WeightPointer * count)(*[pointer(_weight(e.down).struct) for e in mixture.experts])
+        routing = RoutingStruct(
+            *(count, mixture.per_token, mixture.renormalize, mixture.scoring == "sigmoid", mixture.scale),
+            _address(mixture.correction),
+        )
+        shared, gate = mixture.shared, mixture.shared_gate
         struct = MixtureStruct(
-            count,
-            mixture.per_token,
-            mixture.renormalize,
+            routing,
             pointer(_weight(mixture.router).struct),
             ctypes.cast(gate_up, POINTER(ProjectionStruct)),
             ctypes.cast(down, POINTER(POINTER(WeightsStruct))),
+            ProjectionStruct() if shared is None else self._projection(shared.gate_up),
+            None if shared is None else pointer(_weight(shared.down).struct),
+            None if gate is None else pointer(_weight(gate).struct),
         )
         self._kept += [gate_up, down, struct]
         return struct
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else int(tensor.data_ptr())
+
+
+def _norm(norm: Norm | None) -> NormStruct:
+    return NormStruct() if norm is None else NormStruct(_address(norm.weight), _address(norm.bias))
 
 
 def _weight(layer: Any) -> NativeWeight:

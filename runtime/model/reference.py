@@ -1,4 +1,4 @@
-"""The Llama family over packed weights: what all of its decoders have, and the one that says what they mean.
+"""What the record says over packed weights: what all of its decoders have, and the one that says what they mean.
 
 One forward serves prefill, decoding, verification and batches of them.
 Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
@@ -7,7 +7,7 @@ so its bits are the same whatever shares the call (kernels/exact.py). Positions,
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,12 +20,19 @@ from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.dispatch import Kernel
-from runtime.kernels.exact import exp, tree_sum
-from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, upper_parts, weight_bytes
-from runtime.model.rotary import RotaryTable
+from runtime.kernels.exact import sigmoid, tree_sum
+from runtime.model.layers import Attention, Block, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
+from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
+
+
+class Turns(NamedTuple):
+    """Of a forward's rows: cos and sin (T, r/2) of each rotary table, and what queries are multiplied by, (T,)."""
+
+    angles: tuple[tuple[Tensor, Tensor], ...]
+    growth: Tensor | None
 
 
 class BaseDecoder(ABC):
@@ -39,9 +46,9 @@ class BaseDecoder(ABC):
     ):
         self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
         self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.device
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
         self.kernels = kernel.name
-        self._config, self._rotary = config, RotaryTable(config, self.device)
+        self._config, self._rotary = config, RotaryTables(config, architecture, self.device)
 
     @property
     def threads(self) -> int:
@@ -102,82 +109,121 @@ class LlamaDecoder(BaseDecoder):
         """See contract.Decoder. Raises TypeError and ValueError as slots.checked_cache and slots.plan."""
         held = checked_cache(tokens, rows, cache, logits_at, self.architecture)
         if len(tokens) == 0:
-            empty = self.parts.norm.new_empty
+            empty = self.parts.norm.weight.new_empty
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
         layout = plan(rows, held)
-        cos, sin = self._rotary.at(rows.position)
+        turns = self.turns(rows.position)
         a = self.architecture
-        x = self.embed(tokens)
+        x = self.embed(tokens, rows.position)
         for number, block in enumerate(self.parts.blocks):
-            normed = reference.rms_norm(x, block.input_norm, a.norm_eps, a.norm_offset)
-            x = x + self._attend(normed, block.attention, number, layout, held, cos, sin)
-            x = x + self.feed_forward(x, block)
+            before = x
+            normed = self.normed(x, block.input_norm)
+            x = self.add(x, self._attend(normed, block.attention, number, layout, held, turns), block.attention_norm)
+            x = self.add(x, self.feed_forward(before if a.parallel else x, block), block.output_norm)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
-        hidden = reference.rms_norm(x, self.parts.norm, a.norm_eps, a.norm_offset)
-        return Out(self.parts.head(hidden), hidden)
+        hidden = self.normed(x, self.parts.norm)
+        return Out(self._logits(hidden), hidden)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream (T, hidden) float32 before the first block, of tokens (T,) int64."""
+    def turns(self, positions: Tensor) -> Turns:
+        """What depends on the rows' positions alone."""
+        growth = self._rotary.growth(int(positions.max())) if len(positions) else None
+        return Turns(self._rotary.at(positions), None if growth is None else growth[positions.to(self.device)])
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream (T, hidden) float32 before the first block, of tokens and positions (T,) int64."""
         assert self.parts.embedding is not None
         x = self.parts.embedding[tokens.to(self.device)].float()
         scale = self.architecture.embedding_scale
-        return x if scale == 1.0 else x * scale
+        x = x if scale == 1.0 else x * scale
+        return x if self.parts.positions is None else x + self.parts.positions[positions.to(self.device)]
 
-    def project(self, x: Tensor, weights: Attention, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim) of normed x, as the cache takes them.
+    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x (…, hidden) through a norm; as it is where there is none."""
+        a = self.architecture
+        if norm is None:
+            return x
+        if a.norm == "layer":
+            return reference.layer_norm(x, norm.weight, norm.bias, a.norm_eps)
+        return reference.rms_norm(x, norm.weight, a.norm_eps)
 
-        cos, sin  the rotary table at the rows' positions (RotaryTable.at).
-        """
+    def add(self, x: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
+        """The residual stream x behind what a branch y of a block adds."""
+        y, scale = self.normed(y, norm), self.architecture.residual_scale
+        return x + (y if scale == 1.0 else y * scale)
+
+    def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim) of normed x, as caches take them."""
         a, count = self.architecture, x.shape[0]
         q, k, v = weights.qkv.split(x)
         q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = reference.rms_norm(q, weights.q_norm, a.norm_eps)
-            k = reference.rms_norm(k, weights.k_norm, a.norm_eps)
-        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v
+        if not a.query_key_norm_rotated:
+            q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
+        if weights.rotary is not None:
+            cos, sin = turns.angles[weights.rotary]
+            q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+        if a.query_key_norm_rotated:
+            q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
+        return q if turns.growth is None else q * turns.growth.view(-1, 1, 1), k, v
+
+    def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""
+        if weight is None:
+            return x
+        if self.architecture.query_key_span == "heads":
+            return self.normed(x.flatten(1), Norm(weight)).view(x.shape)
+        return self.normed(x, Norm(weight))
 
     def feed_forward(self, x: Tensor, block: Block) -> Tensor:
-        """What a block's MLP or mixture adds to the residual stream x (T, hidden)."""
-        a, mlp = self.architecture, block.mlp
-        normed = reference.rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset)
+        """What a block's MLP or mixture makes of the residual stream x (T, hidden)."""
+        normed, mlp = self.normed(x, block.mlp_norm), block.mlp
         return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        a, logits = self.architecture, self.parts.head(hidden)
+        logits = logits if a.logits_scale == 1.0 else logits * a.logits_scale
+        return reference.capped(logits, a.final_softcap) if a.final_softcap else logits
+
     def _attend(
-        self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: KeyValueCache, cos: Tensor, sin: Tensor
+        self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: KeyValueCache, turns: Turns
     ) -> Tensor:
         a = self.architecture
         count = x.shape[0]
-        q, k, v = self.project(x, weights, cos, sin)
+        q, k, v = self.project(x, weights, turns)
         for of in layout.requests:
             part = slice(of.first, of.first + of.count)
             cache.write(layer, of.request, of.start, k[part], v[part])
-        scaling = a.head_dim**-0.5
         out = []
         for begin in range(0, len(layout.owner), _TILES_AT_ONCE):
             tiles = range(begin, min(begin + _TILES_AT_ONCE, len(layout.owner)))
             keys, values = keys_and_values(layout, cache, layer, tiles)
             places = layout.gather[tiles.start : tiles.stop].to(self.device)
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
-            out.append(self.attention(q[places], keys, values, positions, scaling, weights.window))
+            how = weights.window, a.softcap, weights.sinks
+            out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
         mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
         return weights.out(mixed.reshape(count, -1))
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
-        gate, up = weights.gate_up.split(x)
-        act = reference.silu if self.architecture.activation == "silu" else reference.gelu_tanh
-        return weights.down(act(gate) * up)
+        gate, *up = weights.gate_up.split(x)
+        kind = self.architecture.activation
+        return weights.down(reference.activate(kind, gate, up[0] if up else None, weights.parameters))
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
-        """Softmax over the router, top k, each row's experts added in order of their number."""
-        scores = weights.router(x)
-        odds = exp(scores - scores.amax(dim=-1, keepdim=True))
-        odds = odds / tree_sum(odds).unsqueeze(-1)
+        """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
+        odds = reference.expert_odds(weights.router(x), weights.scoring)
+        rank = odds if weights.correction is None else odds + weights.correction
         # Of equal ones the first, which torch's topk does not promise.
-        share, chosen = (part[:, : weights.per_token] for part in odds.sort(dim=-1, descending=True, stable=True))
+        chosen = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
+        share = odds.gather(-1, chosen)
         if weights.renormalize:
             share = share / tree_sum(share).unsqueeze(-1)
-        return sum_of_experts(x, share, chosen, weights.experts, self._mlp)
+        share = share if weights.scale == 1.0 else share * weights.scale
+        mixed = sum_of_experts(x, share, chosen, weights.experts, self._mlp)
+        if weights.shared is None:
+            return mixed
+        whole = self._mlp(x, weights.shared)
+        return mixed + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(x)))
 
 
 class PlainTorchDecoder(LlamaDecoder):

@@ -1,12 +1,15 @@
 """Rotary position tables of a transformers configuration, grown on demand in blocks of one size."""
 
 import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.errors import fault_of
+from runtime.checkpoints.record import Architecture
+from runtime.errors import UserError, fault_of
 from runtime.kernels.exact import cos_sin, powers
 
 # Positions by which a table grows.
@@ -15,9 +18,16 @@ _BLOCK = 2048
 STATIC_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def rope_type(config: Any) -> str:
-    """The configuration's rotary type ("default" where it says none)."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+def rope_types(config: Any) -> set[str]:
+    """The configuration's rotary types, of each set of parameters ("default" where it says none)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    return {"default" if _stretched(part) else part.get("rope_type", "default") for part in sets}
+
+
+def _stretched(parameters: Mapping[str, Any]) -> bool:
+    """Whether "dynamic" only means another base, as HunYuan's."""
+    return parameters.get("rope_type") == "dynamic" and bool(parameters.get("alpha"))
 
 
 class _Base(float):
@@ -31,15 +41,21 @@ class _Base(float):
         return powers(float(self), exponents) if isinstance(exponents, Tensor) else float(self) ** exponents
 
 
-def frequencies(config: Any) -> tuple[Tensor, float]:
+def frequencies(config: Any, layers: str = "") -> tuple[Tensor, float]:
     """Inverse frequencies (r/2,) float32 and the factor on cos and sin, as transformers computes them.
+
+    layers  the kind of layers whose parameters are meant, where rope_parameters has several sets.
 
     The same bits on every machine. RoFormer (2104.09864); partial rotary dimensions as in Phi; linear, llama3 and yarn
     scaling by transformers.
     """
-    kind = rope_type(config)
     parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters[layers] if layers else parameters
+    kind = parameters.get("rope_type", "default")
     base = _Base(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if _stretched(parameters):
+        base, kind = _Base(base * float(parameters["alpha"]) ** (head_dim / (head_dim - 2))), "default"
     if kind != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,16 +64,17 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
             config.rope_parameters = {**parameters, "rope_theta": base}
             inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inverse.float(), float(factor)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    rotated = int(
+        head_dim * (parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+    )
     return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
 
 
 class RotaryTable:
     """cos and sin (positions, r/2) float32."""
 
-    def __init__(self, config: Any, device: torch.device):
-        self._inverse, self._factor = frequencies(config)
+    def __init__(self, config: Any, device: torch.device, layers: str = ""):
+        self._inverse, self._factor = frequencies(config, layers)
         self._device = device
         self._count = 0
         empty = torch.empty((0, len(self._inverse)), device=device)
@@ -77,3 +94,42 @@ class RotaryTable:
         cos, sin = self.upto(int(positions.max()) if len(positions) else 0)
         index = positions.to(self._device)
         return cos[index], sin[index]
+
+
+class RotaryTables:
+    """The tables of a model: one for each set of parameters that its layers have, and how its queries grow.
+
+    of     for each layer the number of its table; None: not rotated.
+    width  dimensions of a head that rotate.
+    """
+
+    def __init__(self, config: Any, a: Architecture, device: torch.device):
+        """Raises UserError where layers rotate so many dimensions, and others another number."""
+        kinds = sorted({kind for kind in a.rotations if kind is not None})
+        self.of = tuple(None if kind is None else kinds.index(kind) for kind in a.rotations)
+        self._tables = [RotaryTable(config, device, kind) for kind in kinds]
+        widths = {2 * table.upto(0)[0].shape[1] for table in self._tables} or {0}
+        if len(widths) > 1:
+            raise UserError(f"config.json: all layers must rotate as many dimensions of a head, found {sorted(widths)}")
+        self.width, self._growth, self._device = widths.pop(), a.query_growth, device
+        self._grown = torch.empty(0, device=device)
+
+    def upto(self, position: int) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Of each table cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""
+        return tuple(table.upto(position) for table in self._tables)
+
+    def at(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Of each table cos and sin of each position, (T, r/2)."""
+        return tuple(table.at(positions) for table in self._tables)
+
+    def growth(self, position: int) -> Tensor | None:
+        """What queries of all positions up to this one and maybe more are multiplied by, (P,); None: by nothing."""
+        if self._growth is None:
+            return None
+        factor, start = self._growth
+        while len(self._grown) <= position:
+            first = len(self._grown)
+            # Logarithms of few numbers, in float64: see _Base.
+            new = [1.0 + factor * math.log1p(at // start) for at in range(first, first + _BLOCK)]
+            self._grown = torch.cat((self._grown, torch.tensor(new, dtype=torch.float32, device=self._device)))
+        return self._grown

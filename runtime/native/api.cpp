@@ -125,7 +125,8 @@ SPECPRESS_API int64_t specpress_path(int64_t number) {
 // Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
-    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads), sizes[7] = KINDS;
+    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads), sizes[7] = sizeof(Angles);
+    sizes[8] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -144,14 +145,14 @@ SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, P
     return sound(*model) ? new Decoder(*model, *path_of(path), *pool) : nullptr;
 }
 SPECPRESS_API void specpress_decoder_free(Decoder* decoder) { delete decoder; }
-SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const float* cos, const float* sin, const int64_t* at,
-                                     int64_t count, float* hidden, float* logits) {
-    decoder->forward(*batch, cos, sin, at, count, hidden, logits);
+SPECPRESS_API void specpress_forward(Decoder* decoder, const Batch* batch, const Angles* angles, const int64_t* at, int64_t count,
+                                     float* hidden, float* logits) {
+    decoder->forward(*batch, *angles, at, count, hidden, logits);
 }
 // 1, or 0 where logits are not finite.
-SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const float* cos, const float* sin, int64_t requests,
+SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, const Angles* angles, int64_t requests,
                                       const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride) {
-    return decoder->draft(*first, cos, sin, requests, steps, limit, tokens, stride);
+    return decoder->draft(*first, *angles, requests, steps, limit, tokens, stride);
 }
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {
     decoder->project(*p, x, rows, y);
@@ -166,8 +167,15 @@ SPECPRESS_API void specpress_norm(int64_t path, const float* x, const float* wei
     std::vector<float> scratch(static_cast<size_t>(2 * size + 1));
     for (int64_t i = 0; i < rows; i++) path_of(path)->norm(x + i * size, weight, size, eps, offset, out + i * size, scratch.data());
 }
-SPECPRESS_API void specpress_gated(int64_t path, const float* gate, const float* up, int64_t count, int64_t gelu, float* out) {
-    path_of(path)->gated(gate, up, count, gelu != 0, out);
+SPECPRESS_API void specpress_gated(int64_t path, const float* gate, const float* up, int64_t count, int64_t activation,
+                                   const float* parameters, float* out) {
+    path_of(path)->gated(gate, up, count, activation, parameters, out);
+}
+SPECPRESS_API void specpress_layer_norm(int64_t path, const float* x, const float* weight, const float* bias, int64_t rows, int64_t size,
+                                        float eps, float* out) {
+    std::vector<float> scratch(static_cast<size_t>(2 * size + 1));
+    for (int64_t i = 0; i < rows; i++)
+        path_of(path)->layer_norm(x + i * size, weight, bias, size, eps, out + i * size, scratch.data());
 }
 SPECPRESS_API int64_t specpress_largest(int64_t path, const float* x, int64_t size, int64_t limit) { return path_of(path)->largest(x, size, limit); }
 SPECPRESS_API void specpress_rotate(int64_t path, float* x, int64_t rows, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
@@ -178,14 +186,14 @@ SPECPRESS_API void specpress_remember(int64_t path, const Heads* heads, int64_t 
     const int64_t size = heads->kv_heads * heads->dim;
     for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * size);
 }
-SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads, int64_t layer, int64_t window, float scaling, const Batch* batch,
-                                    const float* queries, float* out) {
+SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads, int64_t layer, int64_t window, float scaling, float softcap,
+                                    const float* sinks, const Batch* batch, const float* queries, float* out) {
     const Path& p = *path_of(path);
     const int64_t size = p.attention_scratch(*heads);
     std::vector<float> scratch(static_cast<size_t>(size * pool->threads()));
     std::vector<AttentionUnit> units;
     units_of(*heads, p, *batch, units);
-    const AttentionCall call = {*heads, layer, window, scaling, batch, queries, heads->heads * heads->dim, out};
+    const AttentionCall call = {*heads, layer, window, scaling, batch, queries, heads->heads * heads->dim, out, softcap, sinks};
     SharedText text;
     attend_all(p, *pool, call, units, text, [&](int thread) { return scratch.data() + thread * size; });
 }

@@ -328,6 +328,13 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
         const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
         score_all(rows, q + m * wide, dim, wide, blocks, start, used, factor, weights + m * SPLIT);
     }
+    if (c.softcap != 0.0f) {
+        const F16 cap = set(c.softcap);
+        for (int64_t m = 0; m < count; m++) {
+            float* s = weights + m * SPLIT;
+            for (int64_t j = start * KEYS; j < scored; j += LANES) store(s + j, mul(tanh(div(load(s + j), cap)), cap));
+        }
+    }
     for (int64_t m = 0; m < count; m++) {
         // −1: all of the split lies behind this row, which another row of the unit sees.
         const int64_t here = b.position[u.row + m / per_row] - base, last = here < 0 ? -1 : here;
@@ -390,7 +397,14 @@ void attend(const AttentionCall& c, const AttentionUnit& u, float* parts, float*
         if (parts) parts += attention_part(h);
     }
     for (int64_t m = 0; m < count; m++) {
-        float* to = c.out + (u.row + m / per_row) * h.heads * dim + (u.head_from + m % per_row) * dim;
+        const int64_t head = u.head_from + m % per_row;
+        float* to = c.out + (u.row + m / per_row) * h.heads * dim + head * dim;
+        if (c.sinks) {
+            const float sink = c.sinks[head], top = whole.highest[m] > sink ? whole.highest[m] : sink;
+            const float old = exp_one(whole.highest[m] - top);
+            for (int64_t d = 0; d < dim; d++) whole.values[m * wide + d] = whole.values[m * wide + d] * old;
+            whole.sum[m] = whole.sum[m] * old + exp_one(sink - top);
+        }
         for (int64_t d = 0; d < dim; d++) to[d] = whole.values[m * wide + d] / whole.sum[m];
     }
 }

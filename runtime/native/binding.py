@@ -25,6 +25,7 @@ _LACKS = {
     4: "the operating system does not let this process use these instructions",
 }
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "xielu": 5, "clamped_swiglu": 6}
 
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -46,27 +47,48 @@ class ProjectionStruct(Structure):
     _fields_ = [("parts", c_int64), ("weights", POINTER(POINTER(WeightsStruct)))]
 
 
+class RoutingStruct(Structure):
+    """kernels.h, Routing."""
+
+    _fields_ = [
+        *_all(c_int64, "experts", "chosen", "renormalize", "sigmoid"),
+        ("scale", c_float),
+        ("correction", c_void_p),
+    ]
+
+
 class MixtureStruct(Structure):
     """decoder.h, Mixture."""
 
     _fields_ = [
-        *_all(c_int64, "experts", "chosen", "renormalize"),
+        ("routing", RoutingStruct),
         ("router", POINTER(WeightsStruct)),
         ("gate_up", POINTER(ProjectionStruct)),
         ("down", POINTER(POINTER(WeightsStruct))),
+        ("shared_gate_up", ProjectionStruct),
+        ("shared_down", POINTER(WeightsStruct)),
+        ("shared_gate", POINTER(WeightsStruct)),
     ]
+
+
+class NormStruct(Structure):
+    """decoder.h, Norm."""
+
+    _fields_ = _all(c_void_p, "weight", "bias")
 
 
 class LayerStruct(Structure):
     """decoder.h, Layer."""
 
     _fields_ = [
-        *_all(c_void_p, "input_norm", "mlp_norm", "query_norm", "key_norm"),
+        *_all(NormStruct, "input_norm", "attention_norm", "mlp_norm", "output_norm"),
+        *_all(c_void_p, "query_norm", "key_norm", "sinks"),
         ("qkv", ProjectionStruct),
         ("out", POINTER(WeightsStruct)),
-        ("window", c_int64),
+        *_all(c_int64, "window", "rotary"),
         ("gate_up", ProjectionStruct),
         ("down", POINTER(WeightsStruct)),
+        ("parameters", c_void_p),
         ("mixture", POINTER(MixtureStruct)),
     ]
 
@@ -82,17 +104,25 @@ class ModelStruct(Structure):
 
     _fields_ = [
         ("heads", HeadsStruct),
-        *_all(c_int64, "layers", "hidden", "intermediate", "vocabulary", "gelu"),
-        ("norm_eps", c_float),
-        ("norm_offset", c_float),
-        ("embedding_scale", c_float),
-        ("attention_scaling", c_float),
+        *_all(
+            c_int64, "layers", "hidden", "intermediate", "vocabulary", "activation", "gated", "layer_norm", "parallel"
+        ),
+        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables"),
+        *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "residual_scale", "logits_scale"),
+        *_all(c_float, "softcap", "final_softcap"),
         ("layer", POINTER(LayerStruct)),
-        ("norm", c_void_p),
+        ("norm", NormStruct),
         ("head", POINTER(WeightsStruct)),
         ("embedding", c_void_p),
         ("embedding_type", c_int64),
+        ("positions", c_void_p),
     ]
+
+
+class AnglesStruct(Structure):
+    """decoder.h, Angles."""
+
+    _fields_ = [*_all(POINTER(c_void_p), "cos", "sin"), ("growth", c_void_p)]
 
 
 class StoreStruct(Structure):
@@ -111,7 +141,7 @@ class BatchStruct(Structure):
     ]
 
 
-_SIZES = (WeightsStruct, LayerStruct, ModelStruct, MixtureStruct, BatchStruct, StoreStruct, HeadsStruct)
+_SIZES = (WeightsStruct, LayerStruct, ModelStruct, MixtureStruct, BatchStruct, StoreStruct, HeadsStruct, AnglesStruct)
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "path": (_I, [_I]),
@@ -123,15 +153,16 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "unpack_nibbles": (None, [_P, _P, _I, _I, _I, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
-    "forward": (None, [_P, _P, _P, _P, _P, _I, _P, _P]),
-    "draft": (_I, [_P, _P, _P, _P, _I, _P, _I, _P, _I]),
+    "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),
+    "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),
-    "gated": (None, [_I, _P, _P, _I, _I, _P]),
+    "layer_norm": (None, [_I, _P, _P, _P, _I, _I, c_float, _P]),
+    "gated": (None, [_I, _P, _P, _I, _I, _P, _P]),
     "largest": (_I, [_I, _P, _I, _I]),
     "rotate": (None, [_I, _P, _I, _I, _I, _I, _P, _P]),
     "remember": (None, [_I, _P, _I, _P, _I, _P, _P, _P]),
-    "attend": (None, [_I, _P, _P, _I, _I, c_float, _P, _P, _P]),
+    "attend": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P, _P, _P, _P]),
     "uniforms": (None, [c_uint64, c_uint64, c_uint64, c_uint64, _I, _P]),
     "read": (c_double, [_P, _P, _I, _P]),
 }

@@ -78,16 +78,20 @@ bool sound(const Model& model) {
     // Gates and their factors, whose products are what `down` takes.
     auto mlp = [&](const Projection& gate_up, const Weights* down) {
         return down && size(down->inputs) && down->inputs <= model.intermediate && down->outputs == model.hidden &&
-               joined(gate_up, 2 * down->inputs, model.hidden);
+               joined(gate_up, (model.gated ? 2 : 1) * down->inputs, model.hidden);
     };
+    const bool wants_parameters = model.activation == XIELU || model.activation == CLAMPED_SWIGLU;
     // Without layers it only projects (Decoder::project), by sizes that are the weights' own.
     if (!model.layers) return true;
     if (!size(h.heads) || !size(h.kv_heads) || h.heads % h.kv_heads || !size(h.dim) || h.dim > widest_head) return false;
     if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || !size(h.heads * h.dim)) return false;
     if (model.layers < 0 || !size(model.hidden) || !size(model.intermediate) || !size(model.vocabulary)) return false;
-    if (!fits(model.head, model.vocabulary, model.hidden)) return false;
+    if (!fits(model.head, model.vocabulary, model.hidden) || !model.norm.weight) return false;
+    if (model.activation < SILU || model.activation > CLAMPED_SWIGLU || (model.activation == CLAMPED_SWIGLU && !model.gated)) return false;
     for (int64_t i = 0; i < model.layers; i++) {
         const Layer& layer = model.layer[i];
+        if (layer.rotary >= model.tables || !layer.query_norm != !layer.key_norm) return false;
+        if (wants_parameters && !layer.parameters) return false;
         if (layer.window < 0 || !fits(layer.out, model.hidden, h.heads * h.dim)) return false;
         if (!joined(layer.qkv, (h.heads + 2 * h.kv_heads) * h.dim, model.hidden)) return false;
         if (!layer.mixture) {
@@ -95,8 +99,11 @@ bool sound(const Model& model) {
             continue;
         }
         const Mixture& m = *layer.mixture;
-        if (m.chosen < 1 || m.chosen > m.experts || m.experts > most_experts || !fits(m.router, m.experts, model.hidden)) return false;
-        for (int64_t e = 0; e < m.experts; e++)
+        const Routing& to = m.routing;
+        if (to.chosen < 1 || to.chosen > to.experts || to.experts > most_experts || !fits(m.router, to.experts, model.hidden)) return false;
+        if (m.shared_down && !mlp(m.shared_gate_up, m.shared_down)) return false;
+        if (m.shared_gate && !fits(m.shared_gate, 1, model.hidden)) return false;
+        for (int64_t e = 0; e < to.experts; e++)
             if (!mlp(m.gate_up[e], m.down[e])) return false;
     }
     return true;
@@ -113,11 +120,13 @@ Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(mode
     for (int64_t i = 0; i < model.layers; i++) {
         const Layer& layer = model.layer[i];
         widen(layer.qkv), widen_one(layer.out), widen(layer.gate_up), widen_one(layer.down);
-        if (layer.mixture)
-            for (int64_t e = 0; e < layer.mixture->experts; e++) widen(layer.mixture->gate_up[e]), widen_one(layer.mixture->down[e]);
+        if (!layer.mixture) continue;
+        const Mixture& m = *layer.mixture;
+        for (int64_t e = 0; e < m.routing.experts; e++) widen(m.gate_up[e]), widen_one(m.down[e]);
+        widen(m.shared_gate_up), widen_one(m.shared_down);
     }
     widen_one(model.head);
-    widest_ = std::max(widest_, model.hidden);
+    widest_ = std::max(widest_, std::max(model.hidden, model.norm_of_heads ? model.heads.heads * model.heads.dim : 0));
     scratch_size_ = 2 * widest_ + power_of_two(std::max(widest_, model.heads.dim)) + 64;
     if (model.layers) scratch_size_ = std::max(scratch_size_, path.attention_scratch(model.heads) + 64);
     scratch_.resize(static_cast<size_t>(scratch_size_ * pool.threads()));
@@ -239,6 +248,10 @@ void Decoder::embed(const Batch& batch) {
         }
         if (model_.embedding_scale != 1.0f)
             for (int64_t i = 0; i < hidden; i++) out[i] = out[i] * model_.embedding_scale;
+        if (model_.positions) {
+            const float* here = model_.positions + batch.position[row] * hidden;
+            for (int64_t i = 0; i < hidden; i++) out[i] = out[i] + here[i];
+        }
     });
 }
 
@@ -281,17 +294,52 @@ bool shares_text(const AttentionCall& call, const std::vector<AttentionUnit>& un
     return true;
 }
 
-void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin) {
+void Decoder::normalize(const Norm& norm, const float* x, float* out, float* scratch) {
+    if (model_.layer_norm)
+        path_.layer_norm(x, norm.weight, norm.bias, model_.hidden, model_.norm_eps, out, scratch);
+    else
+        path_.norm(x, norm.weight, model_.hidden, model_.norm_eps, 0.0f, out, scratch);
+}
+
+// A row of the residual stream as what follows reads it: normed in the thread's scratch, or as it is.
+const float* Decoder::normed(const Norm& norm, int thread, int64_t row) {
+    const float* x = x_.data() + row * model_.hidden;
+    if (!norm.weight) return x;
+    float* out = scratch(thread) + widest_;
+    normalize(norm, x, out, out + widest_);
+    return out;
+}
+
+// Queries or keys of a row: each head by its own weights, or all heads as one.
+void Decoder::norm_heads(const float* weight, float* x, int64_t heads, float* scratch) {
+    const int64_t dim = model_.norm_of_heads ? heads * model_.heads.dim : model_.heads.dim;
+    for (int64_t at = 0; at < heads * model_.heads.dim; at += dim) {
+        if (model_.layer_norm)
+            path_.layer_norm(x + at, weight + at, nullptr, dim, model_.norm_eps, x + at, scratch);
+        else
+            path_.norm(x + at, weight + at, dim, model_.norm_eps, 0.0f, x + at, scratch);
+    }
+}
+
+void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, half = h.rotated / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
     rows_of(rows, stride, [&](int thread, int64_t row) {
         float* q = qkv_.data() + row * stride;
         float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
-        if (layer.query_norm) {
-            for (int64_t i = 0; i < h.heads; i++) path_.norm(q + i * h.dim, layer.query_norm, h.dim, model_.norm_eps, 0.0f, q + i * h.dim, scratch(thread));
-            for (int64_t i = 0; i < h.kv_heads; i++) path_.norm(k + i * h.dim, layer.key_norm, h.dim, model_.norm_eps, 0.0f, k + i * h.dim, scratch(thread));
+        auto norm = [&] {
+            if (!layer.query_norm) return;
+            norm_heads(layer.query_norm, q, h.heads, scratch(thread));
+            norm_heads(layer.key_norm, k, h.kv_heads, scratch(thread));
+        };
+        if (!model_.norm_rotated) norm();
+        if (layer.rotary >= 0) {
+            const int64_t at = batch.position[row] * half;
+            path_.rotate(q, h.heads + h.kv_heads, h.dim, half, angles.cos[layer.rotary] + at, angles.sin[layer.rotary] + at);
         }
-        path_.rotate(q, h.heads + h.kv_heads, h.dim, half, cos + batch.position[row] * half, sin + batch.position[row] * half);
+        if (model_.norm_rotated) norm();
+        if (angles.growth)
+            for (int64_t i = 0; i < h.heads * h.dim; i++) q[i] = q[i] * angles.growth[batch.position[row]];
         if (h.cache_kind != CACHE_INT4) path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
     // Nibbles of slots 32 apart share a byte: one thread writes both.
@@ -306,103 +354,144 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
             }
         });
     }
-    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data()};
+    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks};
     attend_all(path_, pool_, call, units_, text_, [&](int thread) { return scratch(thread); });
 }
 
-void Decoder::mlp(const Layer& layer, int64_t rows) {
-    const int64_t hidden = model_.hidden, wide = layer.down->inputs;
-    prepare(layer.gate_up, rows, [&](int thread, int64_t row) {
-        float* out = scratch(thread) + widest_;
-        path_.norm(x_.data() + row * hidden, layer.mlp_norm, hidden, model_.norm_eps, model_.norm_offset, out, out + widest_);
-        return static_cast<const float*>(out);
+// Adds what a branch of a block has made to the residual stream: through its norm, and times the residual's scale.
+void Decoder::add_branch(const float* y, const Norm& after, int64_t rows) {
+    const int64_t hidden = model_.hidden;
+    const float scale = model_.residual_scale;
+    rows_of(rows, hidden, [&](int thread, int64_t row) {
+        const float* from = y + row * hidden;
+        float *to = x_.data() + row * hidden, *out = scratch(thread) + widest_;
+        if (after.weight) normalize(after, from, out, out + widest_), from = out;
+        if (scale != 1.0f)
+            for (int64_t i = 0; i < hidden; i++) to[i] = to[i] + from[i] * scale;
+        else
+            for (int64_t i = 0; i < hidden; i++) to[i] = to[i] + from[i];
     });
-    multiply(layer.gate_up, rows, gate_up_.data(), 2 * wide, false);
-    const Projection down = {1, &layer.down};
-    prepare(down, rows, [&](int thread, int64_t row) {
-        float* out = scratch(thread) + widest_;
-        const float* gate = gate_up_.data() + row * 2 * wide;
-        path_.gated(gate, gate + wide, wide, model_.gelu, out);
-        return static_cast<const float*>(out);
-    });
-    multiply(down, rows, x_.data(), hidden, true);
 }
 
-// Top-k experts by a softmax over the router; each row's experts are added in the order of their number.
+// The products of the prepared rows, added to the residual stream.
+void Decoder::branch(const Weights* out, const Norm& after, int64_t rows) {
+    const Projection one = {1, &out};
+    if (!after.weight && model_.residual_scale == 1.0f) return multiply(one, rows, x_.data(), model_.hidden, true);
+    multiply(one, rows, branch_.data(), model_.hidden, false);
+    add_branch(branch_.data(), after, rows);
+}
+
+// Prepares what `down` takes: the activation of a gate and its factor, or of one layer, of rows that row_of gives.
+template <class F>
+void Decoder::feed(const Projection& gate_up, const Weights* down, const float* parameters, int64_t rows, F&& row_of) {
+    const int64_t wide = down->inputs, stride = model_.gated ? 2 * wide : wide;
+    prepare(gate_up, rows, row_of);
+    multiply(gate_up, rows, gate_up_.data(), stride, false);
+    const Projection one = {1, &down};
+    prepare(one, rows, [&](int thread, int64_t row) {
+        float* out = scratch(thread) + widest_;
+        const float* gate = gate_up_.data() + row * stride;
+        path_.gated(gate, model_.gated ? gate + wide : nullptr, wide, model_.activation, parameters, out);
+        return static_cast<const float*>(out);
+    });
+}
+
+void Decoder::mlp(const Layer& layer, int64_t rows) {
+    // What stands beside attention has been normed before attention was added.
+    feed(layer.gate_up, layer.down, layer.parameters, rows, [&](int thread, int64_t row) {
+        return model_.parallel ? static_cast<const float*>(normed_.data() + row * model_.hidden) : normed(layer.mlp_norm, thread, row);
+    });
+    branch(layer.down, layer.output_norm, rows);
+}
+
+// Some experts a row; each row's are added in the order of their number, and then what all rows go through.
 void Decoder::mix(const Layer& layer, int64_t rows) {
     const Mixture& m = *layer.mixture;
-    const int64_t hidden = model_.hidden, experts = m.experts;
-    rows_of(rows, hidden, [&](int thread, int64_t row) {
-        path_.norm(x_.data() + row * hidden, layer.mlp_norm, hidden, model_.norm_eps, model_.norm_offset,
-                   normed_.data() + row * hidden, scratch(thread));
-    });
+    const Routing& to = m.routing;
+    const int64_t hidden = model_.hidden, experts = to.experts;
+    auto row_of = [&](int, int64_t row) { return static_cast<const float*>(normed_.data() + row * hidden); };
+    if (!model_.parallel)
+        rows_of(rows, hidden, [&](int thread, int64_t row) {
+            std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
+        });
     const Projection router = {1, &m.router};
-    prepare(router, rows, [&](int, int64_t row) { return static_cast<const float*>(normed_.data() + row * hidden); });
+    prepare(router, rows, row_of);
     grow(share_, rows * experts);
     multiply(router, rows, share_.data(), experts, false);
-    grow(chosen_, rows * m.chosen);
-    path_.choose(share_.data(), rows, experts, m.chosen, m.renormalize, chosen_.data());
+    grow(chosen_, rows * to.chosen);
+    path_.choose(share_.data(), rows, to, chosen_.data());
     std::fill(sum_.begin(), sum_.begin() + rows * hidden, 0.0f);
     std::vector<int64_t>& members = members_;
     for (int64_t e = 0; e < experts; e++) {
         members.clear();
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = 0; i < m.chosen; i++)
-                if (chosen_[row * m.chosen + i] == e) members.push_back(row);
+            for (int64_t i = 0; i < to.chosen; i++)
+                if (chosen_[row * to.chosen + i] == e) members.push_back(row);
         if (members.empty()) continue;
-        const int64_t count = static_cast<int64_t>(members.size()), wide = m.down[e]->inputs;
-        prepare(m.gate_up[e], count, [&](int, int64_t i) { return static_cast<const float*>(normed_.data() + members[i] * hidden); });
-        multiply(m.gate_up[e], count, gate_up_.data(), 2 * wide, false);
+        const int64_t count = static_cast<int64_t>(members.size());
+        feed(m.gate_up[e], m.down[e], layer.parameters, count, [&](int thread, int64_t i) { return row_of(thread, members[i]); });
         const Projection down = {1, &m.down[e]};
-        prepare(down, count, [&](int thread, int64_t i) {
-            float* out = scratch(thread) + widest_;
-            const float* gate = gate_up_.data() + i * 2 * wide;
-            path_.gated(gate, gate + wide, wide, model_.gelu, out);
-            return static_cast<const float*>(out);
-        });
         multiply(down, count, expert_.data(), hidden, false);
         for (int64_t i = 0; i < count; i++) {
-            float* to = sum_.data() + members[i] * hidden;
+            float* sum = sum_.data() + members[i] * hidden;
             const float share = share_[members[i] * experts + e];
-            for (int64_t d = 0; d < hidden; d++) to[d] = to[d] + expert_[i * hidden + d] * share;
+            for (int64_t d = 0; d < hidden; d++) sum[d] = sum[d] + expert_[i * hidden + d] * share;
         }
     }
-    for (int64_t i = 0; i < rows * hidden; i++) x_[i] = x_[i] + sum_[i];
+    if (m.shared_down) {
+        if (m.shared_gate) {
+            const Projection gate = {1, &m.shared_gate};
+            prepare(gate, rows, row_of);
+            multiply(gate, rows, share_.data(), 1, false);
+            path_.sigmoid(share_.data(), rows);
+        }
+        feed(m.shared_gate_up, m.shared_down, layer.parameters, rows, row_of);
+        const Projection down = {1, &m.shared_down};
+        multiply(down, rows, expert_.data(), hidden, false);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t d = row * hidden; d < (row + 1) * hidden; d++)
+                sum_[d] = sum_[d] + (m.shared_gate ? expert_[d] * share_[row] : expert_[d]);
+    }
+    add_branch(sum_.data(), layer.output_norm, rows);
 }
 
-void Decoder::forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
+void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
     std::lock_guard<std::mutex> lock(one_);
-    run(batch, cos, sin);
+    run(batch, angles);
     read_out(at, count, hidden_out, logits);
 }
 
 // All layers: stores keys and values, and leaves the rows in x_.
-void Decoder::run(const Batch& batch, const float* cos, const float* sin) {
+void Decoder::run(const Batch& batch, const Angles& angles) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, hidden = model_.hidden;
     grow(x_, rows * hidden);
     grow(qkv_, rows * (h.heads + 2 * h.kv_heads) * h.dim);
     grow(mixed_, rows * h.heads * h.dim);
     grow(gate_up_, rows * 2 * model_.intermediate);
-    for (int64_t i = 0; i < model_.layers; i++)
-        if (model_.layer[i].mixture) {
-            grow(normed_, rows * hidden), grow(expert_, rows * hidden), grow(sum_, rows * hidden);
-            break;
-        }
+    bool has_mixture = false, has_branch = model_.residual_scale != 1.0f;
+    for (int64_t i = 0; i < model_.layers; i++) {
+        const Layer& layer = model_.layer[i];
+        has_mixture |= layer.mixture != nullptr;
+        has_branch |= layer.attention_norm.weight || layer.output_norm.weight;
+    }
+    if (has_mixture) grow(expert_, rows * hidden), grow(sum_, rows * hidden);
+    if (has_mixture || model_.parallel) grow(normed_, rows * hidden);
+    if (has_branch) grow(branch_, rows * hidden);
     embed(batch);
     units_of(h, path_, batch, units_);
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
-        prepare(layer.qkv, rows, [&](int thread, int64_t row) {
-            float* out = scratch(thread) + widest_;
-            path_.norm(x_.data() + row * hidden, layer.input_norm, hidden, model_.norm_eps, model_.norm_offset, out, out + widest_);
-            return static_cast<const float*>(out);
-        });
+        prepare(layer.qkv, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
         multiply(layer.qkv, rows, qkv_.data(), (h.heads + 2 * h.kv_heads) * h.dim, false);
-        attend(layer, i, batch, cos, sin);
+        if (model_.parallel)
+            rows_of(rows, hidden, [&](int thread, int64_t row) {
+                std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
+            });
+        attend(layer, i, batch, angles);
         const Projection out = {1, &layer.out};
         prepare(out, rows, [&](int, int64_t row) { return static_cast<const float*>(mixed_.data() + row * h.heads * h.dim); });
-        multiply(out, rows, x_.data(), hidden, true);
+        branch(layer.out, layer.attention_norm, rows);
         if (layer.mixture)
             mix(layer, rows);
         else
@@ -415,11 +504,18 @@ void Decoder::read_out(const int64_t* at, int64_t count, float* hidden_out, floa
     if (!count) return;
     const int64_t hidden = model_.hidden;
     rows_of(count, hidden, [&](int thread, int64_t i) {
-        path_.norm(x_.data() + at[i] * hidden, model_.norm, hidden, model_.norm_eps, model_.norm_offset, hidden_out + i * hidden, scratch(thread));
+        normalize(model_.norm, x_.data() + at[i] * hidden, hidden_out + i * hidden, scratch(thread));
     });
     const Projection head = {1, &model_.head};
     prepare(head, count, [&](int, int64_t i) { return static_cast<const float*>(hidden_out + i * hidden); });
     multiply(head, count, logits, model_.vocabulary, false);
+    if (model_.logits_scale == 1.0f && model_.final_softcap == 0.0f) return;
+    rows_of(count, model_.vocabulary, [&](int, int64_t i) {
+        float* row = logits + i * model_.vocabulary;
+        if (model_.logits_scale != 1.0f)
+            for (int64_t n = 0; n < model_.vocabulary; n++) row[n] = row[n] * model_.logits_scale;
+        if (model_.final_softcap != 0.0f) path_.capped(row, model_.vocabulary, model_.final_softcap);
+    });
 }
 
 }  // namespace specpress

@@ -1,4 +1,4 @@
-// The decoder of the Llama family on packed weights: one call is one forward of any rows.
+// The decoder on packed weights, as the record says it (checkpoints/record.py): one call is one forward of any rows.
 #pragma once
 
 #include <cstdint>
@@ -17,36 +17,58 @@ struct Projection {
 };
 
 struct Mixture {
-    int64_t experts, chosen;
-    int64_t renormalize;
+    Routing routing;
     const Weights* router;
     const Projection* gate_up;        // [experts]
     const Weights* const* down;       // [experts]
+    // An MLP that every row goes through besides, or null, and what gates it, or null.
+    Projection shared_gate_up;
+    const Weights* shared_down;
+    const Weights* shared_gate;
+};
+
+// What a norm multiplies by and adds; without a weight there is no norm.
+struct Norm {
+    const float* weight;
+    const float* bias;        // or null
 };
 
 struct Layer {
-    const float* input_norm;
-    const float* mlp_norm;
-    const float* query_norm;  // per head, or null
+    Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
+    const float* query_norm;  // [heads * dim], or null
     const float* key_norm;
+    const float* sinks;       // [heads], or null
     Projection qkv;
     const Weights* out;
     int64_t window;
+    int64_t rotary;           // which table rotates it; below 0: none
     Projection gate_up;       // unused with a mixture
     const Weights* down;
+    const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
 };
 
 struct Model {
     Heads heads;
     int64_t layers, hidden, intermediate, vocabulary;
-    int64_t gelu;             // gelu_tanh, else silu
-    float norm_eps, norm_offset, embedding_scale, attention_scaling;
+    int64_t activation, gated;             // Activation; whether there is a gate besides the factor
+    int64_t layer_norm, parallel;          // by mean and variance; attention and MLP read the same
+    int64_t norm_of_heads, norm_rotated;   // queries and keys are normed all heads as one; after they are rotated
+    int64_t tables;                        // of rotary angles
+    float norm_eps, embedding_scale, attention_scaling, residual_scale, logits_scale, softcap, final_softcap;
     const Layer* layer;
-    const float* norm;
+    Norm norm;
     const Weights* head;
     const void* embedding;    // [vocabulary][hidden], or null: the rows of the head
     int64_t embedding_type;   // SCALE_F32, SCALE_BF16, SCALE_F16
+    const float* positions;   // [positions][hidden] that are added to the embedding, or null
+};
+
+// What depends on positions alone, by position.
+struct Angles {
+    const float* const* cos;  // [tables][positions][rotated / 2]
+    const float* const* sin;
+    const float* growth;      // what queries are multiplied by, or null
 };
 
 // Whether all sizes fit each other and what the kernels hold: what they write is sized by them.
@@ -97,13 +119,13 @@ class Decoder {
     Decoder(const Model& model, const Path& path, Pool& pool);
 
     // Runs the rows, stores their keys and values, and gives norms and logits of rows at[0..count).
-    void forward(const Batch& batch, const float* cos, const float* sin, const int64_t* at, int64_t count, float* hidden, float* logits);
+    void forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden, float* logits);
 
     // Greedy continuation (draft.cpp). `first` holds, per request in order, a chain of rows; then each request goes on by
     // itself: the first of the largest logits 0..limit becomes its next row, until tokens[request][0..steps[request]) are
     // known. The last of them is not run. `stride`: the tokens of a row of `tokens`. The caches have room, and the rotary
     // tables reach as far. False where logits are not finite: then nothing in `tokens` is of use.
-    bool draft(const Batch& first, const float* cos, const float* sin, int64_t requests, const int64_t* steps, int64_t limit,
+    bool draft(const Batch& first, const Angles& angles, int64_t requests, const int64_t* steps, int64_t limit,
                int64_t* tokens, int64_t stride);
 
     // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
@@ -137,12 +159,19 @@ class Decoder {
     template <class F>
     void prepare(const Projection& p, int64_t rows, F&& row_of);
     void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
-    void run(const Batch& batch, const float* cos, const float* sin);
+    void run(const Batch& batch, const Angles& angles);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
-    void attend(const Layer& layer, int64_t number, const Batch& batch, const float* cos, const float* sin);
+    void normalize(const Norm& norm, const float* x, float* out, float* scratch);
+    void norm_heads(const float* weight, float* x, int64_t heads, float* scratch);
+    const float* normed(const Norm& norm, int thread, int64_t row);
+    void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
+    void branch(const Weights* out, const Norm& after, int64_t rows);
+    void add_branch(const float* y, const Norm& after, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
     void mix(const Layer& layer, int64_t rows);
+    template <class F>
+    void feed(const Projection& gate_up, const Weights* down, const float* parameters, int64_t rows, F&& row_of);
     float* scratch(int thread) { return scratch_.data() + thread * scratch_size_; }
 
     Model model_;
@@ -153,7 +182,7 @@ class Decoder {
     std::vector<float> scratch_;
     std::vector<Want> wants_;
     std::vector<int64_t> want_of_;
-    std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, gathered_, expert_, sum_, share_;
+    std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, branch_, expert_, sum_, share_;
     std::vector<int64_t> chosen_, members_;
     std::vector<AttentionUnit> units_;
     SharedText text_;

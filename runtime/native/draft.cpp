@@ -15,7 +15,7 @@ void Decoder::Growing::reach(int64_t requests, int64_t hidden_size, int64_t voca
     }
 }
 
-bool Decoder::draft(const Batch& first, const float* cos, const float* sin, int64_t requests, const int64_t* steps, int64_t limit,
+bool Decoder::draft(const Batch& first, const Angles& angles, int64_t requests, const int64_t* steps, int64_t limit,
                     int64_t* tokens, int64_t stride) {
     std::lock_guard<std::mutex> lock(one_);
     const int64_t vocabulary = model_.vocabulary;
@@ -28,7 +28,7 @@ bool Decoder::draft(const Batch& first, const float* cos, const float* sin, int6
     Batch next = {0,              g.token.data(), g.owner.data(), g.position.data(), g.position.data(),
                   g.zeros.data(), g.chain.data(), nullptr,        first.stores};
     for (int64_t count = requests, step = 0; count; step++) {
-        run(*batch, cos, sin);
+        run(*batch, angles);
         read_out(g.at.data(), count, g.hidden.data(), g.logits.data());
         pool_.run(count, count * vocabulary < 16384 ? count : 1, [&](int, int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++) g.token[i] = path_.largest(g.logits.data() + i * vocabulary, vocabulary, limit);

@@ -79,6 +79,17 @@ struct Batch {
     const Store* stores;
 };
 
+// What follows a gate, or stands between two layers. binding.py has the same numbers.
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 = 4, XIELU = 5, CLAMPED_SWIGLU = 6 };
+
+// How a mixture chooses: shares by a softmax over the experts or each by itself; `correction` [experts] is added to them
+// to choose by, or null.
+struct Routing {
+    int64_t experts, chosen, renormalize, sigmoid;
+    float scale;
+    const float* correction;
+};
+
 struct AttentionCall {
     Heads heads;
     int64_t layer;
@@ -88,6 +99,8 @@ struct AttentionCall {
     const float* queries;  // [rows][stride], rotated
     int64_t stride;
     float* out;            // [rows][heads * dim]
+    float softcap;         // of the scores; 0: none
+    const float* sinks;    // [heads] scores that have no values; or null
 };
 
 // A piece of attention: rows first..first+count of one request and one key head; heads of the queries from..to.
@@ -122,14 +135,20 @@ struct Path {
     void (*widen)(const Weights& w, const int8_t* codes, int16_t* wide, int32_t* pairs);
     // out = x / rms(x) · (weight + offset); scratch: the next power of two above `size` floats.
     void (*norm)(const float* x, const float* weight, int64_t size, float eps, float offset, float* out, float* scratch);
-    void (*gated)(const float* gate, const float* up, int64_t size, bool gelu, float* out);
+    // (x − mean) / sqrt(variance + eps) · weight + bias (or null); scratch as for `norm`.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t size, float eps, float* out, float* scratch);
+    // act(gate) · up, or act(gate) where `up` is null; parameters of activations that have some.
+    void (*gated)(const float* gate, const float* up, int64_t size, int64_t activation, const float* parameters, float* out);
+    // In place: cap · tanh(x / cap); 1 / (1 + e^−x).
+    void (*capped)(float* x, int64_t size, float cap);
+    void (*sigmoid)(float* x, int64_t size);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.
     void (*attend)(const AttentionCall& call, const AttentionUnit& unit, float* parts, float* scratch);
     void (*attend_split)(const AttentionCall& call, const AttentionUnit& unit, int64_t split, float* scratch, float* part);
     // Router scores to shares, in place (0 for experts that are not chosen), and the chosen experts of each row.
-    void (*choose)(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which);
+    void (*choose)(float* scores, int64_t rows, const Routing& routing, int64_t* which);
     int64_t (*attention_scratch)(const Heads& h);  // floats
     int64_t (*attention_part)(const Heads& h);     // floats of one split's sums
     int64_t (*tile_rows)();

@@ -21,12 +21,15 @@ void widen(const Weights&, const int8_t*, int16_t*, int32_t*);
 constexpr void (*widen)(const Weights&, const int8_t*, int16_t*, int32_t*) = nullptr;
 #endif
 void norm(const float*, const float*, int64_t, float, float, float*, float*);
-void gated(const float*, const float*, int64_t, bool, float*);
+void layer_norm(const float*, const float*, const float*, int64_t, float, float*, float*);
+void gated(const float*, const float*, int64_t, int64_t, const float*, float*);
+void capped(float*, int64_t, float);
+void sigmoid(float*, int64_t);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
 void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*);
 void attend(const AttentionCall&, const AttentionUnit&, float*, float*);
 void attend_split(const AttentionCall&, const AttentionUnit&, int64_t, float*, float*);
-void choose(float*, int64_t, int64_t, int64_t, bool, int64_t*);
+void choose(float*, int64_t, const Routing&, int64_t*);
 int64_t attention_scratch(const Heads&);
 int64_t attention_part(const Heads&);
 int64_t tile_rows();
@@ -35,7 +38,8 @@ int64_t largest(const float*, int64_t, int64_t);
 extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper},
-    quantize, widen, norm, gated, rotate, remember, attend, attend_split, choose, attention_scratch, attention_part, tile_rows, largest, UNSIGNED_DOT,
+    quantize, widen, norm, layer_norm, gated, capped, sigmoid, rotate, remember, attend, attend_split, choose,
+    attention_scratch, attention_part, tile_rows, largest, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

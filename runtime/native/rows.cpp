@@ -7,11 +7,10 @@ namespace SPECPRESS_PATH {
 
 using specpress::Weights;
 
-// Σ x², halving as exact.tree_sum does: pad to a power of two, add the upper half to the lower, repeat.
-static float tree_sum_of_squares(const float* x, int64_t size, float* scratch) {
+// Σ of `size` values, halving as exact.tree_sum does: pad to a power of two, add the upper half to the lower, repeat.
+static float halved(float* scratch, int64_t size) {
     int64_t width = 1;
     while (width < size) width *= 2;
-    for (int64_t i = 0; i < size; i++) scratch[i] = x[i] * x[i];
     for (int64_t i = size; i < width; i++) scratch[i] = 0.0f;
     while (width > 1) {
         width /= 2;
@@ -20,6 +19,11 @@ static float tree_sum_of_squares(const float* x, int64_t size, float* scratch) {
         for (; i < width; i++) scratch[i] = scratch[i] + scratch[i + width];
     }
     return scratch[0];
+}
+
+static float tree_sum_of_squares(const float* x, int64_t size, float* scratch) {
+    for (int64_t i = 0; i < size; i++) scratch[i] = x[i] * x[i];
+    return halved(scratch, size);
 }
 
 void norm(const float* x, const float* weight, int64_t size, float eps, float offset, float* out, float* scratch) {
@@ -32,28 +36,90 @@ void norm(const float* x, const float* weight, int64_t size, float eps, float of
     }
 }
 
-static F16 silu(F16 x) { return mul(x, div(set(1.0f), add(set(1.0f), exp(sub(zero(), x))))); }
+void layer_norm(const float* x, const float* weight, const float* bias, int64_t size, float eps, float* out, float* scratch) {
+    std::memcpy(scratch, x, static_cast<size_t>(size) * 4);
+    const float mean = halved(scratch, size) / static_cast<float>(size);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] - mean;
+    norm(out, weight, size, eps, 0.0f, out, scratch);
+    if (bias)
+        for (int64_t i = 0; i < size; i++) out[i] = out[i] + bias[i];
+}
+
+static F16 sigmoid_of(F16 x) { return div(set(1.0f), add(set(1.0f), exp(sub(zero(), x)))); }
+static F16 silu(F16 x) { return mul(x, sigmoid_of(x)); }
 
 static F16 gelu_tanh(F16 x) {
     F16 cube = mul(mul(x, x), x);
     F16 u = mul(set(0.7978845608028654f), add(x, mul(set(0.044715f), cube)));
-    F16 tanh = sub(set(1.0f), div(set(2.0f), add(exp(mul(set(2.0f), u)), set(1.0f))));
-    return mul(mul(set(0.5f), x), add(set(1.0f), tanh));
+    return mul(mul(set(0.5f), x), add(set(1.0f), tanh(u)));
 }
 
-void gated(const float* gate, const float* up, int64_t size, bool gelu, float* out) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        if (i + LANES <= size) {
-            F16 g = load(gate + i);
-            store(out + i, mul(gelu ? gelu_tanh(g) : silu(g), load(up + i)));
-        } else {
-            float g[LANES] = {}, u[LANES] = {}, y[LANES];
-            std::memcpy(g, gate + i, static_cast<size_t>(size - i) * 4);
-            std::memcpy(u, up + i, static_cast<size_t>(size - i) * 4);
-            store(y, mul(gelu ? gelu_tanh(load(g)) : silu(load(g)), load(u)));
-            std::memcpy(out + i, y, static_cast<size_t>(size - i) * 4);
-        }
+// exact.erf.
+static F16 erf(F16 x) {
+    const F16 size = as_float(andi(bits(x), 0x7fffffff));
+    const F16 t = div(set(1.0f), add(set(1.0f), mul(set(0.3275911f), size)));
+    F16 poly = mul(t, set(1.061405429f));
+    poly = mul(add(poly, set(-1.453152027f)), t);
+    poly = mul(add(poly, set(1.421413741f)), t);
+    poly = mul(add(poly, set(-0.284496736f)), t);
+    poly = mul(add(poly, set(0.254829592f)), t);
+    const F16 y = sub(set(1.0f), mul(poly, exp(sub(zero(), mul(size, size)))));
+    return where_less(x, zero(), sub(zero(), y), y);
+}
+
+static F16 gelu(F16 x) { return mul(mul(set(0.5f), x), add(set(1.0f), erf(mul(x, set(0.7071067811865476f))))); }
+static F16 relu(F16 x) { return where_less(x, zero(), zero(), x); }
+
+// f(g) or f(g, u) of sixteen at a time; without `up` the second is 0.
+template <class F>
+static void each(const float* gate, const float* up, int64_t size, float* out, F&& f) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(out + i, f(load(gate + i), up ? load(up + i) : zero()));
+    if (i == size) return;
+    float g[LANES] = {}, u[LANES] = {}, y[LANES];
+    std::memcpy(g, gate + i, static_cast<size_t>(size - i) * 4);
+    if (up) std::memcpy(u, up + i, static_cast<size_t>(size - i) * 4);
+    store(y, f(load(g), load(u)));
+    std::memcpy(out + i, y, static_cast<size_t>(size - i) * 4);
+}
+
+template <class F>
+static void gated_by(const float* gate, const float* up, int64_t size, float* out, F&& act) {
+    if (up)
+        each(gate, up, size, out, [&](F16 g, F16 u) { return mul(act(g), u); });
+    else
+        each(gate, nullptr, size, out, [&](F16 g, F16) { return act(g); });
+}
+
+void gated(const float* gate, const float* up, int64_t size, int64_t activation, const float* p, float* out) {
+    using namespace specpress;
+    switch (activation) {
+        case GELU_TANH: return gated_by(gate, up, size, out, gelu_tanh);
+        case GELU: return gated_by(gate, up, size, out, gelu);
+        case RELU: return gated_by(gate, up, size, out, relu);
+        case RELU2: return gated_by(gate, up, size, out, [](F16 x) { return mul(relu(x), relu(x)); });
+        case XIELU:
+            return gated_by(gate, up, size, out, [&](F16 x) {
+                const F16 low = sub(sub(exp(min(x, set(p[3]))), set(1.0f)), x);
+                const F16 high = mul(mul(set(p[0]), x), x);
+                return add(where_less(zero(), x, high, mul(low, set(p[1]))), mul(set(p[2]), x));
+            });
+        case CLAMPED_SWIGLU:
+            return each(gate, up, size, out, [&](F16 g, F16 u) {
+                const F16 most = set(p[0]);
+                g = min(g, most), u = min(max(u, sub(zero(), most)), most);
+                return mul(mul(g, sigmoid_of(mul(g, set(p[1])))), add(u, set(1.0f)));
+            });
+        default: return gated_by(gate, up, size, out, silu);
     }
+}
+
+void capped(float* x, int64_t size, float cap) {
+    each(x, nullptr, size, x, [&](F16 v, F16) { return mul(tanh(div(v, set(cap))), set(cap)); });
+}
+
+void sigmoid(float* x, int64_t size) {
+    each(x, nullptr, size, x, [](F16 v, F16) { return sigmoid_of(v); });
 }
 
 // Half-split rotary embedding of `heads` adjacent heads, in place.
@@ -182,32 +248,44 @@ static float tree_sum(float* x, int64_t size) {
     return x[0];
 }
 
-// Softmax over the experts, then the largest shares; of equal ones the first.
-void choose(float* scores, int64_t rows, int64_t experts, int64_t chosen, bool renormalize, int64_t* which) {
+// Shares of the experts by a softmax or each by itself, then the best; of equal ones the first.
+void choose(float* scores, int64_t rows, const specpress::Routing& r, int64_t* which) {
     constexpr int64_t MOST = 1024;
+    const int64_t experts = r.experts, chosen = r.chosen;
     float odds[MOST], halves[MOST];
+    bool taken[MOST];
     for (int64_t row = 0; row < rows; row++, scores += experts, which += chosen) {
-        float highest = scores[0];
-        for (int64_t e = 1; e < experts; e++) highest = scores[e] > highest ? scores[e] : highest;
-        for (int64_t e = 0; e < experts; e += LANES) {
-            float lanes[LANES] = {};
-            const int64_t here = experts - e < LANES ? experts - e : LANES;
-            for (int64_t i = 0; i < here; i++) lanes[i] = scores[e + i] - highest;
-            store(lanes, exp(load(lanes)));
-            for (int64_t i = 0; i < here; i++) odds[e + i] = halves[e + i] = lanes[i];
+        if (r.sigmoid) {
+            std::memcpy(odds, scores, static_cast<size_t>(experts) * 4);
+            sigmoid(odds, experts);
+        } else {
+            float highest = scores[0];
+            for (int64_t e = 1; e < experts; e++) highest = scores[e] > highest ? scores[e] : highest;
+            for (int64_t e = 0; e < experts; e += LANES) {
+                float lanes[LANES] = {};
+                const int64_t here = experts - e < LANES ? experts - e : LANES;
+                for (int64_t i = 0; i < here; i++) lanes[i] = scores[e + i] - highest;
+                store(lanes, exp(load(lanes)));
+                for (int64_t i = 0; i < here; i++) odds[e + i] = halves[e + i] = lanes[i];
+            }
+            const float total = tree_sum(halves, experts);
+            for (int64_t e = 0; e < experts; e++) odds[e] = odds[e] / total;
         }
-        const float total = tree_sum(halves, experts);
-        for (int64_t e = 0; e < experts; e++) odds[e] = odds[e] / total, scores[e] = 0.0f;
+        for (int64_t e = 0; e < experts; e++) halves[e] = r.correction ? odds[e] + r.correction[e] : odds[e], scores[e] = 0.0f, taken[e] = false;
         for (int64_t i = 0; i < chosen; i++) {
             // NaNs compare with nothing: the first that is left is taken, and none twice.
             int64_t best = -1;
             for (int64_t e = 0; e < experts; e++)
-                if (odds[e] != -1.0f && (best < 0 || odds[e] > odds[best])) best = e;
-            which[i] = best, halves[i] = odds[best], scores[best] = odds[best], odds[best] = -1.0f;
+                if (!taken[e] && (best < 0 || halves[e] > halves[best])) best = e;
+            which[i] = best, scores[best] = odds[best], taken[best] = true;
         }
-        if (!renormalize) continue;
-        const float of = tree_sum(halves, chosen);
-        for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] / of;
+        if (r.renormalize) {
+            for (int64_t i = 0; i < chosen; i++) halves[i] = scores[which[i]];
+            const float of = tree_sum(halves, chosen);
+            for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] / of;
+        }
+        if (r.scale != 1.0f)
+            for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] * r.scale;
     }
 }
 

@@ -446,4 +446,7 @@ inline F16 exp(F16 x) {
     return where_less(x, lowest, zero(), mul(poly, power));
 }
 
+// exact.tanh.
+inline F16 tanh(F16 x) { return sub(set(1.0f), div(set(2.0f), add(exp(mul(set(2.0f), x)), set(1.0f)))); }
+
 }  // namespace SPECPRESS_PATH

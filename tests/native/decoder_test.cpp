@@ -72,7 +72,8 @@ Result run(const NamedPath& path, const TestModel& m, int threads, const std::ve
         const Batch batch = {rows,         tokens.data(), request.data(), position.data(), position.data(),
                              zeros.data(), chain.data(),  nullptr,        stores.data()};
         Floats hidden(static_cast<size_t>(rows * HIDDEN)), logits(static_cast<size_t>(rows * VOCABULARY));
-        decoder.forward(batch, m.cos.data(), m.sin.data(), at.data(), rows, hidden.data(), logits.data());
+        const float *cosines = m.cos.data(), *sines = m.sin.data();
+        decoder.forward(batch, {&cosines, &sines, nullptr}, at.data(), rows, hidden.data(), logits.data());
         for (int64_t i = 0; i < rows; i++) {
             std::copy_n(hidden.begin() + i * HIDDEN, HIDDEN, result.hidden.begin() + where[at[i]] * HIDDEN);
             std::copy_n(logits.begin() + i * VOCABULARY, VOCABULARY, result.logits.begin() + where[at[i]] * VOCABULARY);
@@ -107,7 +108,8 @@ bool draft(const NamedPath& path, const TestModel& m, int threads, const std::ve
     const Batch batch = {rows,         tokens.data(), request.data(), position.data(), position.data(),
                          zeros.data(), chain.data(),  nullptr,        stores.data()};
     drafted.assign(prompts.size() * static_cast<size_t>(longest), -1);
-    return decoder.draft(batch, m.cos.data(), m.sin.data(), static_cast<int64_t>(prompts.size()), steps.data(), limit, drafted.data(), longest);
+    const float *cosines = m.cos.data(), *sines = m.sin.data();
+    return decoder.draft(batch, {&cosines, &sines, nullptr}, static_cast<int64_t>(prompts.size()), steps.data(), limit, drafted.data(), longest);
 }
 
 // What was drafted is what whole forwards choose, and nothing is written behind it.
@@ -180,7 +182,7 @@ void sizes(const TestModel& m) {
     }
     for (int64_t chosen : {int64_t{0}, m.shape.experts + 1}) {
         Mixture mixture = *m.layers[1].mixture;
-        mixture.chosen = chosen;
+        mixture.routing.chosen = chosen;
         refused("other experts than there are", [&](Model&, Layer& layer) { layer.mixture = &mixture; });
     }
 }

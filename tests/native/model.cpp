@@ -35,6 +35,9 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
     for (TestBlock& b : blocks) {
         b.input_norm = random.reals(HIDDEN, 0.1f, 0.3f), b.mlp_norm = random.reals(HIDDEN, 0.1f, 0.3f);
         b.query_norm = random.reals(s.dim, 0.5f, 1.5f), b.key_norm = random.reals(s.dim, 0.5f, 1.5f);
+        // The decoder takes a weight for every head.
+        for (int64_t head = 0; head < HEADS; head++) b.query_norms.insert(b.query_norms.end(), b.query_norm.begin(), b.query_norm.end());
+        for (int64_t head = 0; head < KV_HEADS; head++) b.key_norms.insert(b.key_norms.end(), b.key_norm.begin(), b.key_norm.end());
         for (int64_t heads : {HEADS, KV_HEADS, KV_HEADS}) b.qkv.add(random_layer(s.kind, heads * s.dim, HIDDEN, random, pool, true));
         b.out.add(random_layer(s.kind, HIDDEN, HEADS * s.dim, random, pool));
         for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
@@ -49,11 +52,11 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         for (size_t e = 0; e < b.gate_up.size(); e++)
             b.gate_up_projections.push_back(b.gate_up[e].projection()), b.down_pointers.push_back(b.down[e].pointers[0]);
         Layer layer{};
-        layer.input_norm = b.input_norm.data(), layer.mlp_norm = b.mlp_norm.data();
-        if (s.head_norms) layer.query_norm = b.query_norm.data(), layer.key_norm = b.key_norm.data();
+        layer.input_norm.weight = b.input_norm.data(), layer.mlp_norm.weight = b.mlp_norm.data();
+        if (s.head_norms) layer.query_norm = b.query_norms.data(), layer.key_norm = b.key_norms.data();
         layer.qkv = b.qkv.projection(), layer.out = b.out.pointers[0], layer.window = layers.empty() ? s.window : 0;
         if (s.experts) {
-            b.mixture = {s.experts, CHOSEN, s.gelu ? 0 : 1, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data()};
+            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1, 0, 1.0f, nullptr}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
             layer.mixture = &b.mixture;
         } else {
             layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];
@@ -78,9 +81,9 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             cos.push_back(static_cast<float>(std::cos(angle))), sin.push_back(static_cast<float>(std::sin(angle)));
         }
     model.heads = {HEADS, KV_HEADS, s.dim, 2 * half, s.cache, nullptr};
-    model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.gelu = s.gelu;
-    model.norm_eps = 1e-5f, model.norm_offset = s.gelu ? 0.1f : 0.0f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
-    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm = norm.data(), model.head = head.pointers[0];
+    model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.activation = s.gelu ? specpress::GELU_TANH : specpress::SILU;
+    model.norm_eps = 1e-5f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
+    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.residual_scale = model.logits_scale = 1.0f, model.head = head.pointers[0];
     if (!s.tied) model.embedding = embedding16.empty() ? static_cast<const void*>(embedding32.data()) : embedding16.data();
     model.embedding_type = s.embedding_type;
 }
@@ -140,7 +143,7 @@ std::vector<double> mixture(const TestModel& m, const TestBlock& b, const Floats
     for (int64_t i = 0; i < CHOSEN; i++) kept += odds[order[i]];
     for (int64_t i = 0; i < CHOSEN; i++) {
         const std::vector<double> own = mlp(m, b, order[i], x);
-        for (int64_t d = 0; d < HIDDEN; d++) out[d] += own[d] * odds[order[i]] / (b.mixture.renormalize ? kept : total);
+        for (int64_t d = 0; d < HIDDEN; d++) out[d] += own[d] * odds[order[i]] / (b.mixture.routing.renormalize ? kept : total);
     }
     return out;
 }
@@ -169,7 +172,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         std::vector<double> x(start.begin(), start.end());
         for (int64_t l = 0; l < DEPTH; l++) {
             const TestBlock& b = m.blocks[l];
-            const std::vector<double> qkv = b.qkv.of(normed(x, b.input_norm, m.model.norm_offset));
+            const std::vector<double> qkv = b.qkv.of(normed(x, b.input_norm, 0.0f));
             const int64_t at = static_cast<int64_t>(position);
             const Floats q = heads_of(qkv, 0, HEADS, m.shape.head_norms ? &b.query_norm : nullptr, true, at);
             keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
@@ -191,10 +194,10 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
             }
             const std::vector<double> attended = b.out.of(mixed);
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d];
-            const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, m.model.norm_offset));
+            const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, 0.0f));
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += moved[d];
         }
-        for (double logit : m.head.of(normed(x, m.norm, m.model.norm_offset))) logits.push_back(logit);
+        for (double logit : m.head.of(normed(x, m.norm, 0.0f))) logits.push_back(logit);
     }
     return logits;
 }

@@ -43,7 +43,7 @@ struct Parts {
 };
 
 struct TestBlock {
-    Floats input_norm, mlp_norm, query_norm, key_norm;
+    Floats input_norm, mlp_norm, query_norm, key_norm, query_norms, key_norms;
     Parts qkv, out, router;
     std::vector<Parts> gate_up, down;  // one, or as many as experts
     std::vector<specpress::Projection> gate_up_projections;

@@ -55,13 +55,13 @@ void gates(const NamedPath& path, Random& random) {
             Floats gate = random.reals(size, -12.0f, 12.0f);
             const Floats up = random.reals(size, -2.0f, 2.0f);
             Floats out(static_cast<size_t>(size));
-            path.kernels->gated(gate.data(), up.data(), size, gelu, out.data());
+            path.kernels->gated(gate.data(), up.data(), size, gelu ? GELU_TANH : SILU, nullptr, out.data());
             for (int64_t i = 0; i < size; i++)
                 expect_close(out[i], activation(gate[i], gelu) * up[i], 4e-6 * (1.0 + std::fabs(gate[i] * up[i])), what);
             record(path, "gated", out);
             for (float odd : {1e30f, -1e30f, 1e-42f, INFINITY, -INFINITY, NAN}) {
                 gate[size - 1] = odd;
-                path.kernels->gated(gate.data(), up.data(), size, gelu, out.data());
+                path.kernels->gated(gate.data(), up.data(), size, gelu ? GELU_TANH : SILU, nullptr, out.data());
                 record(path, "gated", out);
                 if (std::isnan(odd)) expect(std::isnan(out[size - 1]), what + ": a NaN stays one");
                 if (odd == 1e30f) expect_close(out[size - 1], static_cast<double>(odd) * up[size - 1], 1e25, what + " far out");
@@ -137,7 +137,7 @@ void choices(const NamedPath& path, Random& random) {
                 }
                 const Floats before = scores;
                 std::vector<int64_t> which(static_cast<size_t>(rows * chosen), -1);
-                path.kernels->choose(scores.data(), rows, experts, chosen, renormalize, which.data());
+                path.kernels->choose(scores.data(), rows, {experts, chosen, renormalize, 0, 1.0f, nullptr}, which.data());
                 record(path, "choose", scores);
                 record(path, "choose", which.data(), which.size() * sizeof(int64_t));
                 for (int64_t row = 0; row < rows; row++) {

@@ -1,4 +1,4 @@
-"""The Llama family on a GPU: model/reference.py's meaning over kernels in Triton, one graph per shape.
+"""What the record says on a GPU: model/reference.py's meaning over kernels in Triton, one graph per shape.
 
 Every intermediate value of a row has an order of operations that depends on the row's position alone, so its bits are
 the same whatever shares the call. Nothing here waits for the device but what says so.
@@ -16,12 +16,14 @@ from torch import Tensor
 from runtime.cache.slots import Reserved, checked_cache, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
+from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
+from runtime.kernels.reference import capped
 from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_store import KEY_BLOCK
 from runtime.model.layers import Parts
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
-from runtime.model.reference import BaseDecoder
+from runtime.model.reference import BaseDecoder, Turns
 from runtime.model.triton.batch import Inputs, Staging, Words, bucket_for, depth_of, fill
 from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of
@@ -42,8 +44,15 @@ class TritonDecoder(BaseDecoder):
     def __init__(
         self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
+        """Raises UserError for what the record may say and the attention kernels have not."""
+        for lacking, name in ((architecture.softcap, "attn_logit_softcapping"), (architecture.sinks, "sinks")):
+            if lacking:
+                raise UserError(
+                    f"config.json: {architecture.model_type} has {name}, which the kernels in Triton have not: run it"
+                    " on the CPU, or through transformers with adapter=True"
+                )
         super().__init__(architecture, config, parts, kernel, kv)
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._angles: dict[int, Turns] = {}
         self._logits: Tensor | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
 
@@ -235,15 +244,21 @@ class TritonDecoder(BaseDecoder):
         # Always the same tensors for so many blocks: graphs hold their addresses.
         blocks = max(blocks, _LEAST_TABLE)
         if blocks not in self._angles:
-            cos, sin = self._rotary.upto(blocks * KEY_BLOCK - 1)
-            self._angles[blocks] = cos[: blocks * KEY_BLOCK], sin[: blocks * KEY_BLOCK]
+            last = blocks * KEY_BLOCK
+            tables, growth = self._rotary.upto(last - 1), self._rotary.growth(last - 1)
+            angles = tuple((cos[:last], sin[:last]) for cos, sin in tables)
+            self._angles[blocks] = Turns(angles, None if growth is None else growth[:last])
         return hidden_states(self.parts, self.architecture, inputs, memory, self._angles[blocks], at)
 
     def _logits_of(self, hidden: Tensor, captured: bool) -> Tensor:
         """The head's output; of forwards that are captured in one place, so that graphs do not each keep their own."""
-        head = self.parts.head
-        if not (captured and isinstance(head, TritonLinear)):
-            return head(hidden)
-        if self._logits is None:
-            self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
-        return head.product(head.round(hidden), out=self._logits[: len(hidden)])
+        head, a = self.parts.head, self.architecture
+        if captured and isinstance(head, TritonLinear):
+            if self._logits is None:
+                self._logits = torch.empty((WIDEST, self.vocab_size), device=self.device)
+            logits = head.product(head.round(hidden), out=self._logits[: len(hidden)])
+        else:
+            logits = head(hidden)
+        if a.logits_scale != 1.0:
+            logits = logits.mul_(a.logits_scale)
+        return logits.copy_(capped(logits, a.final_softcap)) if a.final_softcap else logits

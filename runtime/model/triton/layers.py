@@ -3,14 +3,17 @@
 The exception are prompts through a mixture, whose rows the host sends to their experts (`waits`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.record import Architecture
 from runtime.contract import CacheKind
+from runtime.kernels.exact import sigmoid, tree_sum
 from runtime.kernels.joined import Joined
+from runtime.kernels.reference import activate, expert_odds, layer_norm, rotate
 from runtime.kernels.triton.argmax import route
 from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
@@ -20,8 +23,8 @@ from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outp
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store
-from runtime.model.layers import Block, Linear, Mixture, Mlp, Parts
-from runtime.model.reference import sum_of_experts
+from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Norm, Parts
+from runtime.model.reference import Turns, sum_of_experts
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts
@@ -51,17 +54,21 @@ def hidden_states(
     a: Architecture,
     inputs: Inputs,
     memory: Memory,
-    angles: tuple[Tensor, Tensor],
+    turns: Turns,
     at: Tensor | None = None,
 ) -> Tensor:
     """Final hidden states (T, hidden) float32 of a forward's rows, or of the rows `at` (n,) int64 on the device alone.
 
-    Writes the rows' keys and values into the memory. angles: the rotary tables (P, r/2) of all positions that occur.
+    Writes the rows' keys and values into the memory. turns: the rotary tables (P, r/2), and what queries grow by (P,),
+    of all positions that occur.
     """
     assert parts.embedding is not None
     x = embed(inputs.token, parts.embedding, a.embedding_scale)
+    position = inputs.position.clamp(min=0).long()
+    if parts.positions is not None:
+        x = x + parts.positions[position]
     splits = splits_for(memory.keys)
-    heads = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5)
+    heads = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling)
     at_once = max(_LEAST_ROWS, _ROOM // (a.heads * a.head_dim * splits) // _LEAST_ROWS * _LEAST_ROWS)
     tail = inputs.tail if inputs.tail.shape[1] else None
     places = Places(inputs.table, inputs.request, inputs.position, inputs.start, tail)
@@ -69,17 +76,32 @@ def hidden_states(
     # Prompts walk their splits one after the other and need no room for them.
     room = None if prompt else workspace(min(len(x), at_once), heads, splits, x.device)
 
+    growth = None if turns.growth is None else turns.growth[position].view(-1, 1, 1)
+    still = x.new_empty((len(x), 0))  # a rotary table of no dimensions
+
     def attention(x: Tensor, block: Block, layer: int) -> Tensor:
         """The residual stream behind a block's attention."""
         weights = block.attention
         q, k, v = _joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a))
         factor = None if memory.factor is None else memory.factor[layer]
+        angles, norms = (still, still), (weights.q_norm, weights.k_norm)
+        if weights.rotary is not None:
+            angles = turns.angles[weights.rotary]
+        if not _in_kernel(weights, a):
+            # What the kernel does not do between the product and the cache is done before it.
+            if a.query_key_norm_rotated:
+                here = angles[0][position], angles[1][position]
+                q, k = (rotate(part.view(len(x), -1, a.head_dim), *here).flatten(1) for part in (q, k))
+                angles = still, still
+            q, k = (_norm_heads(part, norm, a) for part, norm in zip((q, k), norms, strict=True))
+            norms = None, None
         q = rotate_and_store(
             *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
-            *(weights.q_norm, weights.k_norm, a.norm_eps),
+            *(*norms, a.norm_eps),
         )
+        q = q if growth is None else q * growth
         mixed = torch.empty_like(q)
-        own = Heads(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, weights.window, factor)
+        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor)
         keys = (memory.store, layer, memory.kind, own)
         if prompt:
             attend_many(q, *keys, places, mixed)
@@ -88,14 +110,52 @@ def hidden_states(
             for first in range(0, len(q), held):
                 part = slice(first, first + held)
                 attend(q[part], *keys, _some(places, part), splits, memory.sharing, mixed[part], room)
-        return _added(weights.out, mixed.view(len(x), -1), x)
+        return _branch(weights.out, mixed.view(len(x), -1), x, block.attention_norm, a)
 
     for number, block in enumerate(parts.blocks):
+        before = x
         x = attention(x, block, number)
-        x = _feed_forward(x, block, a, inputs.position)
+        x = _feed_forward(before if a.parallel else x, x, block, a, inputs.position)
     if at is not None:
         x = x[at]
-    return rms_norm(x, parts.norm, a.norm_eps, a.norm_offset)
+    return _norm(x, parts.norm, a)
+
+
+def _in_kernel(weights: Attention, a: Architecture) -> bool:
+    """Whether rotate_and_store norms queries and keys as this model does."""
+    plain = a.norm == "rms" and a.query_key_span == "head" and not a.query_key_norm_rotated
+    return weights.q_norm is None or plain
+
+
+def _norm_heads(x: Tensor, weight: Tensor | None, a: Architecture) -> Tensor:
+    """Queries or keys (T, heads · d), normed as query_key_span says."""
+    assert weight is not None
+    if a.query_key_span == "heads":
+        return _norm(x, Norm(weight), a)
+    heads = x.view(len(x), -1, a.head_dim)
+    if a.norm == "layer":
+        return layer_norm(heads, weight, None, a.norm_eps).flatten(1)
+    return rms_norm(heads.reshape(-1, a.head_dim), weight, a.norm_eps).view(x.shape)
+
+
+def _norm(x: Tensor, norm: Norm, a: Architecture) -> Tensor:
+    """x (T, hidden) through a norm."""
+    if a.norm == "layer":
+        return layer_norm(x, norm.weight, norm.bias, a.norm_eps)
+    return rms_norm(x, norm.weight, a.norm_eps)
+
+
+def _branch(layer: Linear, inputs: Rounded | Tensor, x: Tensor, after: Norm | None, a: Architecture) -> Tensor:
+    """The residual stream x behind a branch of a block that ends in `layer`."""
+    if after is None and a.residual_scale == 1.0:
+        return _added(layer, inputs, x)
+    return _sum(x, _added(layer, inputs, torch.zeros_like(x)), after, a)
+
+
+def _sum(x: Tensor, y: Tensor, after: Norm | None, a: Architecture) -> Tensor:
+    """The residual stream x behind what a branch y adds."""
+    y = y if after is None else _norm(y, after, a)
+    return x + (y if a.residual_scale == 1.0 else y * a.residual_scale)
 
 
 def _some(places: Places, rows: slice) -> Places:
@@ -104,21 +164,26 @@ def _some(places: Places, rows: slice) -> Places:
     return Places(places.table, places.request[rows], places.position[rows], places.start[rows], tail)
 
 
-def _feed_forward(x: Tensor, block: Block, a: Architecture, position: Tensor) -> Tensor:
-    """The residual stream behind a block's MLP or mixture."""
-    mlp = block.mlp
+def _feed_forward(read: Tensor, x: Tensor, block: Block, a: Architecture, position: Tensor) -> Tensor:
+    """The residual stream x behind a block's MLP or mixture, which read `read`."""
+    mlp, norm = block.mlp, block.mlp_norm
     if isinstance(mlp, Mixture):
-        return _mix(x, rms_norm(x, block.mlp_norm, a.norm_eps, a.norm_offset), mlp, a, position)
-    gate, up = _joined(mlp.gate_up, _normed(x, block.mlp_norm, mlp.gate_up, a))
-    return _down(gate, up, mlp, a, x)
+        normed = read if norm is None else _norm(read, norm, a)
+        if block.output_norm is None and a.residual_scale == 1.0:
+            return _mix(x, normed, mlp, a, position)
+        return _sum(x, _mix(torch.zeros_like(x), normed, mlp, a, position), block.output_norm, a)
+    gate, *up = _joined(mlp.gate_up, _normed(read, norm, mlp.gate_up, a))
+    return _branch(mlp.down, _activated(gate, up, mlp, a), x, block.output_norm, a)
 
 
-def _normed(x: Tensor, weight: Tensor, reader: Joined, a: Architecture) -> Rounded | Tensor:
-    """RMSNorm of x as the layers that read it take it: rounded in the same kernel where one rounding serves them."""
+def _normed(x: Tensor, norm: Norm | None, reader: Joined, a: Architecture) -> Rounded | Tensor:
+    """x behind a norm as the layers that read it take it: rounded in the same kernel where one rounding serves them."""
+    if norm is None:
+        return x
     how = reader.how if isinstance(reader, TritonJoined) else None
-    if how is None:
-        return rms_norm(x, weight, a.norm_eps, a.norm_offset)
-    return norm_quantize(x, weight, a.norm_eps, how, a.norm_offset)
+    if how is None or a.norm == "layer":
+        return _norm(x, norm, a)
+    return norm_quantize(x, norm.weight, a.norm_eps, how)
 
 
 def _joined(layers: Joined, inputs: Rounded | Tensor) -> tuple[Tensor, ...]:
@@ -135,10 +200,14 @@ def _added(layer: Linear, inputs: Rounded | Tensor, x: Tensor) -> Tensor:
     return layer.product(layer.round(inputs) if isinstance(inputs, Tensor) else inputs, residual=x)
 
 
-def _down(gate: Tensor, up: Tensor, mlp: Mlp, a: Architecture, x: Tensor) -> Tensor:
+def _activated(gate: Tensor, up: Sequence[Tensor], mlp: Mlp, a: Architecture) -> Rounded | Tensor:
+    """act(gate) · up as the layer behind it takes it."""
+    kind = a.activation
+    if not up or kind not in ("silu", "gelu_tanh"):
+        return activate(kind, gate, up[0] if up else None, mlp.parameters)
     if isinstance(mlp.down, TritonLinear) and mlp.down.how is not None:
-        return _added(mlp.down, gated_quantize(gate, up, a.activation, mlp.down.how), x)
-    return _added(mlp.down, gated(gate, up, a.activation), x)
+        return gated_quantize(gate, up[0], kind, mlp.down.how)
+    return gated(gate, up[0], kind)
 
 
 def waits(parts: Parts, rows: int) -> bool:
@@ -153,15 +222,33 @@ def _by_host(weights: Mixture, rows: int) -> bool:
     return rows > WIDEST or weights.stacked is None
 
 
+def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The shares (T, k) of each row's experts and their numbers; below 0 in rows that are none."""
+    if weights.scoring == "softmax" and weights.correction is None:
+        share, chosen = route(scores, weights.per_token, weights.renormalize, position)
+    else:
+        odds = expert_odds(scores, weights.scoring)
+        rank = odds if weights.correction is None else odds + weights.correction
+        best = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
+        share = odds.gather(-1, best)
+        share = share / tree_sum(share).unsqueeze(-1) if weights.renormalize else share
+        chosen = torch.where(position.unsqueeze(1) < 0, -1, best)
+    return share if weights.scale == 1.0 else share * weights.scale, chosen
+
+
 def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor) -> Tensor:
-    """x plus each row's experts of normed x, added in order of their number."""
-    shares, chosen = route(weights.router(normed), weights.per_token, weights.renormalize, position)
-    if _by_host(weights, len(x)):
+    """x plus each row's experts of normed x, added in order of their number, and what all rows go through."""
+    shares, chosen = _shares(weights, weights.router(normed), position)
 
-        def run(rows: Tensor, expert: Mlp) -> Tensor:
-            gate, up = _joined(expert.gate_up, rows)
-            return _down(gate, up, expert, a, torch.zeros_like(rows))
+    def run(rows: Tensor, mlp: Mlp) -> Tensor:
+        gate, *up = _joined(mlp.gate_up, rows)
+        return _added(mlp.down, _activated(gate, up, mlp, a), torch.zeros_like(rows))
 
+    if weights.shared is not None:
+        whole = run(normed, weights.shared)
+        x = x + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(normed)))
+    kind = a.activation
+    if _by_host(weights, len(x)) or kind not in ("silu", "gelu_tanh"):
         return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
     assert isinstance(weights.stacked, StackedExperts)
-    return weights.stacked.mixed(normed, shares, Picks(chosen), a.activation, x)
+    return weights.stacked.mixed(normed, shares, Picks(chosen), kind, x)

@@ -61,6 +61,8 @@ def attend(
     window: int = 0,
     threads: int = 1,
     tail: Sequence[int] = (),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Rows of several requests in one call: per request queries (rows, heads, dim) and the last key of each row.
 
@@ -93,6 +95,8 @@ def attend(
         LAYER,
         window,
         cache.format.head_dim**-0.5,
+        softcap,
+        None if sinks is None else sinks.data_ptr(),
         byref(batch),
         q.data_ptr(),
         out.data_ptr(),
@@ -129,6 +133,20 @@ def test_equals_the_reference_bit_for_bit(native_path: str, kind: CacheKind) -> 
     for window in (0, 40, 600):
         want = reference.attention(queries.unsqueeze(0), *blocks, last, SHAPES[0][2] ** -0.5, window or None)
         assert torch.equal(one(native_path, held, queries, POSITIONS, window), want[0]), window
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_capped_scores_and_sinks_are_the_references(native_path: str, kind: CacheKind) -> None:
+    held = keys(kind, *SHAPES[0], factor=kind != "float32")
+    queries = torch.randn(len(POSITIONS), held.heads, SHAPES[0][2], generator=generator(1)) * 3
+    stored = (part.unsqueeze(0) for part in held.cache.read(LAYER, held.request, max(POSITIONS) + 1))
+    blocks, last = tuple(stored), torch.tensor([POSITIONS])
+    sinks = torch.randn(held.heads, generator=generator(2)) * 3
+    plain = attend(native_path, [held], [queries], [POSITIONS], 40)[0]
+    for cap, own in ((1.5, None), (0.0, sinks), (2.5, sinks)):
+        want = reference.attention(queries.unsqueeze(0), *blocks, last, SHAPES[0][2] ** -0.5, 40, cap, own)[0]
+        got = attend(native_path, [held], [queries], [POSITIONS], 40, softcap=cap, sinks=own)[0]
+        assert torch.equal(got, want) and not torch.equal(got, plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
+from runtime.checkpoints.record import Activation
 from runtime.kernels import reference
 from runtime.kv_store import CacheKind
-from runtime.native.binding import CACHES, PATHS, HeadsStruct, StoreStruct, require
+from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, HeadsStruct, StoreStruct, require
 
 SIZES = [1, 2, 15, 16, 17, 48, 63, 64, 65, 100, 512, 1000]
 
@@ -29,10 +30,11 @@ def norm(path: str, x: Tensor, weight: Tensor, eps: float, offset: float) -> Ten
     return out
 
 
-def gated(path: str, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+def gated(path: str, gate: Tensor, up: Tensor | None, kind: str, parameters: Tensor | None = None) -> Tensor:
     out = torch.empty_like(gate)
-    pointers = gate.data_ptr(), up.data_ptr()
-    require().specpress_gated(PATHS[path], *pointers, gate.numel(), gelu, out.data_ptr())
+    factor, own = (None if part is None else part.data_ptr() for part in (up, parameters))
+    number = ACTIVATIONS[kind]
+    require().specpress_gated(PATHS[path], gate.data_ptr(), factor, gate.numel(), number, own, out.data_ptr())
     return out
 
 
@@ -70,19 +72,38 @@ def test_norm_of_extremes(native_path: str) -> None:
     assert got[2].isnan().all() and (got[1] == 0).all()
 
 
-@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
-def test_gated_activation(native_path: str, gelu: bool) -> None:
-    act = reference.gelu_tanh if gelu else reference.silu
+PARAMETERS = {"xielu": torch.tensor([0.7, 0.9, 0.5, -1e-6]), "clamped_swiglu": torch.tensor([1.5, 1.702])}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gated_activation(native_path: str, kind: Activation) -> None:
+    own = PARAMETERS.get(kind)
     special = torch.tensor(
         [0.0, -0.0, 1e-42, -1e-42, 87.0, -87.3, -87.4, 88.3, 88.4, -1e4, 1e4, 1e12, -1e12, 1e30, -1e30]
     )
     for size in [0, *SIZES]:
         gate, up = torch.randn(2, size, generator=generator(size)) * 6
-        assert torch.equal(gated(native_path, gate, up, gelu), act(gate) * up), size
+        assert torch.equal(gated(native_path, gate, up, kind, own), reference.activate(kind, gate, up, own)), size
+        if kind != "clamped_swiglu":
+            assert torch.equal(gated(native_path, gate, None, kind, own), reference.activate(kind, gate, None, own))
     up = torch.randn(special.shape, generator=generator(3))
-    assert same(gated(native_path, special, up, gelu), act(special) * up)
+    if kind != "xielu":  # whose squares overflow: infinities of either sign add up to what is no number
+        assert same(gated(native_path, special, up, kind, own), reference.activate(kind, special, up, own))
     broken = torch.tensor([1.0, torch.nan, 2.0, torch.inf, -torch.inf])
-    assert same(gated(native_path, broken, torch.ones(5), gelu), act(broken))
+    if kind in ("silu", "gelu_tanh"):
+        assert same(gated(native_path, broken, torch.ones(5), kind), reference.activate(kind, broken, torch.ones(5)))
+
+
+def test_layer_norm(native_path: str) -> None:
+    for size in SIZES:
+        x, weight, bias = (torch.randn(n, size, generator=generator(size + n)) for n in (5, 1, 2))
+        x[1], x[2] = 0.0, x[2] * 1e15 + 1e16
+        for own in (None, bias[0].contiguous()):
+            out = torch.empty_like(x)
+            address = None if own is None else own.data_ptr()
+            pointers = x.data_ptr(), weight.data_ptr(), address
+            require().specpress_layer_norm(PATHS[native_path], *pointers, *x.shape, 1e-5, out.data_ptr())
+            assert torch.equal(out, reference.layer_norm(x, weight[0], own, 1e-5)), size
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

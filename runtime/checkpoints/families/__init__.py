@@ -1,0 +1,35 @@
+"""Who says what each `model_type` is: a function from config.json's values to the record, or None where it is a variant
+that our decoders do not run."""
+
+from collections.abc import Callable
+
+from runtime.checkpoints.families import dense
+from runtime.checkpoints.families.common import Config
+from runtime.checkpoints.families.llama import first
+from runtime.checkpoints.record import Architecture
+
+FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe"), first),
+    "gemma2": dense.gemma2,
+    "gemma3_text": dense.gemma2,
+    "smollm3": dense.smollm3,
+    "olmo2": dense.olmo2,
+    "olmo3": dense.olmo2,
+    "granite": dense.granite,
+    "glm4": dense.glm4,
+    "ministral": dense.windowed,
+    "ministral3": dense.ministral3,
+    "seed_oss": dense.plain,
+    "internlm3": dense.plain,
+    "arcee": dense.ungated,
+    "exaone4": dense.exaone4,
+    "ernie4_5": dense.neighbours,
+    "helium": dense.neighbours,
+    "hunyuan_v1_dense": dense.hunyuan,
+    "starcoder2": dense.starcoder2,
+    "stablelm": dense.stablelm,
+    "phi": dense.phi,
+    "cohere2": dense.cohere2,
+    "nemotron": dense.nemotron,
+    "apertus": dense.apertus,
+}

@@ -1,0 +1,129 @@
+"""What a decoder is, as data: one frozen record per model, which every decoder reads, and nothing else of a family."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the parts of a model; a norm that is None is not there.
+
+    Names of layers are relative to the block. One name for several parts is a tensor that holds them all.
+    """
+
+    embedding: str = "model.embed_tokens"
+    block: str = "model.layers.{}"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    # Learned vectors, one for each position.
+    positions: str | None = None
+    input_norm: str | None = "input_layernorm"
+    attention_norm: str | None = None  # of what attention adds
+    mlp_norm: str | None = "post_attention_layernorm"
+    output_norm: str | None = None  # of what the MLP adds
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    # Gate and factor, or the one layer before an activation without a gate.
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP."""
+
+    count: int
+    per_token: int
+    hidden: int
+    renormalize: bool
+    # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
+    names: tuple[str, ...] = ("mlp", "block_sparse_moe")
+    router: str = "gate"
+    # What makes shares of the router's scores; what is added to the shares to choose by (a tensor's name), and only to
+    # choose; the shares are multiplied by `scale` in the end.
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction: str | None = None
+    scale: float = 1.0
+    # An MLP that every token goes through besides, of so many channels (0: none), where it is, and what gates it.
+    shared: int = 0
+    shared_name: str = "shared_expert"
+    shared_gate: str | None = None
+    # Of experts in one tensor: its names; whether it is (inputs, outputs); whether gate and factor take turns.
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposed: bool = False
+    interleaved: bool = False
+    # gpt-oss: the limit of gates and factors, and what the gate is multiplied by in its sigmoid.
+    clamp: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    activation: Activation
+    # Norm weights are stored minus this (Gemma: 1), and embeddings are multiplied by that (Gemma: sqrt(hidden)).
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    query_key_norm: bool = False
+    fused: bool = False
+    # Sliding window in tokens per layer; None: the layer sees everything.
+    windows: tuple[int | None, ...] = ()
+    experts: Experts | None = None
+    # Layers whose MLP is dense although the model has experts.
+    dense_layers: tuple[int, ...] = ()
+    names: Names = Names()
+    # By the root mean square, or by mean and variance.
+    norm: Literal["rms", "layer"] = "rms"
+    # Attention and MLP both read what comes into the block.
+    parallel: bool = False
+    # What scores are multiplied by; None: 1 / sqrt(head_dim). A softcap c makes c · tanh(x / c) of x; 0: none.
+    attention_scale: float | None = None
+    softcap: float = 0.0
+    final_softcap: float = 0.0
+    # A score for each head that takes part in the softmax and has no value.
+    sinks: bool = False
+    # Queries and keys are normed head by head, each head by a weight of its own, or all heads as one vector.
+    query_key_span: Literal["head", "each head", "heads"] = "head"
+    query_key_norm_rotated: bool = False
+    # For each layer the set of rotary parameters (a key of rope_parameters, "": the only one); None: not rotated. ():
+    # the only one everywhere.
+    rotary: tuple[str | None, ...] = ()
+    # Dimensions 2i and 2i + 1 rotate together, not i and i + half.
+    rotary_neighbours: bool = False
+    # Queries are multiplied by 1 + a · ln(1 + floor(position / b)): (a, b).
+    query_growth: tuple[float, int] | None = None
+    # Learned positions begin with this row of their table.
+    first_position: int = 0
+    # Rows of fused queries, keys and values: all of each, or those of one key head after the other.
+    grouped_rows: bool = False
+    # Matrices are stored (inputs, outputs).
+    transposed: bool = False
+    gated: bool = True
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+    @property
+    def scaling(self) -> float:
+        """What attention's scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def rotations(self) -> tuple[str | None, ...]:
+        """`rotary` for every layer."""
+        return self.rotary or ("",) * self.layers
