@@ -40,7 +40,16 @@ def tiny_config(kind: str) -> Any:
 
     if kind == "gpt2":
         return AutoConfig.for_model(
-            "gpt2", vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0
+            "gpt2",
+            vocab_size=320,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            bos_token_id=0,
+            eos_token_id=0,
+            # So that transformers has to run it: our decoders run the usual form.
+            activation_function="quick_gelu",
         )
     return AutoConfig.for_model(kind, **_SHAPE, **_EXTRA[kind])
 

@@ -24,8 +24,10 @@ from compress.training.contract import Group, Loss, StageContext, Task
 from compress.training.data import AT_ONCE, ShuffledNumbers
 from compress.training.loop import TrainingResult, train_stage
 from runtime import Model, Speculator, formats, load
+from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.medusa import Choice, weights_digest
 from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.record import Names
 from runtime.engine.metrics import Metrics
 from runtime.engine.metrics import total as summed
 from runtime.speculative.drafters.medusa import MedusaDrafter, load_heads
@@ -132,10 +134,12 @@ def cut(tokens: Tensor | NDArray[np.integer], length: int, count: int, seed: int
 def new_heads(stage: Medusa, model: Path) -> MedusaHeads:
     """Heads that repeat the model's own head. Raises UserError where its weights have no such table."""
     checkpoint = open_checkpoint(model)
+    architecture = describe(checkpoint.config)
+    names = Names() if architecture is None else architecture.names
     if checkpoint.tied:
-        table = checkpoint.tensor("model.embed_tokens.weight")
+        table = checkpoint.tensor(f"{names.embedding}.weight")
     else:
-        found = checkpoint.weight("lm_head")
+        found = checkpoint.weight(names.head)
         table = found if isinstance(found, Tensor) else formats.dequantize(found)
     return MedusaHeads(stage.heads, stage.layers, table, stage.projection == "shared")
 

@@ -18,6 +18,7 @@ from compress.prune.depth import weights_to_remove
 from compress.prune.masks import finite
 from compress.prune.sparsegpt import check_hessian, cholesky, ridge
 from runtime.checkpoints.architecture import describe
+from runtime.checkpoints.families import LLAMA
 
 # Rounds in which groups are removed: after each one the rest is scored again, because two groups that say the same
 # are both cheap until one of them is gone.
@@ -115,11 +116,11 @@ def sizes(config: Config) -> Sizes:
     Raises UserError where the model is not of the decoder's family, or has experts.
     """
     known = describe(config)
-    if known is None or known.experts is not None:
+    if known is None or known.model_type not in LLAMA or known.experts is not None:
         found = config.get("model_type")
         raise UserError(
             "width pruning: expected a dense model of the Llama family, found "
-            f"{'experts in a ' if known else ''}model_type {found!r}: use depth pruning"
+            f"{'experts in a ' if known and known.experts else ''}model_type {found!r}: use depth pruning"
         )
     return Sizes(known.heads, known.kv_heads, known.head_dim, known.intermediate)
 

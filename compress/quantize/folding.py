@@ -26,6 +26,16 @@ NORM_OFFSET = {
     "gemma": 1.0,
     "gemma2": 1.0,
     "gemma3_text": 1.0,
+    "smollm3": 0.0,
+    "granite": 0.0,
+    "glm4": 0.0,
+    "ministral": 0.0,
+    "ministral3": 0.0,
+    "seed_oss": 0.0,
+    "internlm3": 0.0,
+    "ernie4_5": 0.0,
+    "helium": 0.0,
+    "hunyuan_v1_dense": 0.0,
 }
 _ATTENTION_READERS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 _MLP_READERS = ("gate_proj", "up_proj", "gate_up_proj")

@@ -32,25 +32,33 @@ _Positive = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=_M
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_MOST_NUMBER, le=_MOST_NUMBER)]
 _Share = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1)]
 _Text = Annotated[str, Field(strict=True, max_length=200)]
+_Count0 = Annotated[int, Field(strict=True, ge=0, le=_MOST_LAYERS)]
 # −1 is "none" in some files.
 _Token = Annotated[int, Field(strict=True, ge=-1, le=_MOST_WORDS)]
 
 # Types, and the names under which the families have such values.
 _KEYS: list[tuple[Any, str]] = [
     (_count(_MOST_LAYERS), "num_hidden_layers n_layer n_layers num_layers decoder_sparse_step"),
-    (_Size, "hidden_size n_embd d_model n_inner ffn_dim moe_intermediate_size head_dim"),
-    (_Size, "num_attention_heads n_head n_heads num_key_value_heads"),
+    (_Size, "hidden_size n_embd d_model n_inner ffn_dim ffn_hidden_size moe_intermediate_size head_dim"),
+    (_Size, "num_attention_heads n_head n_heads num_key_value_heads num_kv_heads"),
     # Some families have one for each layer.
     (_Size | list[_Size], "intermediate_size"),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (_count(_MOST_WORDS), "vocab_size"),
     (_count(_MOST_POSITIONS), "max_position_embeddings n_positions"),
-    (_count(_MOST_EXPERTS), "num_experts num_local_experts num_experts_per_tok"),
+    (_count(_MOST_EXPERTS), "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts"),
     (_Text, "model_type hidden_act hidden_activation activation_function"),
     (Annotated[_Text, AfterValidator(_known_dtype)], "dtype torch_dtype"),
     (Annotated[bool, Field(strict=True)], "tie_word_embeddings use_sliding_window norm_topk_prob attention_bias"),
-    (_Positive, "rms_norm_eps layer_norm_eps layer_norm_epsilon rope_theta"),
+    (
+        _Positive,
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps rope_theta query_pre_attn_scalar",
+    ),
+    (_Positive, "attn_logit_softcapping final_logit_softcapping logits_scaling swiglu_limit"),
+    (_Number, "embedding_multiplier attention_multiplier residual_multiplier logit_scale routed_scaling_factor"),
+    (_Number, "swiglu_alpha"),
+    (_Count0, "first_k_dense_replace num_ln_in_parallel_attn"),
     (_Share, "partial_rotary_factor rotary_pct"),
     (Annotated[list[_Text], Field(max_length=_MOST_LAYERS)], "layer_types"),
     (Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=_MOST_LAYERS)], "mlp_only_layers"),
@@ -59,8 +67,8 @@ _KEYS: list[tuple[Any, str]] = [
 ]
 _ROPE_KEYS: list[tuple[Any, str]] = [
     (_Text, "rope_type type"),
-    (_Positive, "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"),
-    (_Number, "mscale mscale_all_dim"),
+    (_Positive, "rope_theta factor alpha low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"),
+    (_Number, "mscale mscale_all_dim llama_4_scaling_beta"),
     (_Share, "partial_rotary_factor"),
     (_count(_MOST_POSITIONS), "original_max_position_embeddings"),
     (Annotated[list[_Positive], Field(max_length=_MOST_SIZE)], "long_factor short_factor"),

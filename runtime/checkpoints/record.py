@@ -43,7 +43,7 @@ class Experts:
     renormalize: bool
     # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
     names: tuple[str, ...] = ("mlp", "block_sparse_moe")
-    router: str = "gate"
+    routers: tuple[str, ...] = ("gate",)
     # What makes shares of the router's scores; what is added to the shares to choose by (a tensor's name), and only to
     # choose; the shares are multiplied by `scale` in the end.
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -53,8 +53,9 @@ class Experts:
     shared: int = 0
     shared_name: str = "shared_expert"
     shared_gate: str | None = None
-    # Of experts in one tensor: its names; whether it is (inputs, outputs); whether gate and factor take turns.
-    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    # Of experts in one tensor: its names, one pair or another; whether it is (inputs, outputs); whether gate and factor
+    # take turns.
+    fused: tuple[tuple[str, str], ...] = (("experts.gate_up_proj", "experts.down_proj"),)
     transposed: bool = False
     interleaved: bool = False
     # gpt-oss: the limit of gates and factors, and what the gate is multiplied by in its sigmoid.

@@ -273,18 +273,17 @@ def _mixture(reader: _Reader, a: Architecture, prefix: str) -> Mixture:
     """Experts fused in two tensors, or one by one as older files have them."""
     experts = a.experts
     assert experts is not None
-    for name in experts.names:
-        base = f"{prefix}.{name}"
-        if f"{base}.{experts.router}.weight" in reader.names:
-            break
-    else:
+    places = [(f"{prefix}.{name}", router) for name in experts.names for router in experts.routers]
+    found = next((place for place in places if f"{'.'.join(place)}.weight" in reader.names), None)
+    if found is None:
         raise UserError(
-            f"{reader.checkpoint.path.name}: tensor {prefix}.{experts.names[0]}.{experts.router}.weight is missing; the"
-            " checkpoint is incomplete"
+            f"{reader.checkpoint.path.name}: tensor {'.'.join(places[0])}.weight is missing; the checkpoint is"
+            " incomplete"
         )
+    base, router = found
     shared = f"{base}.{experts.shared_name}"
     return Mixture(
-        reader.linear(f"{base}.{experts.router}", (experts.count, a.hidden)),
+        reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
         _experts(reader, a, experts, base),
         experts.per_token,
         experts.renormalize,
@@ -305,8 +304,8 @@ def _expert(reader: _Reader, a: Architecture, prefix: str, size: int, names: tup
 
 def _experts(reader: _Reader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
-    gate_up, down = (f"{base}.{name}" for name in experts.fused)
-    if gate_up not in reader.names:
+    fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in reader.names), None)
+    if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
         names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
         return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names) for i in range(experts.count))
@@ -314,7 +313,9 @@ def _experts(reader: _Reader, a: Architecture, experts: Experts, base: str) -> t
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
     limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
-    layers = zip(*_stack(reader, experts, gate_up), *_stack(reader, experts, down), strict=True)
+    layers = zip(
+        *_stack(reader, experts, f"{base}.{fused[0]}"), *_stack(reader, experts, f"{base}.{fused[1]}"), strict=True
+    )
     return tuple(
         Mlp(
             join(

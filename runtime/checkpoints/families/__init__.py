@@ -3,13 +3,15 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import dense
+from runtime.checkpoints.families import classic, dense, mixtures
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
 
+# Those whose blocks have one form and one set of names, fused or not: some stages and exports take these alone.
+LLAMA = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe")
 FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "mixtral", "qwen3_moe"), first),
+    **dict.fromkeys(LLAMA, first),
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma2,
     "smollm3": dense.smollm3,
@@ -32,4 +34,14 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "cohere2": dense.cohere2,
     "nemotron": dense.nemotron,
     "apertus": dense.apertus,
+    "gpt2": classic.gpt2,
+    "opt": classic.opt,
+    "gpt_neox": classic.gpt_neox,
+    "falcon": classic.falcon,
+    "olmoe": mixtures.olmoe,
+    "qwen2_moe": mixtures.qwen2_moe,
+    "granitemoe": mixtures.granitemoe,
+    "glm4_moe": mixtures.glm4_moe,
+    "minimax_m2": mixtures.minimax_m2,
+    "gpt_oss": mixtures.gpt_oss,
 }

@@ -77,7 +77,7 @@ def llama(config: Config, act: Activation | None, **more: Any) -> Architecture |
 def layer_types(config: Config) -> list[str] | None:
     """What each layer is. Raises UserError where config.json does not name all."""
     kinds = config.get("layer_types")
-    layers = config["num_hidden_layers"]
+    layers = count(config, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise UserError(f"config.json: layer_types must name {layers} layers, found {len(kinds)}")
     return kinds or None

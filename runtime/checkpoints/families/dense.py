@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, layer_types, llama, rotary_sets, windows
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
 from runtime.checkpoints.record import Architecture, Names
+from runtime.errors import UserError
 
 _LLAMA = Names()
 # Norms before and after, as Gemma calls them; and after alone.
@@ -31,7 +32,7 @@ def gemma2(config: Config) -> Architecture | None:
         names=_AROUND,
         tied=bool(config.get("tie_word_embeddings", True)),
         norm_offset=1.0,
-        embedding_scale=config["hidden_size"] ** 0.5,
+        embedding_scale=count(config, "hidden_size") ** 0.5,
         attention_scale=scalar**-0.5,
         softcap=config.get("attn_logit_softcapping") or 0.0,
         final_softcap=config.get("final_logit_softcapping") or 0.0,
@@ -43,8 +44,10 @@ def gemma2(config: Config) -> Architecture | None:
 
 def smollm3(config: Config) -> Architecture | None:
     """Every few layers have no positions."""
-    layers = config["num_hidden_layers"]
+    layers = count(config, "num_hidden_layers")
     rotated = config.get("no_rope_layers") or [(i + 1) % config.get("no_rope_layer_interval", 4) for i in range(layers)]
+    if len(rotated) != layers:
+        raise UserError(f"config.json: no_rope_layers must tell of {layers} layers, found {len(rotated)}")
     return llama(
         config,
         activation(config),
@@ -64,7 +67,7 @@ def olmo2(config: Config) -> Architecture | None:
         query_key_norm=True,
         query_key_span="heads",
         rotary=rotary_sets(config),
-        windows=windows(config) if config["model_type"] == "olmo3" else (None,) * config["num_hidden_layers"],
+        windows=windows(config) if config["model_type"] == "olmo3" else (None,) * count(config, "num_hidden_layers"),
     )
 
 
@@ -126,7 +129,7 @@ def exaone4(config: Config) -> Architecture | None:
         names=_AFTER,
         query_key_norm=True,
         rotary=rotary,
-        windows=windows(config) if mixed else (None,) * config["num_hidden_layers"],
+        windows=windows(config) if mixed else (None,) * count(config, "num_hidden_layers"),
     )
 
 

@@ -1,9 +1,14 @@
 """Every family that our decoders run: a tiny random model of odd sizes each, with all that sets the family apart."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+
+from runtime import formats
+from runtime.formats import int4, int8
 
 VOCABULARY = 8191
 WINDOW = 20
@@ -26,6 +31,8 @@ _SHAPE: dict[str, Any] = {
 # Of those whose heads divide the hidden size.
 _DIVIDED = {"hidden_size": 200, "head_dim": None}
 _WIDE = {"head_dim": 72}
+# transformers multiplies experts by kernels that want rows of whole 16 bytes.
+_QUARTERED = {"hidden_size": 60}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -80,6 +87,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {**_DIVIDED, "layer_types": _TYPES, "sliding_window": WINDOW, "logit_scale": 0.3},
     "nemotron": {"head_dim": 40},
     "apertus": {**_DIVIDED},
+    "gpt2": {"n_embd": 200, "n_layer": 2, "n_head": 5, "n_positions": 512},
+    "opt": {"hidden_size": 200, "word_embed_proj_dim": 200, "ffn_dim": 88},
+    "gpt_neox": {
+        **_DIVIDED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
+    "falcon": {**_DIVIDED, "ffn_hidden_size": 88, "tie_word_embeddings": True},
+    "olmoe": {**_DIVIDED, "num_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_DIVIDED,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [0],
+    },
+    "granitemoe": {
+        **_DIVIDED,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 5.0,
+    },
+    "glm4_moe": {
+        **_QUARTERED,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "minimax_m2": {**_QUARTERED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "gpt_oss": {
+        **_QUARTERED,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "rope_parameters": _YARN,
+        "swiglu_limit": 0.4,
+    },
 }
 
 
@@ -87,7 +140,8 @@ def config(kind: str) -> Any:
     """The transformers configuration of a family."""
     from transformers import AutoConfig
 
-    told = {key: value for key, value in (_SHAPE | FAMILIES[kind]).items() if value is not None}
+    shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
+    told = {key: value for key, value in (shape | FAMILIES[kind]).items() if value is not None}
     return AutoConfig.for_model(kind, **told)
 
 
@@ -98,10 +152,43 @@ def write(kind: str, path: Path) -> Path:
     torch.manual_seed(7)
     made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
     with torch.no_grad():
-        for name, tensor in made.named_parameters():
-            if tensor.dim() == 1 or "norm" in name:
+        for name, tensor in (*made.named_parameters(), *made.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.randn_like(tensor) * 0.3)
+            elif not isinstance(tensor, torch.nn.Parameter):
+                continue
+            elif tensor.dim() == 1 or "norm" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.3)
             else:
                 tensor.copy_(torch.randn_like(tensor) * (1.2 / tensor.shape[-1] ** 0.5))
     made.save_pretrained(path)
     return path
+
+
+def pack(source: Path, out: Path, scheme: str) -> tuple[Path, Path]:
+    """The model with its linear layers packed, and beside it the same with what the codes stand for, plain."""
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    packed, plain, schemes = {}, {}, {}
+    for name, tensor in tensors.items():
+        packed[name] = plain[name] = tensor
+        prefix = name.removesuffix(".weight")
+        if tensor.dim() != 2 or name == prefix or any(word in name for word in _PLAIN):
+            continue
+        turned = config["model_type"] == "gpt2"
+        weight = tensor.t().contiguous() if turned else tensor
+        made = int8.pack(weight) if scheme == "int8" else int4.pack(weight, 0 if weight.shape[1] % 8 else 8)
+        schemes[prefix] = made.scheme
+        del packed[name]
+        packed |= formats.to_tensors(made, prefix, torch.float32)
+        whole = formats.dequantize(made)
+        plain[name] = whole.t().contiguous() if turned else whole
+    more = {"quantization_config": formats.hf_config(schemes, ["lm_head"])}
+    for folder, held, told in ((out / "packed", packed, config | more), (out / "plain", plain, config)):
+        folder.mkdir(parents=True)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(told))
+    return out / "packed", out / "plain"
+
+
+# What is no linear layer, or stays plain: embeddings, heads, routers, norms, learned positions.
+_PLAIN = ("embed", "lm_head", "wte", "wpe", ".gate.", "router", "shared_expert_gate", "norm", "experts.gate", "ln_")

@@ -1,0 +1,134 @@
+"""Families from before Llama: layer norms, biases, no gates, tensors and keys of other names."""
+
+from dataclasses import replace
+
+from runtime.checkpoints.families.common import Config, activation, count, llama
+from runtime.checkpoints.record import Architecture, Names
+
+_NEOX = Names(
+    embedding="gpt_neox.embed_in",
+    block="gpt_neox.layers.{}",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    qkv=("attention.query_key_value",),
+    out="attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+_GPT2 = Names(
+    embedding="transformer.wte",
+    block="transformer.h.{}",
+    norm="transformer.ln_f",
+    positions="transformer.wpe",
+    input_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+)
+_OPT = Names(
+    embedding="model.decoder.embed_tokens",
+    block="model.decoder.layers.{}",
+    norm="model.decoder.final_layer_norm",
+    positions="model.decoder.embed_positions",
+    input_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    out="self_attn.out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+)
+_FALCON = replace(
+    _NEOX,
+    embedding="transformer.word_embeddings",
+    block="transformer.h.{}",
+    norm="transformer.ln_f",
+    head="lm_head",
+    qkv=("self_attention.query_key_value",),
+    out="self_attention.dense",
+)
+
+
+def gpt2(config: Config) -> Architecture | None:
+    """Learned positions, matrices stored (inputs, outputs)."""
+    plain = config.get("scale_attn_weights", True) and not config.get("scale_attn_by_inverse_layer_idx")
+    if not plain or config.get("add_cross_attention"):
+        return None
+    hidden = config.get("n_embd", config.get("hidden_size"))
+    told = {
+        "hidden_size": hidden,
+        "num_attention_heads": config.get("n_head", config.get("num_attention_heads")),
+        "num_hidden_layers": config.get("n_layer", config.get("num_hidden_layers")),
+    }
+    return llama(
+        config | told,
+        activation(config, "gelu_new", "activation_function"),
+        names=_GPT2,
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        intermediate=config.get("n_inner") or 4 * (hidden or 0),
+        max_positions=config.get("n_positions", config.get("max_position_embeddings", 1024)),
+        transposed=True,
+        rotary=(None,) * (told["num_hidden_layers"] or 0),
+    )
+
+
+def opt(config: Config) -> Architecture | None:
+    """Learned positions, which begin with the third."""
+    plain = config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True)
+    inner = config.get("word_embed_proj_dim") or config.get("hidden_size")
+    if not plain or inner != config.get("hidden_size") or config.get("_remove_final_layer_norm"):
+        return None
+    return llama(
+        config | {"num_key_value_heads": None},
+        activation(config, "relu", "activation_function"),
+        names=_OPT,
+        norm="layer",
+        norm_eps=1e-5,
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        intermediate=count(config, "ffn_dim"),
+        first_position=2,
+        rotary=(None,) * count(config, "num_hidden_layers"),
+    )
+
+
+def gpt_neox(config: Config) -> Architecture | None:
+    """Attention and MLP side by side in most; queries, keys and values head by head in one layer."""
+    return llama(
+        config | {"num_key_value_heads": None},
+        activation(config, "gelu"),
+        names=_NEOX,
+        norm="layer",
+        norm_eps=config.get("layer_norm_eps", 1e-5),
+        parallel=bool(config.get("use_parallel_residual", True)),
+        grouped_rows=True,
+        gated=False,
+    )
+
+
+def falcon(config: Config) -> Architecture | None:
+    """Three generations: heads that share one key head, groups of heads, every head its own."""
+    if config.get("alibi"):
+        return None
+    new, multi = bool(config.get("new_decoder_architecture")), bool(config.get("multi_query", True))
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_kv_heads") or heads if new or not multi else 1
+    parallel = new or bool(config.get("parallel_attn", True))
+    names = _FALCON if not parallel else replace(_FALCON, mlp_norm="input_layernorm")
+    if new and (config.get("num_ln_in_parallel_attn") or 2) == 2:
+        names = replace(_FALCON, input_norm="ln_attn", mlp_norm="ln_mlp")
+    return llama(
+        config | {"num_key_value_heads": kv_heads},
+        activation(config, "gelu", "activation"),
+        names=names,
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        parallel=parallel,
+        grouped_rows=new or not multi,
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        intermediate=config.get("ffn_hidden_size") or 4 * (config.get("hidden_size") or 0),
+    )

@@ -1,0 +1,121 @@
+"""Families with a mixture of experts beyond Mixtral and Qwen3-MoE: one function each."""
+
+from dataclasses import replace
+
+from runtime.checkpoints.families.common import Config, activation, count, llama, windows
+from runtime.checkpoints.families.dense import granite
+from runtime.checkpoints.record import Architecture, Experts, Names
+from runtime.errors import UserError
+
+
+def _experts(config: Config, total: str, hidden: str, renormalize: bool) -> Experts:
+    number, per_token = count(config, total), count(config, "num_experts_per_tok")
+    if per_token > number:
+        raise UserError(f"config.json: num_experts_per_tok is {per_token}, and a layer has {number} experts")
+    return Experts(number, per_token, count(config, hidden), renormalize)
+
+
+def _total(config: Config, *names: str) -> str:
+    """The name under which config.json has the number of experts: releases of transformers differ."""
+    return next((name for name in names if name in config), names[0])
+
+
+def olmoe(config: Config) -> Architecture | None:
+    """Queries and keys are normed as one vector."""
+    if config.get("clip_qkv") is not None:
+        return None
+    total = _total(config, "num_experts", "num_local_experts")
+    return llama(
+        config,
+        activation(config),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        query_key_norm=True,
+        query_key_span="heads",
+        experts=_experts(config, total, "intermediate_size", bool(config.get("norm_topk_prob", False))),
+    )
+
+
+def qwen2_moe(config: Config) -> Architecture | None:
+    """An expert that every token goes through, with a gate of its own."""
+    layers = count(config, "num_hidden_layers")
+    step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    total = _total(config, "num_experts", "num_local_experts")
+    experts = _experts(config, total, "moe_intermediate_size", bool(config.get("norm_topk_prob", False)))
+    return llama(
+        config,
+        activation(config),
+        experts=replace(
+            experts, shared=count(config, "shared_expert_intermediate_size"), shared_gate="shared_expert_gate"
+        ),
+        dense_layers=tuple(i for i in range(layers) if i in only or (i + 1) % step),
+        windows=windows(config) if config.get("use_sliding_window") else (None,) * layers,
+    )
+
+
+def granitemoe(config: Config) -> Architecture | None:
+    """Granite's multipliers; a softmax over the chosen is one over all, divided by the sum of the chosen."""
+    found = granite(config)
+    experts = replace(
+        _experts(config, "num_local_experts", "intermediate_size", True),
+        names=("block_sparse_moe",),
+        routers=("router.layer", "router"),
+        fused=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
+    )
+    return None if found is None else replace(found, experts=experts)
+
+
+def glm4_moe(config: Config) -> Architecture | None:
+    """Sigmoids choose, with a correction; some experts are everyone's; the first layers are dense."""
+    if config.get("n_group", 1) > 1:
+        return None
+    total = _total(config, "n_routed_experts", "num_local_experts")
+    experts = _experts(config, total, "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
+    return llama(
+        config,
+        activation(config),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        query_key_norm=bool(config.get("use_qk_norm", False)),
+        experts=replace(
+            experts,
+            scoring="sigmoid",
+            correction="gate.e_score_correction_bias",
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+            shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
+            shared_name="shared_experts",
+        ),
+        dense_layers=tuple(range(min(config.get("first_k_dense_replace", 1), count(config, "num_hidden_layers")))),
+    )
+
+
+def minimax_m2(config: Config) -> Architecture | None:
+    """Sigmoids choose, with a correction; queries and keys are normed as one vector."""
+    total = _total(config, "num_local_experts", "num_experts")
+    experts = _experts(config, total, "intermediate_size", True)
+    return llama(
+        config,
+        activation(config),
+        query_key_norm=True,
+        query_key_span="heads",
+        experts=replace(experts, scoring="sigmoid", correction="e_score_correction_bias"),
+    )
+
+
+def gpt_oss(config: Config) -> Architecture | None:
+    """Sinks, windows in every other layer, clamped gates, biases; a softmax over the chosen, as granitemoe has it."""
+    total = _total(config, "num_local_experts", "num_experts")
+    clamp = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
+    return llama(
+        config,
+        "clamped_swiglu",
+        names=Names(),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        sinks=True,
+        windows=windows(config),
+        experts=replace(
+            _experts(config, total, "intermediate_size", True),
+            routers=("router",),
+            transposed=True,
+            interleaved=True,
+            clamp=clamp,
+        ),
+    )

@@ -1,0 +1,46 @@
+"""Every family in the table on Triton's kernels: near the reference, the same bits at other widths, or refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import load
+from runtime.contract import Decoder, Rows
+from runtime.errors import UserError
+from runtime.model.reference import BaseDecoder
+from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, write
+from tests.slices import often
+
+# What Triton's attention has not.
+REFUSED = {"gemma2": "attn_logit_softcapping", "gpt_oss": "sinks"}
+
+
+def run(decoder: Decoder, tokens: Tensor, width: int) -> Tensor:
+    assert isinstance(decoder, BaseDecoder)
+    cache = decoder.new_cache()
+    request, found = cache.open(len(tokens)), []
+    for start in range(0, len(tokens), width):
+        piece = tokens[start : start + width]
+        found.append(decoder.forward(piece, Rows.chains([(request, start, len(piece))]), cache).logits)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", often([kind for kind in FAMILIES if kind not in REFUSED], "cohere2"))
+def test_a_family(tmp_path: Path, device: str, kind: str) -> None:
+    """1e-5 of the logits' norm, as for the first families."""
+    path = write(kind, tmp_path / kind)
+    tokens = torch.randint(1, VOCABULARY, (WINDOW + 3 if device == "cuda" else 7,), generator=torch.manual_seed(1))
+    decoder = load(path, device=device, kernels="triton").decoder
+    whole = run(decoder, tokens, len(tokens))
+    want = run(load(path, kernels="reference").decoder, tokens, len(tokens))
+    assert float((whole.cpu() - want).norm() / want.norm()) < 1e-5
+    assert torch.equal(run(decoder, tokens, 4), whole)
+
+
+@pytest.mark.parametrize(("kind", "lacking"), REFUSED.items())
+def test_what_the_kernels_have_not_is_refused(tmp_path: Path, device: str, kind: str, lacking: str) -> None:
+    path = write(kind, tmp_path / kind)
+    with pytest.raises(UserError, match=lacking):
+        load(path, device=device, kernels="triton")
