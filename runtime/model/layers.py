@@ -48,7 +48,7 @@ class Attention:
 class Mlp:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) where gate_up is one layer of one size.
 
-    parameters  float32, of an activation that has some (kernels/reference.py, activate).
+    parameters  float32, of an activation that has some (kernels/activations.py).
     """
 
     gate_up: Joined

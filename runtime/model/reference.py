@@ -19,6 +19,7 @@ from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
 from runtime.kernels import plain_torch, reference
+from runtime.kernels.activations import activate
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid, tree_sum
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
@@ -207,7 +208,7 @@ class LlamaDecoder(BaseDecoder):
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)
         kind = self.architecture.activation
-        return weights.down(reference.activate(kind, gate, up[0] if up else None, weights.parameters))
+        return weights.down(activate(kind, gate, up[0] if up else None, weights.parameters))
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
         """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from runtime.checkpoints.record import Architecture
 from runtime.contract import CacheKind
+from runtime.kernels.activations import activate
 from runtime.kernels.exact import sigmoid, tree_sum
 from runtime.kernels.joined import Joined
-from runtime.kernels.reference import activate, expert_odds, layer_norm, rotate
+from runtime.kernels.reference import expert_odds, layer_norm, rotate
 from runtime.kernels.triton.argmax import route
 from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many

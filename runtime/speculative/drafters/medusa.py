@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.checkpoints.medusa import Description, read_description, read_weights, require_target
 from runtime.errors import UserError
-from runtime.kernels import reference
+from runtime.kernels.activations import silu
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.layers import Linear
 from runtime.model.reference import BaseDecoder
@@ -65,7 +65,7 @@ class Heads:
 def _plus_silu(x: Tensor, y: Tensor) -> Tensor:
     """x + silu(y)."""
     if x.device.type != "cpu":
-        return x + reference.silu(y)
+        return x + silu(y)
     # numpy: torch's own threads would spin beside the kernels'.
     a, b = x.numpy(), y.numpy()
     with np.errstate(over="ignore"):

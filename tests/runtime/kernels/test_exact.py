@@ -25,9 +25,16 @@ def test_exp_of_minus_infinity_is_zero_and_of_zero_is_one() -> None:
     assert exact.exp(torch.tensor([float("-inf"), 0.0])).tolist() == [0.0, 1.0]
 
 
+@given(st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40))
+def test_erf_is_near_and_odd(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    assert ((exact.erf(x).double() - torch.erf(x.double())).abs() <= 3e-7).all()
+    assert torch.equal(exact.erf(-x)[x != 0], -exact.erf(x)[x != 0])
+
+
 def test_elementwise_bits_do_not_depend_on_the_place() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 5
-    for function in (exact.exp, exact.sigmoid, exact.tanh):
+    for function in (exact.exp, exact.sigmoid, exact.tanh, exact.erf):
         whole = function(x)
         assert all(torch.equal(function(x[i : i + 1]), whole[i : i + 1]) for i in range(0, 1000, 7))
 

@@ -1,6 +1,7 @@
 """Every family that our decoders run: a tiny random model of odd sizes each, with all that sets the family apart."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime import formats
 from runtime.formats import int4, int8
+from tests.conftest import byte_tokenizer
 
 VOCABULARY = 8191
 WINDOW = 20
@@ -162,6 +164,8 @@ def write(kind: str, path: Path) -> Path:
             else:
                 tensor.copy_(torch.randn_like(tensor) * (1.2 / tensor.shape[-1] ** 0.5))
     made.save_pretrained(path)
+    # Speculator wants a tokenizer; what it says of most tokens is nothing.
+    byte_tokenizer().save_pretrained(path)
     return path
 
 
@@ -184,7 +188,7 @@ def pack(source: Path, out: Path, scheme: str) -> tuple[Path, Path]:
         plain[name] = whole.t().contiguous() if turned else whole
     more = {"quantization_config": formats.hf_config(schemes, ["lm_head"])}
     for folder, held, told in ((out / "packed", packed, config | more), (out / "plain", plain, config)):
-        folder.mkdir(parents=True)
+        shutil.copytree(source, folder)
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(told))
     return out / "packed", out / "plain"

@@ -13,6 +13,7 @@ from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
 from runtime.checkpoints.record import Activation
 from runtime.kernels import reference
+from runtime.kernels.activations import activate
 from runtime.kv_store import CacheKind
 from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, HeadsStruct, StoreStruct, require
 
@@ -83,15 +84,15 @@ def test_gated_activation(native_path: str, kind: Activation) -> None:
     )
     for size in [0, *SIZES]:
         gate, up = torch.randn(2, size, generator=generator(size)) * 6
-        assert torch.equal(gated(native_path, gate, up, kind, own), reference.activate(kind, gate, up, own)), size
+        assert torch.equal(gated(native_path, gate, up, kind, own), activate(kind, gate, up, own)), size
         if kind != "clamped_swiglu":
-            assert torch.equal(gated(native_path, gate, None, kind, own), reference.activate(kind, gate, None, own))
+            assert torch.equal(gated(native_path, gate, None, kind, own), activate(kind, gate, None, own))
     up = torch.randn(special.shape, generator=generator(3))
     if kind != "xielu":  # whose squares overflow: infinities of either sign add up to what is no number
-        assert same(gated(native_path, special, up, kind, own), reference.activate(kind, special, up, own))
+        assert same(gated(native_path, special, up, kind, own), activate(kind, special, up, own))
     broken = torch.tensor([1.0, torch.nan, 2.0, torch.inf, -torch.inf])
     if kind in ("silu", "gelu_tanh"):
-        assert same(gated(native_path, broken, torch.ones(5), kind), reference.activate(kind, broken, torch.ones(5)))
+        assert same(gated(native_path, broken, torch.ones(5), kind), activate(kind, broken, torch.ones(5)))
 
 
 def test_layer_norm(native_path: str) -> None:

@@ -1,0 +1,119 @@
+"""From a checkpoint to what follows attention in a block: an MLP, or a mixture of experts."""
+
+from pkgutil import resolve_name
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoints.record import Architecture, Experts
+from runtime.errors import UserError
+from runtime.kernels.dispatch import Kernel, join, linear
+from runtime.model.layers import Mixture, Mlp
+from runtime.model.tensor_reader import TensorReader, take_rows
+
+
+def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
+    """The mixture as the kernels want it; block by block, so that only one is held twice while it is moved."""
+    stack = kernel.backend.stack
+    if not stack or not kernel.exact or mixture.experts[0].parameters is not None:
+        return mixture
+    made: Mixture = resolve_name(stack)(mixture)
+    return made
+
+
+def mlp(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mlp:
+    """The MLP of `size` channels of the block `prefix`."""
+    return Mlp(
+        gate_up=reader.join([f"{prefix}.{name}" for name in a.names.gate_up], [size] * (2 if a.gated else 1), a.hidden),
+        down=reader.linear(f"{prefix}.{a.names.down}", (a.hidden, size)),
+        parameters=_xielu(reader, f"{prefix}.mlp.act_fn") if a.activation == "xielu" else None,
+    )
+
+
+def _xielu(reader: TensorReader, prefix: str) -> Tensor:
+    """What activations.xielu takes, of what a checkpoint holds: αₚ and αₙ before softplus, β and ε."""
+    positive, negative = (reader.table(f"{prefix}.alpha_{part}", (1,)).double() for part in "pn")
+    beta, start = (
+        reader.table(f"{prefix}.{name}", ()).double() if f"{prefix}.{name}" in reader.names else torch.tensor(value)
+        for name, value in (("beta", 0.5), ("eps", -1e-6))
+    )
+    softplus = torch.nn.functional.softplus
+    found = (softplus(positive), beta + softplus(negative), beta.view(1), start.view(1))
+    return torch.cat([part.float().to(reader.device) for part in found])
+
+
+def mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
+    """The mixture of the block `prefix`."""
+    return _stacked(_mixture(reader, a, prefix), reader.kernel)
+
+
+def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
+    """Experts fused in two tensors, or one by one as older files have them."""
+    experts = a.experts
+    assert experts is not None
+    places = [(f"{prefix}.{name}", router) for name in experts.names for router in experts.routers]
+    found = next((place for place in places if f"{'.'.join(place)}.weight" in reader.names), None)
+    if found is None:
+        raise UserError(
+            f"{reader.checkpoint.path.name}: tensor {'.'.join(places[0])}.weight is missing; the checkpoint is"
+            " incomplete"
+        )
+    base, router = found
+    shared = f"{base}.{experts.shared_name}"
+    return Mixture(
+        reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
+        _experts(reader, a, experts, base),
+        experts.per_token,
+        experts.renormalize,
+        scoring=experts.scoring,
+        correction=reader.vector(f"{base}.{experts.correction}", experts.count) if experts.correction else None,
+        scale=experts.scale,
+        shared=_expert(reader, a, shared, experts.shared, ("gate_proj", "up_proj", "down_proj"))
+        if experts.shared
+        else None,
+        shared_gate=reader.linear(f"{base}.{experts.shared_gate}", (1, a.hidden)) if experts.shared_gate else None,
+    )
+
+
+def _expert(reader: TensorReader, a: Architecture, prefix: str, size: int, names: tuple[str, str, str]) -> Mlp:
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return Mlp(reader.join([gate, up], [size, size], a.hidden), reader.linear(down, (a.hidden, size)))
+
+
+def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
+    size, kernel = experts.hidden, reader.kernel
+    fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in reader.names), None)
+    if fused is None:
+        old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
+        names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names) for i in range(experts.count))
+    order = None
+    if experts.interleaved:
+        order = torch.arange(2 * size).view(size, 2).t().flatten()
+    limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
+    layers = zip(
+        *_stack(reader, experts, f"{base}.{fused[0]}"), *_stack(reader, experts, f"{base}.{fused[1]}"), strict=True
+    )
+    return tuple(
+        Mlp(
+            join(
+                [take_rows(wide, order)],
+                [bias if bias is None or order is None else bias[order]],
+                [size, size],
+                kernel,
+            ),
+            linear(narrow, own, kernel),
+            limits,
+        )
+        for wide, bias, narrow, own in layers
+    )
+
+
+def _stack(reader: TensorReader, experts: Experts, name: str) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights (N, K) and biases of one layer of every expert."""
+    weights = reader.stack(name)
+    if experts.transposed:
+        weights = weights.transpose(1, 2)
+    if f"{name}_bias" not in reader.names:
+        return list(weights), [None] * experts.count
+    return list(weights), list(reader.table(f"{name}_bias", tuple(weights.shape[:2])).float())
