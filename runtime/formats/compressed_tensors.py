@@ -84,7 +84,7 @@ def _format(name: str, scheme: Scheme) -> str:
     rows = kind.layout == "pack-quantized" or (scheme.symmetric and scheme.group_size == 0)
     if not form or not rows or (kind.is_float and scheme.activation != "float"):
         raise ValueError(
-            "compressed-tensors is written for symmetric int8 rows, int4, int3, int2, and fp8 rows that are no experts,"
+            "compressed-tensors is written for symmetric int8 rows, int6 to int2, and fp8 rows that are no experts,"
             f" found {scheme}"
         )
     return form
