@@ -16,6 +16,8 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
     kind, library = type(module).__name__, codes.library
     if parameter.kind == "conv1d":
         return None if library == "bitsandbytes" else f"a Conv1D, which {library} cannot hold: nf4 can"
+    if library == "bitsandbytes" and _kept_in_float32(model, parameter.module):
+        return "transformers keeps it in float32 beside bitsandbytes layers: int8-dynamic can hold it"
     if library == "bitsandbytes" and type(module) is not nn.Linear:
         return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
     if codes.layout != "pack-quantized":
@@ -25,6 +27,11 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
     if not _initialises(model, parameter.module):
         return "transformers' initialisation of this model asks for its plain weight: int8-dynamic can hold it"
     return None
+
+
+def _kept_in_float32(model: ModelStructure, path: str) -> bool:
+    kept: set[str] = set(model.model._keep_in_fp32_modules or ()) | set(model.model._keep_in_fp32_modules_strict or ())
+    return not kept.isdisjoint(path.split("."))
 
 
 def _initialises(model: ModelStructure, path: str) -> bool:

@@ -140,6 +140,9 @@ class _Planner:
             self.left.append((name, "tied to the embedding: stored once, the file's copy is dropped"))
             return
         self.kept.append(name)
+        if self.model.is_beside(name):
+            self.left.append((name, "beside the language model: carried as it is"))
+            return
         if parameter is None:
             is_expert = _EXPERT.search(name) is not None and len(shape) == 2
             found: Layer | str = self._expert(name) if is_expert else _reason(None)

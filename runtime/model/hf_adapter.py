@@ -15,6 +15,7 @@ from runtime.errors import UserError, fault_of
 from runtime.model import hf_cache
 from runtime.model.chains import ChainDecoder
 from runtime.model.hf_cache import State
+from runtime.model.hf_classes import auto_class
 from runtime.model.hf_probe import Capability, Steps, probe
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -177,8 +178,6 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
 
     Raises UserError where a library that the format needs is not installed, or the weights do not load.
     """
-    from transformers import AutoModelForCausalLM
-
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     given: dict[str, Any] = {"dtype": getattr(torch, through.dtype)}
     if through.device_map is not None:
@@ -190,7 +189,7 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
         given["device_map"] = through.device_map
     with fault_of(path.name, "transformers cannot load it"):
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto_class(config).from_pretrained(
                 path, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **given
             )
         except ImportError as error:

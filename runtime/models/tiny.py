@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from runtime.errors import UserError
+from runtime.model.hf_classes import auto_class
 
 LARGEST = 30_000_000
 # What configurations call their sizes, each with a small one.
@@ -50,6 +51,8 @@ _SIZES: dict[int, tuple[str, ...]] = {
         *("hidden_size", "n_embd", "d_model", "n_embed", "dim", "word_embed_proj_dim", "embedding_size", "dim_model"),
         *("moe_intermediate_size", "shared_expert_intermediate_size", "lru_width", "attention_hidden_size"),
         *("attention_window_size", "sliding_window", "dim_model_base"),
+        # Of towers.
+        *("out_hidden_size", "projection_dim", "vision_output_dim", "projector_input_dim", "projector_output_dim"),
     ),
     128: (
         *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "d_inner", "dim_ff", "ffn_hidden_size", "mamba_d_ssm"),
@@ -122,8 +125,10 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(model_type: str) -> Any:
+def tiny_model(model_type: str, name: str | None = None) -> Any:
     """A random model of a `model_type` in eval mode, of a few thousand to a few million weights.
+
+    name  the class, where it is not to be the language model alone.
 
     One that does not run on tokens alone is given where none does. Raises UserError, with what the first try met,
     where none can be built.
@@ -137,7 +142,9 @@ def tiny_model(model_type: str) -> Any:
             given = kind().to_dict()
             if "text_config" in variant and "text_config" not in given:
                 continue
-            model = _build(kind(**_merge(_shrunk(given), variant)), dtype)
+            config = kind(**_merge(_shrunk(given), variant))
+            config.architectures = name and [name]
+            model = _build(config, dtype)
         except Exception as error:  # somebody else's classes raise whatever their layers do
             first = first or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             continue
@@ -154,16 +161,15 @@ def tiny_model(model_type: str) -> Any:
 
 
 def _build(config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    auto = auto_class(config)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     torch.manual_seed(0)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{size:,} weights")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = auto.from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
