@@ -59,5 +59,5 @@ def check_apart(model: ModelStructure, codes: CodeKind) -> None:
         if codes.library in MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {}).get("quantization_methods", ()):
             raise UserError(
                 f"{type(model.model).__name__}: beside {codes.library} layers transformers loads {kind} in another form"
-                " than the checkpoint has: this architecture is compressed only by recipes that quantise nothing"
+                " than the checkpoint has: this architecture is quantised only by recipes that do not train"
             )

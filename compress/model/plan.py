@@ -237,7 +237,9 @@ class _Planner:
             return why
         if shape[0] % codes.outputs:
             return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} asks for"
-        group = _group(shape[0] if transposed else shape[1], stage)
+        group: int | str = _group(shape[0] if transposed else shape[1], stage)
+        if codes.library == "compressed-tensors" and _EXPERT.search(name):
+            group = self.expert_group  # loaded as single layers, and still named as one
         if isinstance(group, str):
             return group
         symmetric = stage.symmetric is not False

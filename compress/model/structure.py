@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from compress.errors import UserError
+from compress.model import single_experts
 from compress.model.names import Names
 from runtime.errors import fault_of
 from runtime.model.hf_classes import auto_class, decoder_path
@@ -72,6 +73,11 @@ class ModelStructure:
         return list(self.model.get_submodule(self.blocks_at))
 
     @property
+    def text_config(self) -> Any:
+        """The language model's configuration, alone or inside of another."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
     def body(self) -> Any:
         """The language model without its head, which takes tokens."""
         return self.model.get_submodule(self.body_at) if self.body_at else self.model.base_model
@@ -118,8 +124,10 @@ class ModelStructure:
         return next(absent, None)
 
 
-def read_structure(folder: Path) -> ModelStructure:
+def read_structure(folder: Path, apart: bool = False) -> ModelStructure:
     """The structure of the model that `folder`/config.json describes.
+
+    apart  fused experts are built as quantised loaders have them (single_experts.py).
 
     Raises UserError where transformers cannot build a causal language model from it without foreign code.
     """
@@ -129,6 +137,8 @@ def read_structure(folder: Path) -> ModelStructure:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False, dtype=torch.float32).eval()
+            if apart:
+                single_experts.take_apart(model.eval())
     except Exception as error:  # somebody else's file in a library that raises whatever its layers do
         reason = " ".join(str(error).split())[:160]
         raise UserError(
