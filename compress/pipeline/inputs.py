@@ -75,8 +75,8 @@ def _check_composite(context: RunContext, name: str) -> None:
     what = shape or ("trains" if recipe.trains else "measures sensitivity" if sensitive else "")
     if what:
         raise UserError(
-            f"recipe {recipe.name} {what}, which is done to a language model alone, and a {name} has more beside it: use"
-            " a recipe that rounds or prunes weights block by block"
+            f"recipe {recipe.name} {what}, which is done to a language model alone, and a {name} has more beside it:"
+            " use a recipe that rounds or prunes weights block by block"
         )
 
 
