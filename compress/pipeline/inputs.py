@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib import corpora
+from calib.corpora import Corpus
 from calib.training_text import Measured
 from compress.context import RunContext
 from compress.errors import UserError
@@ -15,6 +16,7 @@ from compress.stages import kv_cache
 from compress.training import data
 from compress.training.data import StageText
 from runtime.bench.prompts import read_prompts
+from runtime.sampling.conversation import written
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def open_inputs(context: RunContext) -> RunInputs:
         kv_cache.check(target.checkpoint.config)
     text = Measured(
         source=context.calib,
-        corpus=corpora.load(context.calib),
+        corpus=_corpus(context.calib, target),
         tokenizer=target.tokenizer,
         length=min(context.seq_len, target.max_positions),
         calibration=context.samples,
@@ -65,6 +67,21 @@ def open_inputs(context: RunContext) -> RunInputs:
     if context.recipe.trains:
         texts = data.gather(context.recipe, text)
     return RunInputs(context, target, draft, structure, text, texts)
+
+
+def _corpus(spec: str | None, target: Source) -> Corpus:
+    """The text to calibrate and measure on; conversations as the target's chat template writes them, both roles."""
+    corpus, tokenizer = corpora.load(spec, chats=True), target.tokenizer
+    if not corpus.are_chats:
+        return corpus
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{corpus.name} holds conversations, and the tokenizer of {target.name} has no chat template to write them:"
+            " name plain text with --calib, or a model that was made for chat"
+        )
+    # Windows begin with that token themselves.
+    begin = tokenizer.bos_token or ""
+    return corpora.as_text(corpus, lambda messages: written(tokenizer, messages, answer=False).removeprefix(begin))
 
 
 def _check_composite(context: RunContext, name: str) -> None:
