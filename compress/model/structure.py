@@ -6,6 +6,7 @@ Every architecture that transformers knows is described so. Code that comes with
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from runtime.model.hf_classes import auto_class, decoder_path
 
 Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
 
+# Multi-token prediction (Qwen, MiMo, …), EAGLE and Medusa.
+_DRAFT_HEAD = re.compile(r"(^|[._])(mtp|nextn|eagle\d?|medusa)(_\w+)?\.", re.IGNORECASE)
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
@@ -97,8 +100,26 @@ class ModelStructure:
 
     def block(self, tensor: str) -> int | None:
         """The number of the block that a checkpoint's tensor belongs to, or None."""
+        number = self._number(tensor)
+        return number if number is not None and number < self.count else None
+
+    def is_draft_head(self, tensor: str) -> bool:
+        """Whether a checkpoint's tensor is of a head that guesses further tokens, which transformers does not build:
+        a block behind the last one (DeepSeek, GLM), or a module of that name."""
+        place = self.names.place(tensor)
+        if place.name in self.parameters:
+            return False
+        number = self._number(tensor)
+        return (number is not None and number >= self.count) or _DRAFT_HEAD.search(tensor) is not None
+
+    def _number(self, tensor: str) -> int | None:
         match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", self.names.place(tensor).name)
         return int(match[1]) if match else None
+
+    @cached_property
+    def count(self) -> int:
+        """Decoder layers."""
+        return len(self.model.get_submodule(self.blocks_at))
 
     def check_renumbering(self, tensors: Iterable[str]) -> None:
         """Raises UserError where a checkpoint calls blocks otherwise than the model: no name says their number."""

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 
 COMMAND = "python -m runtime.models --write docs/models.md"
 
+_ABOUT = (
+    "What cannot be taken out of a cache again (the state of a recurrence) verifies no drafts: such a model decodes",
+    "plainly, whatever drafts, and says so.",
+    "",
+    "All of them but those refused can be compressed, where a recipe holds their layers: a run's report lists every layer",
+    "that was left alone, and why. A checkpoint with towers for images or sound beside its language model (Gemma 3,",
+    "Mistral 3, Qwen 3.5, Llama 4) is named as it was downloaded: the language model is compressed, all else is carried",
+    "byte for byte, and the result loads as the whole in transformers and as text here. Draft heads that a checkpoint",
+    "brings (multi-token prediction, EAGLE) are carried as they are, and named.",
+)
+
 
 def page(rows: Sequence[Row], version: str) -> str:
     """The page in Markdown, of the transformers of this version."""
@@ -25,6 +36,8 @@ def page(rows: Sequence[Row], version: str) -> str:
         "| | | |",
         "|---|---:|---|",
         *(f"| **{name}** | {counts[name]} | {about} |" for name, about in CLASSES.items()),
+        "",
+        *_ABOUT,
         "",
         "| model_type | class | runs | |",
         "|---|---|---|---|",

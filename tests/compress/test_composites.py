@@ -25,7 +25,7 @@ CLASSES = {
     "llama4": "Llama4ForConditionalGeneration",
 }
 RECIPES = ("int8-dynamic", "nf4", "int4-gptq")
-SLICE = {("mistral3", "int4-gptq"), ("llama4", "int8-dynamic")}
+SLICE = {("mistral3", "int4-gptq")}
 TOKENS = torch.tensor([5, 9, 17, 300, 41, 7, 88, 1000])
 
 
