@@ -90,8 +90,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did you "
-            "mean nf4",
+            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did "
+            "you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
