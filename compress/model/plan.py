@@ -140,13 +140,8 @@ class _Planner:
             self.left.append((name, "tied to the embedding: stored once, the file's copy is dropped"))
             return
         self.kept.append(name)
-        if self.model.is_beside(name):
-            self.left.append((name, "beside the language model: carried as it is"))
-            return
-        if self.model.is_draft_head(name):
-            self.left.append(
-                (name, "a draft head of the checkpoint, which transformers does not build: carried as it is")
-            )
+        if (why := self.model.carried(name)) is not None:
+            self.left.append((name, why))
             return
         if parameter is None:
             is_expert = _EXPERT.search(name) is not None and len(shape) == 2

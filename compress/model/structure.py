@@ -93,6 +93,14 @@ class ModelStructure:
         parameter = self.parameters.get(name)
         return not name.startswith(f"{self.body_at}.") and (parameter is None or parameter.kind != "head")
 
+    def carried(self, tensor: str) -> str | None:
+        """Why a checkpoint's tensor is no recipe's to change, or None."""
+        if self.is_beside(tensor):
+            return "beside the language model: carried as it is"
+        if self.is_draft_head(tensor):
+            return "a draft head of the checkpoint, which transformers does not build: carried as it is"
+        return None
+
     def find(self, tensor: str) -> Parameter | None:
         """The parameter that a checkpoint's tensor is, or None (a buffer, or part of a parameter fused on loading)."""
         place = self.names.place(tensor)
