@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from calib.windows import Windows
 from compress.errors import UserError
@@ -35,7 +36,8 @@ def windows_of(count: int, length: int = LENGTH, vocabulary: int = 320) -> Windo
 def models(tiny: Callable[..., Path]) -> tuple[Adapter, Adapter]:
     """A tiny Llama, and itself with noise on its weights."""
     path = tiny("llama", max_position_embeddings=LENGTH)
-    original, changed = (adapt(path, None, torch.device("cpu")) for _ in range(2))
+    config = AutoConfig.from_pretrained(path)
+    original, changed = (adapt(path, config, torch.device("cpu")) for _ in range(2))
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in changed.model.parameters():
