@@ -135,7 +135,9 @@ def test_one_window_has_no_interval(models) -> None:
 
 
 def test_what_cannot_be_compared(models, tiny) -> None:
-    other = adapt(tiny("llama", vocab_size=330), None, torch.device("cpu"))
+    other = adapt(
+        tiny("llama", vocab_size=330), AutoConfig.from_pretrained(tiny("llama", vocab_size=330)), torch.device("cpu")
+    )
     with pytest.raises(UserError, match="found 320 entries in the original and 330"):
         measure(models[0], other, windows_of(1, length=20), seed=0)
     with pytest.raises(UserError, match="at most the model's 600 positions, found 601"):
