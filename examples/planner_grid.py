@@ -26,7 +26,8 @@ from rich.table import Table
 
 from compress import Recipe, compress
 from compress.best.budgets import Budgets
-from compress.best.original import bytes_beside
+from compress.best.caches import bytes_of
+from compress.best.original import bytes_of_draft
 from compress.best.space import Option, Unit, find_units, make_recipe
 from compress.context import RunContext
 from compress.pipeline.inputs import RunInputs, open_inputs
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--lengths", default="1,2,4,8")
     parser.add_argument("--eval-tokens", type=int, default=16_384)
+    parser.add_argument("--options", type=int, default=len(OPTIONS), help="so many of them for each kind of layer")
     parser.add_argument("--budgets", type=int, default=len(BUDGETS), help="so many of them")
     parser.add_argument("--threads", type=int)
     asked = parser.parse_args()
@@ -147,7 +149,7 @@ def main() -> None:
     grid_seconds = perf_counter() - began
     say(f"grid: {len(points)} models × {len(points[0].rates)} ways of decoding in {grid_seconds:.0f} s")
     rows = [against_grid(bench, points, dict(budget), grid_seconds, asked) for budget in BUDGETS[: asked.budgets]]
-    show(rows, grid_seconds)
+    show(rows, len(points), grid_seconds)
     report = {"grid_seconds": grid_seconds, "points": [asdict(point) for point in points], "budgets": rows}
     (asked.out / "grid.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 
@@ -159,9 +161,10 @@ def settings(asked: argparse.Namespace) -> dict[str, Any]:
 def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked: argparse.Namespace) -> list[Point]:
     """Every choice compressed, measured, and decoded in every way."""
     lengths = [int(length) for length in asked.lengths.split(",")]
-    beside = bytes_beside(bench.original, bench.draft, CONTEXT)
+    beside = bytes_of_draft(bench.draft, CONTEXT) + bytes_of(bench.original, CONTEXT)[0]
     points = []
-    for number, (attention, mlp) in enumerate(itertools.product(OPTIONS, OPTIONS)):
+    tried = list(OPTIONS)[: asked.options]
+    for number, (attention, mlp) in enumerate(itertools.product(tried, tried)):
         assignment = {
             unit.name: fitting(unit, OPTIONS[attention if ".self_attn" in unit.name else mlp]) for unit in units
         }
@@ -255,8 +258,8 @@ def _length(way: str) -> int:
     return int(way.rpartition(" ")[2]) if way != PLAIN else 1
 
 
-def show(rows: Sequence[dict[str, Any]], grid_seconds: float) -> None:
-    table = Table(title=f"compress.best beside a grid of {len(OPTIONS) ** 2} models")
+def show(rows: Sequence[dict[str, Any]], models: int, grid_seconds: float) -> None:
+    table = Table(title=f"compress.best beside a grid of {models} models")
     for name in (
         "budget",
         "grid's fastest",
@@ -282,10 +285,9 @@ def show(rows: Sequence[dict[str, Any]], grid_seconds: float) -> None:
         )
     say(table)
     total = sum(row["seconds"] for row in rows)
-    say(
-        f"least ratio {min(ratios):.3f}, geometric mean {geometric_mean(ratios):.3f}; all plans together took "
-        f"{100 * total / grid_seconds:.0f} % of the grid's {grid_seconds:.0f} s"
-    )
+    if ratios:
+        say(f"least ratio {min(ratios):.3f}, geometric mean {geometric_mean(ratios):.3f}")
+    say(f"all plans together took {100 * total / grid_seconds:.0f} % of the grid's {grid_seconds:.0f} s")
 
 
 if __name__ == "__main__":
