@@ -10,11 +10,13 @@ import hashlib
 import json
 import platform
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from calib.chats import FIELD as MESSAGES
+from calib.chats import checked
 from calib.errors import UserError
 from calib.sources import is_held_out, standard_library
 
@@ -22,7 +24,7 @@ STANDARD_LIBRARY = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".py")
 _FILE_SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 # Where a row keeps its text. The first key that is there counts; the middle two hold prompts, whole as they stand.
-_FIELDS = ("text", "prompt", "turns", "content")
+_FIELDS = (MESSAGES, "text", "prompt", "turns", "content")
 _PROMPT_FIELDS = ("prompt", "turns")
 # A text and the field it was in; a text file has none: "text".
 Row = tuple[str, str]
@@ -39,6 +41,7 @@ class Corpus:
     python      the interpreter's version where its standard library is the text, else None.
     empty       documents that were left out because they hold nothing but white space.
     are_prompts whether the source's rows say that they are prompts (`prompt`, `turns`).
+    are_chats   whether the documents are conversations, as chats.py has them: `as_text` makes text of them.
     """
 
     name: str
@@ -47,18 +50,32 @@ class Corpus:
     python: str | None = None
     empty: int = 0
     are_prompts: bool = False
+    are_chats: bool = False
 
 
-def load(spec: str | None = None) -> Corpus:
+def load(spec: str | None = None, chats: bool = False) -> Corpus:
     """The text that `spec` names.
+
+    chats  whether rows may be conversations (`messages`), which are no text before a model's template has written them.
 
     None or "stdlib": the held-out part of this machine's standard library, one document per file. A path: .txt, .md
     or .py (one document), a directory (one document for each such file below it), .jsonl, .jsonl.gz or .parquet (one
     document per row: `text`, else `prompt`, `turns`[0], `content`). Anything else is "name[:config][:split]" of a
     `datasets` name: its `train` split unless another is named.
 
-    Raises UserError for a source that is missing, unreadable, not UTF-8, or without text.
+    Raises UserError for a source that is missing, unreadable, not UTF-8, or without text, and for conversations where
+    they may not be.
     """
+    found = _load(spec)
+    if found.are_chats and not chats:
+        raise UserError(
+            f"{found.name} holds conversations ({MESSAGES}), which a model's chat template makes text of: name it as"
+            " --calib of compress.run, or name a source of plain text"
+        )
+    return found
+
+
+def _load(spec: str | None) -> Corpus:
     if spec is None or spec == STANDARD_LIBRARY:
         rows = [(text, "text") for path, text in standard_library() if is_held_out(path)]
         if not rows:
@@ -84,18 +101,34 @@ def _corpus(name: str, found: Iterable[Row], python: str | None = None) -> Corpu
     documents = tuple(text for text, _ in rows if text.strip())
     if not documents:
         raise UserError(f"{name} holds no text ({len(rows)} empty documents): name a source with text in it")
-    digest = hashlib.sha256()
     for index, text in enumerate(documents):
         try:
-            raw = text.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{name}, document {index + 1}: expected Unicode text, found half of a surrogate pair at character "
                 f"{error.start}: remove it"
             ) from error
-        digest.update(len(raw).to_bytes(8, "big") + raw)
     are_prompts = all(field in _PROMPT_FIELDS for _, field in rows)
-    return Corpus(name, documents, digest.hexdigest(), python, len(rows) - len(documents), are_prompts)
+    chats = sum(field == MESSAGES for _, field in rows)
+    if chats not in (0, len(rows)):
+        raise UserError(
+            f"{name}: {chats} of {len(rows)} rows are conversations ({MESSAGES}): put them into a file of their own"
+        )
+    return Corpus(name, documents, _digest(documents), python, len(rows) - len(documents), are_prompts, chats > 0)
+
+
+def as_text(corpus: Corpus, write: Callable[[list[dict[str, Any]]], str]) -> Corpus:
+    """A corpus of conversations as text, both roles of it. `write`: a model's chat template; its errors are raised."""
+    documents = tuple(write(json.loads(document)) for document in corpus.documents)
+    return replace(corpus, documents=documents, sha256=_digest(documents), are_chats=False)
+
+
+def _digest(documents: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for raw in (text.encode() for text in documents):
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    return digest.hexdigest()
 
 
 def _read_directory(directory: Path) -> list[Row]:
@@ -219,6 +252,8 @@ def _field(row: Any, where: str) -> Row:
         if name not in row:
             continue
         value = row[name]
+        if name == MESSAGES:
+            return checked(value, where), name
         if name == "turns" and isinstance(value, list | tuple) and value:
             value = value[0]
         if not isinstance(value, str):

@@ -179,6 +179,11 @@ class Decoder(Protocol):
         """
 
 
+def no_drafts(decoder: Decoder) -> str:
+    """Why a decoder cannot verify drafts, so that it decodes plainly; "" where it can, as all of ours do."""
+    return str(getattr(decoder, "no_drafts", ""))
+
+
 class HasDecoder(Protocol):
     """Anything with a decoder."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from runtime.contract import Cache, CacheKind, Decoder
+from runtime.contract import Cache, CacheKind, Decoder, no_drafts
 from runtime.engine.engine import Engine
 from runtime.engine.metrics import Metrics
 from runtime.engine.requests import (
@@ -134,6 +134,9 @@ class Speculator:
     cache         what all requests share: how keys and values are held, and whether in pages.
     max_batch     requests in one forward; further ones wait.
 
+    Where the target's cache cannot be rolled back, it decodes plainly whatever drafts (`no_drafts` of its decoder says
+    why), and `drafter` is none.
+
     Raises UserError for a draft length or batch out of range, an unknown rule, or a lossy one without `lossy`.
     """
 
@@ -157,7 +160,7 @@ class Speculator:
         self.draft_length = draft_length
         self.verify: Rule = verify
         self._lossy = lossy
-        if draft is None:
+        if draft is None or no_drafts(target.decoder):
             self.drafter: Drafter = NoDrafter()
         else:
             known = hasattr(draft, "propose")

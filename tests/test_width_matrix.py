@@ -166,7 +166,7 @@ def test_another_order_of_sums_would_be_noticed() -> None:
     tokens = torch.arange(1, 25)
     rows = []
     for kernels in TORCH:
-        decoder = load(PAIR / "draft", kernels=kernels).decoder
+        decoder = load(PAIR / "target", kernels=kernels).decoder
         assert isinstance(decoder, BaseDecoder)
         trial = Trial(decoder, "float32", None)
         rows.append(trial.alone(trial.fresh(24), tokens))

@@ -80,19 +80,29 @@ def join(parts: Sequence[Path], folder: Path, limit: int = SHARD_BYTES) -> list[
     return names
 
 
-def joined_bytes(parts: Iterable[Iterable[tuple[str, str, Sequence[int]]]], limit: int = SHARD_BYTES) -> int:
-    """What the files that `join` would make of these parts take on disk together, headers included.
+Described = tuple[str, str, tuple[int, ...]]
+"""A tensor of a file: its name, element type (a value of NAMES) and shape."""
 
-    parts  the tensors of each: name, element type (a value of NAMES) and shape.
-    """
+
+def joined(parts: Iterable[Iterable[Described]], limit: int = SHARD_BYTES) -> list[list[Described]]:
+    """What lies in each of the files that `join` would make of these parts, in its order."""
+    return [[(one.name, one.dtype, tuple(one.shape)) for one in _ordered(shard)] for shard in _joined(parts, limit)]
+
+
+def joined_bytes(parts: Iterable[Iterable[Described]], limit: int = SHARD_BYTES) -> int:
+    """What the files that `join` would make of these parts take on disk together, headers included."""
+    shards = _joined(parts, limit)
+    return sum(8 + len(_header(_ordered(shard))) + sum(entry.size for entry in shard) for shard in shards)
+
+
+def _joined(parts: Iterable[Iterable[Described]], limit: int) -> list[list[_Entry]]:
     nothing = torch.empty(0)
     entries = [
         _Entry(name, dtype, list(shape), math.prod(shape) * WIDTHS[dtype], nothing)
         for part in parts
         for name, dtype, shape in sorted(part, key=lambda one: (-WIDTHS[one[1]], one[0]))
     ]
-    shards = _shards(entries, limit)
-    return sum(8 + len(_header(_ordered(shard))) + sum(entry.size for entry in shard) for shard in shards)
+    return _shards(entries, limit)
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -8,6 +8,8 @@ from typing import Any
 _COLOURS = {
     "as it is": "#334155",
     "int8": "#1d4ed8",
+    "int6 g128": "#3b82f6",
+    "int5 g128": "#7dd3fc",
     "int4 g32": "#0f766e",
     "int4 g64": "#14b8a6",
     "int4 g128": "#99f6e4",

@@ -1,25 +1,30 @@
 """Candidates made for real: compressed by the ordinary pipeline, and measured."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifact import Artifact
 from compress.best.budgets import Budgets
+from compress.best.caches import kind_of
 from compress.best.forwards import whole_forward
+from compress.best.original import text_before
 from compress.best.predict import Known, Predicted
-from compress.best.space import make_recipe
+from compress.best.space import CACHE, CACHES, KEEP, make_recipe
 from compress.context import RunContext
 from compress.errors import UserError
+from compress.pipeline.inputs import RunInputs
 from compress.report.files import read_report
+from compress.report.quality import measure
 from compress.report.size import weight_bytes as files_bytes
 from runtime import load
 from runtime.model.layers import weight_bytes
 
 if TYPE_CHECKING:
-    from compress.report.schema import Report
+    from compress.report.schema import Comparison, Report
+    from runtime.model.load import Model
 
 
 @dataclass(frozen=True)
@@ -64,19 +69,32 @@ class Measured:
         return cls(**{**data, "perplexity": (growth, upper), "forward_ms": forward})
 
 
-def make(one: Predicted, known: Known, context: RunContext, folder: Path, text: Sequence[int]) -> Measured:
+@dataclass(frozen=True)
+class Measuring:
+    """What candidates are measured with: the whole job's inputs (whose recipe is no candidate's), and the original."""
+
+    inputs: RunInputs
+    original: "Model"
+
+
+def make(one: Predicted, known: Known, measuring: Measuring, folder: Path) -> Measured:
     """Compresses a candidate into `folder` (or goes on with it) and measures size, memory, quality and forwards.
 
-    context  of the whole job, whose recipe is not the candidate's. text: tokens to time forwards after.
     Raises ValueError where the files are not as large as predicted: a mistake of ours.
     """
-    quality = compressed(one, known, context, folder).quality
-    perplexity, divergence, disk = quality.perplexity, quality.kl_divergence, files_bytes(folder / "model")
-    assert perplexity.original and perplexity.compressed and divergence is not None
+    inputs, context, cache = measuring.inputs, measuring.inputs.context, one.assignment.get(CACHE, KEEP)
+    found: Comparison | None = compressed(one, known, context, folder).quality
+    disk = files_bytes(folder / "model")
     if disk != one.disk:
         raise ValueError(f"candidate {one.key}: expected {one.disk} bytes of weights, found {disk}")
     model = load(folder / "model", threads=context.threads)
     decoder: Any = model.decoder
+    if not cache.keeps:
+        # A report's figures are of a float32 cache.
+        found = measure(measuring.original.decoder, decoder, inputs.text.windows, context.seed, kind=kind_of(cache))[0]
+    assert found is not None and found.kl_divergence is not None
+    perplexity = found.perplexity
+    assert perplexity.original and perplexity.compressed
     return Measured(
         one.key,
         {name: str(option) for name, option in one.assignment.items()},
@@ -88,13 +106,13 @@ def make(one: Predicted, known: Known, context: RunContext, folder: Path, text: 
             "tokens_per_second": one.pace.tokens_per_second,
         },
         disk,
-        known.beside + weight_bytes(decoder.parts),
+        known.beside + known.caches[CACHES.index(cache)] + weight_bytes(decoder.parts),
         (
             perplexity.compressed / perplexity.original - 1,
             None if perplexity.ci95 is None else perplexity.ci95.ratio[1] - 1,
         ),
-        divergence.mean,
-        whole_forward(model, text),
+        found.kl_divergence.mean,
+        whole_forward(model, text_before(inputs)),
     )
 
 
@@ -124,7 +142,10 @@ def calibration(context: RunContext) -> dict[str, Any]:
 
 def _about(one: Predicted) -> str:
     counts: dict[str, int] = {}
-    for option in one.assignment.values():
-        counts[str(option)] = counts.get(str(option), 0) + 1
+    cache = one.assignment.get(CACHE, KEEP)
+    for name, option in one.assignment.items():
+        if name != CACHE:
+            counts[str(option)] = counts.get(str(option), 0) + 1
     told = ", ".join(f"{count} × {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return f"Chosen by compress.best, by units of layers: {told}."
+    kept = "" if cache.keeps else f"; keys and values: {cache.scheme}"
+    return f"Chosen by compress.best, by units of layers: {told}{kept}."

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from compress.best import acceptance, forwards, quality
+from compress.best import acceptance, caches, forwards, quality
 from compress.best.acceptance import Drafts
 from compress.best.costs import Costs
 from compress.best.journal import Journal
@@ -47,14 +47,27 @@ def know(asked: Question, ready: Ready, journal: Journal, original: "Model", dra
         short, rounds = forwards.shortest(original, checkpoint, ready.units, times)
         more = acceptance.beside(replace(drafting, target=short), [one.drafter for one in drafts], prompts, rounds)
         journal.note(drafts=[acceptance.to_dict(replace(one, beside=more[one.drafter])) for one in drafts])
+    if asked.budgets.memory is not None and not journal.caches:
+        journal.note(caches=list(caches.measure(original, inputs.text.windows.calibration, context.threads, progress)))
+    # Without a budget of memory nothing is gained by rounding keys and values.
+    offered = len(journal.caches) if asked.budgets.memory is not None else 1
+    quality_model = QualityModel(
+        tuple(tuple(row) for row in journal.damages), ready.units, caches=(0.0, *journal.caches[1:offered])
+    )
     tokens = asked.tokens * asked.batch
-    beside = original.decoder.new_cache().bytes_per_token() * tokens
-    if draft is not None:
-        parts = getattr(draft.decoder, "parts", None)
-        held = files_bytes(draft.path) if parts is None else weight_bytes(parts)
-        beside += held + draft.decoder.new_cache().bytes_per_token() * tokens
-    damages = QualityModel(tuple(tuple(row) for row in journal.damages), ready.units)
-    return Known(ready.units, ready.sizes, times, drafts_of(journal), damages, beside)
+    held = caches.bytes_of(original, tokens)[:offered]
+    return Known(
+        ready.units, ready.sizes, times, drafts_of(journal), quality_model, bytes_of_draft(draft, tokens), held
+    )
+
+
+def bytes_of_draft(draft: "Model | None", tokens: int) -> int:
+    """Memory that a draft takes, with keys and values of so many tokens."""
+    if draft is None:
+        return 0
+    parts = getattr(draft.decoder, "parts", None)
+    held = files_bytes(draft.path) if parts is None else weight_bytes(parts)
+    return held + draft.decoder.new_cache().bytes_per_token() * tokens
 
 
 def drafts_of(journal: Journal) -> tuple[Drafts, ...]:

@@ -56,7 +56,7 @@ def _view(data: Data) -> dict[str, Any]:
         "worse": _worse(budgets, data["prices"]["worse"]),
         "upgrades": [_upgrade(budgets, one) for one in data["prices"]["upgrades"]],
         "not_tried": data["not_tried"],
-        "about": list(_about(data["about"])),
+        "about": list(_about(data["about"], data["cache"])),
     }
 
 
@@ -182,15 +182,12 @@ def _upgrade(budgets: Budgets, one: Data) -> tuple[str, ...]:
     return (one["unit"], one["before"], one["after"], megabytes(one["bytes"]), much)
 
 
-def _about(about: Data) -> Sequence[tuple[str, str]]:
-    told = [
+def _about(about: Data, cache: str) -> Sequence[tuple[str, str]]:
+    return [
         ("evaluation", f"{about['eval_tokens']:,} tokens predicted"),
-        ("cache", f"{about['context']:,} tokens × {about['batch']} requests count as memory"),
+        ("keys and values", f"{cache}; {about['context']:,} tokens × {about['batch']} requests count as memory"),
         ("damage → quality", f"× {about['damage_factor']:.3g}, fitted to the candidates"),
     ]
-    if (share := about.get("product_share")) is not None:
-        told.append(("products in a forward", f"× {share:.3f} of products alone, fitted to whole forwards"))
-    return told
 
 
 def _drafting(way: Data) -> str:

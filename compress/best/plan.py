@@ -12,9 +12,9 @@ from compress.best.candidates import Measured
 from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.page import html, markdown
 from compress.best.predict import Predicted
-from compress.best.space import NOT_TRIED, OPTIONS, Unit
+from compress.best.space import CACHE, KEEP, NOT_TRIED, OPTIONS, Unit
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Plan:
                 "ttft_ms": self.first_ms.get(ORIGINAL),
             },
             "winner": self.winner,
+            "cache": choice.get(CACHE, str(KEEP)),
             "units": [
                 {
                     "name": unit.name,

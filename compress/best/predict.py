@@ -10,7 +10,7 @@ from compress.best.costs import WIDTHS, Costs
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes
 from compress.best.solve import InfeasibleError, Solution, solve
-from compress.best.space import Assignment, Option, Unit
+from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit
 from compress.errors import UserError
 
 # Among options of one cost the less damaging: all damages together weigh so much of the cheapest choice's cost.
@@ -23,7 +23,8 @@ class Known:
     """All that assignments are judged by.
 
     drafts  of every drafter.
-    beside  bytes of memory that no weight of the target takes: keys and values, and the draft's.
+    beside  bytes of memory that the draft takes, its keys and values included.
+    caches  bytes of the target's keys and values in each of CACHES, of those that may be chosen.
     """
 
     units: tuple[Unit, ...]
@@ -32,14 +33,34 @@ class Known:
     drafts: tuple[Drafts, ...]
     quality: QualityModel
     beside: int
+    caches: tuple[int, ...] = (0,)
 
-    def table(self, figure: Callable[[Unit, Option], float]) -> Table:
-        """[unit][option] of a figure."""
-        return [[figure(unit, option) for option in unit.options] for unit in self.units]
+    def table(self, figure: Callable[[Unit, Option], float], caches: Sequence[float] = ()) -> Table:
+        """[unit][option] of a figure, and last what it is of each cache; (): nothing."""
+        rows = [[figure(unit, option) for option in unit.options] for unit in self.units]
+        return [*rows, list(map(float, caches)) or [0.0] * len(self.caches)]
+
+    @property
+    def damages(self) -> Table:
+        """Of every option of every unit, and of caches."""
+        return [*map(list, self.quality.damages), list(self.quality.caches)]
+
+    @property
+    def held(self) -> Table:
+        """Bytes of memory."""
+        return self.table(lambda unit, option: float(self.costs.memory(unit, option)), self.caches)
+
+    @property
+    def stored(self) -> tuple[int, Table]:
+        """Bytes on disk: of what cannot be chosen, and of options."""
+        rest, shares = self.sizes.shares()
+        row = [float(self.sizes.cache_share(option)) for option in CACHES[: len(self.caches)]]
+        return rest, [*([float(x) for x in one] for one in shares), row]
 
     def predict(self, assignment: Assignment) -> "Predicted":
         """All figures of an assignment."""
         memory = sum(self.costs.memory(unit, assignment[unit.name]) for unit in self.units)
+        memory += self.caches[CACHES.index(assignment.get(CACHE, KEEP))]
         return Predicted(
             dict(assignment),
             self.sizes.exact(assignment),
@@ -84,7 +105,7 @@ def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predic
     """
     found: dict[str, Predicted] = {}
     for cost, more in _questions(known, budgets):
-        with_damage = [] if damage is None else [(known.table(_damage_of(known)), damage)]
+        with_damage = [] if damage is None else [(known.damages, damage)]
         try:
             solution = _solved(known, cost, [*limits_of(known, budgets), *with_damage, *more])
         except InfeasibleError:
@@ -101,11 +122,11 @@ def limits_of(known: Known, budgets: Budgets) -> list[tuple[Table, float]]:
     """The budgets of bytes as what options use of them, and how much there is."""
     found: list[tuple[Table, float]] = []
     if budgets.disk is not None:
-        rest, shares = known.sizes.shares()
-        found.append(([[float(x) for x in row] for row in shares], float(budgets.disk - rest)))
+        rest, stored = known.stored
+        found.append((stored, float(budgets.disk - rest)))
     if budgets.memory is not None:
         left = budgets.memory - known.beside - known.costs.other
-        found.append((known.table(lambda unit, option: float(known.costs.memory(unit, option))), float(left)))
+        found.append((known.held, float(left)))
     return found
 
 
@@ -119,9 +140,7 @@ def _questions(known: Known, budgets: Budgets) -> Iterator[tuple[Table, list[tup
         for width in WIDTHS:
             yield _times(known, width), []
         return
-    goal = known.table(_damage_of(known))
-    if budgets.goal == "size":
-        goal = [[float(x) for x in row] for row in known.sizes.shares()[1]]
+    goal = known.stored[1] if budgets.goal == "size" else known.damages
     if budgets.latency is None:
         yield goal, []
         return
@@ -148,16 +167,11 @@ def _times(known: Known, width: int) -> Table:
     return known.table(lambda unit, option: known.costs.product(unit, option, width))
 
 
-def _damage_of(known: Known) -> Callable[[Unit, Option], float]:
-    rows = {unit.name: row for unit, row in zip(known.quality.units, known.quality.damages, strict=True)}
-    return lambda unit, option: rows[unit.name][unit.options.index(option)]
-
-
 def _solved(known: Known, cost: Table, limits: Sequence[tuple[Table, float]]) -> Solution:
     """Raises InfeasibleError, also for a limit below zero."""
     if any(limit < 0 for _, limit in limits):
         raise InfeasibleError("what cannot be chosen takes more than the budget")
-    damages = known.table(_damage_of(known))
+    damages = known.damages
     least, most = sum(map(min, cost)), sum(map(max, damages))
     weight = _TIE * least / most if most > 0 else 0.0
     tied = [[c + weight * d for c, d in zip(*rows, strict=True)] for rows in zip(cost, damages, strict=True)]
@@ -165,7 +179,9 @@ def _solved(known: Known, cost: Table, limits: Sequence[tuple[Table, float]]) ->
 
 
 def _assignment(known: Known, solution: Solution) -> dict[str, Option]:
-    return {unit.name: unit.options[pick] for unit, pick in zip(known.units, solution.picks, strict=True)}
+    *picks, cache = solution.picks
+    chosen = {unit.name: unit.options[pick] for unit, pick in zip(known.units, picks, strict=True)}
+    return chosen | ({CACHE: CACHES[cache]} if cache else {})
 
 
 def reachable(known: Known, budgets: Budgets, damage: float | None) -> str:
@@ -193,10 +209,9 @@ def _least(known: Known, budgets: Budgets, damage: float | None, goal: str) -> P
     """The assignment that is best for a goal within these budgets; None where nothing is within them."""
     if goal != "memory":
         return next(iter(propose(known, replace(budgets, goal=goal), damage)), None)
-    held = known.table(lambda unit, option: float(known.costs.memory(unit, option)))
-    more = [] if damage is None else [(known.table(_damage_of(known)), damage)]
+    more = [] if damage is None else [(known.damages, damage)]
     try:
-        return known.predict(_assignment(known, _solved(known, held, [*limits_of(known, budgets), *more])))
+        return known.predict(_assignment(known, _solved(known, known.held, [*limits_of(known, budgets), *more])))
     except InfeasibleError:
         return None
 

@@ -8,7 +8,7 @@ a forecast of what is measured: a rank first, a figure only after the first meas
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.moments import Moments, Wants
-from compress.best.space import Assignment, Option, Unit
+from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit
 from compress.calibration.activations import Enough
 from compress.errors import UserError
 from compress.progress import Progress
@@ -134,17 +134,22 @@ def _rounded(layers: Mapping[str, nn.Linear], weights: Mapping[str, Tensor]) -> 
 
 @dataclass(frozen=True)
 class QualityModel:
-    """What an assignment's damages say of a figure of quality: figure = factor · Σ damages."""
+    """What an assignment's damages say of a figure of quality: figure = factor · Σ damages.
+
+    caches  damages of CACHES, of those that may be chosen.
+    """
 
     damages: Damages
     units: tuple[Unit, ...]
     factor: float = 1.0
+    caches: tuple[float, ...] = (0.0,)
 
     def total(self, assignment: Assignment) -> float:
         """The sum of the damages of an assignment."""
-        return sum(
+        layers = sum(
             row[unit.options.index(assignment[unit.name])] for unit, row in zip(self.units, self.damages, strict=True)
         )
+        return layers + self.caches[CACHES.index(assignment.get(CACHE, KEEP))]
 
     def predicted(self, assignment: Assignment) -> float:
         """The figure, as far as it is known."""
@@ -153,4 +158,4 @@ class QualityModel:
     def fitted(self, measured: Sequence[tuple[Assignment, float]]) -> "QualityModel":
         """With the factor that fits what was measured: the median over the models, 1 where there is none."""
         ratios = [max(figure, 0.0) / self.total(one) for one, figure in measured if self.total(one) > 0]
-        return QualityModel(self.damages, self.units, max(median(ratios), 1e-9) if ratios else 1.0)
+        return replace(self, factor=max(median(ratios), 1e-9) if ratios else 1.0)

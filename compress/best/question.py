@@ -5,7 +5,7 @@ from typing import Any
 
 from compress.artifact import manifest
 from compress.best.budgets import Budgets
-from compress.best.space import OPTIONS
+from compress.best.space import CACHES, OPTIONS
 from compress.context import RunContext
 from compress.pipeline.inputs import RunInputs
 
@@ -42,7 +42,7 @@ def fingerprint(asked: Question, inputs: RunInputs) -> dict[str, Any]:
         "figure": "perplexity" if asked.budgets.kl is None else "kl",
         "model": inputs.target.fingerprint(),
         "draft": None if inputs.draft is None else inputs.draft.fingerprint(),
-        "options": [str(option) for option in OPTIONS],
+        "options": [str(option) for option in (*OPTIONS, *CACHES)],
         "versions": manifest.versions(),
         "context": asked.tokens,
         "batch": asked.batch,

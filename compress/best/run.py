@@ -23,11 +23,11 @@ from compress.best.contest import ORIGINAL, Way, fastest
 from compress.best.costs import Costs
 from compress.best.folder import BEST, CANDIDATES, discard, tidy
 from compress.best.journal import Journal
-from compress.best.original import drafts_of, know, prompts_of, text_before
+from compress.best.original import drafts_of, know, prompts_of
 from compress.best.predict import Known, Predicted, propose, reachable, require_reachable
 from compress.best.prepare import Ready, require_own_decoder
 from compress.best.question import Question
-from compress.best.space import OPTIONS, Assignment
+from compress.best.space import CACHES, OPTIONS, Assignment
 from compress.errors import UserError
 from compress.report.size import weight_bytes as files_bytes
 from compress.report.timing import Work
@@ -53,7 +53,6 @@ class Planner:
     def __init__(self, asked: Question, ready: Ready, journal: Journal):
         self.asked, self.ready, self.inputs, self.journal = asked, ready, ready.inputs, journal
         self.context, self.budgets = asked.context, asked.budgets
-        self.text = text_before(ready.inputs)
         self.assignments: dict[str, Assignment] = {}
 
     def run(self) -> None:
@@ -70,7 +69,7 @@ class Planner:
                 f"{self.budgets.shown(one.figure)} and {one.pace.tokens_per_second:.0f} tokens/s"
             )
             folder = self.context.folder / CANDIDATES / one.key
-            found = candidates.make(one, known, self.context, folder, self.text)
+            found = candidates.make(one, known, candidates.Measuring(self.inputs, original), folder)
             self.journal.note(measured={**self.journal.measured, one.key: found.to_dict()})
             known = self._corrected(known)
             broken = self._broken(found, None)
@@ -126,7 +125,7 @@ class Planner:
 
     def _corrected(self, known: Known) -> Known:
         """With the factors that fit what was measured."""
-        options = {str(option): option for option in OPTIONS}
+        options = {str(option): option for option in (*OPTIONS, *CACHES)}
         for one in self._measured():
             self.assignments[one.key] = {unit: options[word] for unit, word in one.choice.items()}
         if not self.journal.measured:

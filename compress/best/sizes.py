@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.artifact import SHARD_BYTES, safetensors
-from compress.best.space import Assignment, Option, Unit
+from compress.artifact.safetensors import Described
+from compress.best.space import CACHE, KEEP, Assignment, Option, Unit
 from compress.model.plan import make_plan
 from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.recipe.block_stages import Quantize
+from runtime.cache.scheme import scale_name
+from runtime.checkpoints.architecture import describe
 from runtime.formats.schemes import KINDS
 
-Described = tuple[str, str, tuple[int, ...]]
-"""A tensor of a file: its name, element type and shape."""
+# A place in a file of weights that takes as many digits as any.
+_FAR = 10**13
 
 
 def packed(prefix: str, shape: tuple[int, int], option: Option, dtype: str) -> list[Described]:
@@ -31,14 +34,22 @@ def packed(prefix: str, shape: tuple[int, int], option: Option, dtype: str) -> l
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's tensors as a run writes them: in parts, of which each is in order; `units` are what may change."""
+    """A model's tensors as a run writes them: in parts, of which each is in order; `units` are what may change.
+
+    scales  that a quantised cache adds.
+    """
 
     parts: tuple[tuple[Described, ...], ...]
     units: tuple[Unit, ...]
+    scales: tuple[Described, ...] = ()
 
     def exact(self, assignment: Assignment, limit: int = SHARD_BYTES) -> int:
         """Bytes of all files of weights, headers included; `limit` is the most in one."""
-        return safetensors.joined_bytes(self.described(assignment), limit)
+        parts: Sequence[Sequence[Described]] = self.described(assignment)
+        if not assignment.get(CACHE, KEEP).keeps:
+            # The scales come when the weights are written, and join them.
+            parts = [*safetensors.joined(parts, limit), self.scales]
+        return safetensors.joined_bytes(parts, limit)
 
     def described(self, assignment: Assignment) -> list[list[Described]]:
         """What is in each part."""
@@ -88,13 +99,26 @@ class Sizes:
             )
         return rest, shares
 
+    def cache_share(self, option: Option) -> int:
+        """Bytes that one of CACHES adds, or a few more."""
+        return 0 if option.keeps else sum(_bytes(one, _FAR) for one in self.scales)
+
 
 def read_sizes(source: Source, model: ModelStructure, units: Sequence[Unit]) -> Sizes:
     """The sizes of a checkpoint. Raises UserError as `make_plan` does."""
     plan = make_plan(source.shapes(), model, Quantize(scheme="int8-dynamic"))
     entry = source.checkpoint.shards.entry
     parts = tuple(tuple((name, entry(name).dtype, entry(name).shape) for name in names) for _, names in plan.parts)
-    return Sizes(parts, tuple(units))
+    return Sizes(parts, tuple(units), _scales(source))
+
+
+def _scales(source: Source) -> tuple[Described, ...]:
+    """Of every layer the static scales of keys and of values, which lie among the weights."""
+    architecture = describe(source.checkpoint.config)
+    if architecture is None:
+        return ()
+    shape = (architecture.kv_heads, 1, 1)
+    return tuple((scale_name(layer, part), "F32", shape) for part in "kv" for layer in range(architecture.layers))
 
 
 def _bytes(tensor: Described, places: int) -> int:

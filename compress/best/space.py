@@ -45,17 +45,19 @@ KEEP, INT8 = Option("keep"), Option("int8-dynamic")
 OPTIONS = (
     KEEP,
     INT8,
+    *(Option(scheme, 128, "gptq") for scheme in ("int6", "int5")),
     *(Option(scheme, group, "gptq") for scheme in ("int4", "int3") for group in (128, 64, 32)),
     *(Option("int2", group, "gptq") for group in (64, 32)),
 )
+# What keys and values may be held as: float32, or rounded with factors that the run calibrates.
+CACHES = (KEEP, Option("int8", method="cache"), Option("int4", method="cache"))
 # What was left out of the search, and why: every plan says it.
 NOT_TRIED = (
     ("nf4, ternary, fp8", "files of another format, or for GPUs: one model holds one format (try a built-in recipe)"),
-    ("int4, int3 and int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),
+    ("int6 to int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),
     ("int2 in groups of 128", "two bits want small groups"),
     ("awq, hqq, zero points, smoothing", "no per-layer stage of a recipe does them yet"),
     ("the embedding and the output head", "no per-layer stage of a recipe takes them: they stay as they are"),
-    ("a quantised cache of keys and values", "the report's interval of quality is of a float32 cache"),
     ("a draft of fewer bits, trained drafts, pruning", "the draft is taken as it is, and nothing is trained"),
 )
 
@@ -83,7 +85,8 @@ class Unit:
 
 
 Assignment = Mapping[str, Option]
-"""What each unit becomes, by its name."""
+"""What each unit becomes, by its name; and by the name CACHE what keys and values do (KEEP where it is absent)."""
+CACHE = "keys and values"
 
 
 def find_units(
@@ -116,7 +119,8 @@ def make_recipe(units: Sequence[Unit], assignment: Assignment, about: str, calib
     for unit in units:
         if not (option := assignment[unit.name]).keeps:
             chosen.setdefault(option, []).append(unit)
-    if not chosen:
+    cache = assignment.get(CACHE, KEEP)
+    if not chosen and cache.keeps:
         raise UserError(
             "within these budgets the model is best as it is: nothing is to be compressed; give a smaller --disk or "
             "--memory, or a larger --quality"
@@ -129,9 +133,10 @@ def make_recipe(units: Sequence[Unit], assignment: Assignment, about: str, calib
         if option.method == "gptq":
             entry["act_order"] = True  # no byte more, and a little less damage
         layers.append(entry | {"targets": _patterns([name for unit in chosen[option] for name in unit.layers])})
-    stage = {"quantize": {"method": "per-layer", "layers": layers}}
-    wished = {"calibration": dict(calibration)} if calibration else {}
-    return Recipe.model_validate({"name": "best", "about": about, "stages": [stage], **wished})
+    stages = [{"quantize": {"method": "per-layer", "layers": layers}}] if layers else []
+    wished: dict[str, Any] = {} if cache.keeps else {"kv": {"scheme": cache.scheme}}
+    wished |= {"calibration": dict(calibration)} if calibration else {}
+    return Recipe.model_validate({"name": "best", "about": about, "stages": stages, **wished})
 
 
 def _patterns(names: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ class Capture:
 
     def __init__(self, loader: BlockLoader, outside: Sequence[str]):
         """outside: the checkpoint's tensors that belong to no block. The head is not needed and not loaded."""
-        self._body: Any = loader.structure.model.base_model
+        self._body: Any = loader.structure.body
         self._layers = loader.structure.layers
         self._forms = _FORMS
         self.calls: list[Call] = []
@@ -43,7 +43,7 @@ class Capture:
         self._hooks: list[RemovableHandle] = []
         for name in outside:
             parameter = loader.structure.find(name)
-            if parameter is None or parameter.kind == "head":
+            if parameter is None or parameter.kind == "head" or loader.structure.is_beside(name):
                 continue
             tensor = loader.checkpoint.tensor(name)
             check_finite(name, tensor)

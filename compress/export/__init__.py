@@ -34,7 +34,7 @@ FORMATS: dict[str, str] = {
 """Name → "module:function" of its exporter, imported when it is used."""
 
 # Kinds of codes that exporters can repack or round again; any other is held by the library whose format it is, alone.
-_REPACKED = frozenset({"int8", "int4", "nf4", "ternary"})
+_REPACKED = frozenset({"int8", "int6", "int4", "nf4", "ternary"})
 # A packed layer has one of these, whatever its format; a plain one has none.
 _MARKS = (".weight_packed", ".weight_scale", ".qweight", ".SCB", ".weight.quant_state.bitsandbytes__nf4")
 ABOUT = "export.json"

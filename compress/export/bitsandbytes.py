@@ -15,7 +15,7 @@ _REFUSED = {
 
 
 def _form(model: Model) -> Form:
-    return _int8(model) if all(layer.scheme.kind == "int8" for layer in model.packed) else _nf4(model)
+    return _int8(model) if all(layer.scheme.kind in ("int8", "int6") for layer in model.packed) else _nf4(model)
 
 
 def _int8(model: Model) -> Form:
@@ -26,6 +26,8 @@ def _int8(model: Model) -> Form:
 
     notes = told(
         "LLM.int8 multiplies inputs above its threshold in 16 bits, which Specpress' kernels do not.",
+        any(layer.scheme.kind == "int6" for layer in model.packed)
+        and "Integers in groups are rounded again, to int8 with one scale per row.",
         any(layer.static for layer in model.packed)
         and "The static steps of the inputs are left out: this layout rounds inputs per token.",
         _on_experts(model),

@@ -22,7 +22,7 @@ from compress.export.layers import (
     with_whole_zeros,
 )
 from runtime.formats import gptq, int8
-from runtime.formats.packed import PackedWeight
+from runtime.formats.packed import PackedWeight, Scheme
 
 
 def _form(model: Model) -> Form:
@@ -33,10 +33,10 @@ def _form(model: Model) -> Form:
             f"export gptq: no layer's rows and columns fill words of 32 bits in groups of {LEAST_GROUP} and more:"
             " export compressed-tensors"
         )
-    bits, size = Counter(layer.scheme.bits for layer in held).most_common(1)[0][0], common_group(held)
+    bits, size = Counter(_bits(layer.scheme) for layer in held).most_common(1)[0][0], common_group(held)
     check_group("gptq", held, size)
     # Zero points that are not whole are made so, anywhere in the range.
-    lowest = min(0 if h.zeros is None else h.zeros[0] + (1 << h.scheme.bits - 1) for h in held)
+    lowest = min(0 if h.zeros is None else h.zeros[0] + (1 << _bits(h.scheme) - 1) for h in held)
     layout: Literal["gptq", "gptq_v2"] = "gptq" if lowest >= 1 else "gptq_v2"
     config: dict[str, Any] = gptq.hf_config(
         bits,
@@ -48,14 +48,17 @@ def _form(model: Model) -> Form:
         plain=[layer.prefix for layer in plain],
     )
     config["lm_head"] = any(layer.is_head for layer in held)
-    others = {layer.prefix: layer.scheme.bits for layer in held if layer.scheme.bits != bits}
+    others = {layer.prefix: _bits(layer.scheme) for layer in held if _bits(layer.scheme) != bits}
     if others:
         over = {f"+:^{re.escape(prefix)}$": {"bits": width} for prefix, width in others.items()}
         config["dynamic"] = config.get("dynamic", {}) | over
 
     def store(layer: Facts, weight: PackedWeight) -> dict[str, Tensor]:
         ready = with_scale_in(with_whole_zeros(weight), torch.float16, torch.bfloat16, torch.float16)
-        stepless = replace(ready, input_scale=None)
+        scheme = ready.scheme
+        if scheme.bits != _bits(scheme):
+            scheme = replace(scheme, kind="int8", bits=8)
+        stepless = replace(ready, input_scale=None, scheme=scheme)
         return gptq.to_tensors(stepless, layer.prefix, model.dtype, layout=layout, group_size=size)
 
     notes = told(
@@ -63,6 +66,8 @@ def _form(model: Model) -> Form:
         layout == "gptq_v2" and "Some zero points are 0, which layout gptq cannot say safely: written as gptq_v2.",
         others and "Layers of other bits stand under `dynamic`, which GPTQModel and vLLM read and transformers not.",
         config["lm_head"] and "The head is packed too, which GPTQModel and vLLM read and transformers not.",
+        any(layer.scheme.bits != _bits(layer.scheme) for layer in held)
+        and "Codes of 5 and 6 bits are stored in 8, a width that this layout has: same weights, larger file.",
         plain and f"{len(plain)} layers do not fill words of 32 bits, or have small groups, and are stored plain.",
         any(layer.static for layer in held)
         and "The static steps of the inputs are left out: this layout rounds weights only.",
@@ -72,8 +77,13 @@ def _form(model: Model) -> Form:
     return Form(config, store, notes, plain)
 
 
+def _bits(scheme: Scheme) -> int:
+    """The width that codes are stored in."""
+    return scheme.bits if scheme.bits in gptq.BITS else 8
+
+
 def _is_held(layer: Facts) -> bool:
-    return layer.group >= LEAST_GROUP and all(size * layer.scheme.bits % 32 == 0 for size in layer.shape)
+    return layer.group >= LEAST_GROUP and all(size * _bits(layer.scheme) % 32 == 0 for size in layer.shape)
 
 
 LAYOUT = Layout("gptq", evenly_spaced("GPTQ's layout"), _form)

@@ -39,8 +39,8 @@ class BlockLoader:
 
         names  the checkpoint's tensors that belong to it. Raises UserError for experts that cannot be taken apart.
         """
-        config = self.structure.config
-        layer = copy.deepcopy(self.structure.layers[number], {id(config): config})
+        config, text = self.structure.config, self.structure.text_config
+        layer = copy.deepcopy(self.structure.layers[number], {id(config): config, id(text): text})
         _without_conv1d(layer)
         experts.unfuse(layer)
         block = Block(number, f"{self.structure.blocks_at}.{number}", layer, {}, {}, {})

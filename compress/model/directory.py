@@ -19,6 +19,8 @@ _COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    # What turns images, sound and films into inputs.
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
 )
 _COMPUTE = ("float32", "float16", "bfloat16")
@@ -40,7 +42,8 @@ def write_config(
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)
-    config |= changes or {}
+    # Of a model with towers beside it the language model's sizes stand in a part of their own.
+    (config["text_config"] if isinstance(config.get("text_config"), dict) else config).update(changes or {})
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     write_json(target / "config.json", config)
@@ -55,7 +58,8 @@ def quantization_config(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
     """
     if not plan.layers:
         return None
-    dtype = config.get("dtype") or config.get("torch_dtype")
+    text = config.get("text_config") or {}
+    dtype = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), None)
     layers = {
         layer.module: SCHEMES[layer.scheme].scheme(layer.group_size, layer.symmetric) for layer in plan.layers.values()
     }

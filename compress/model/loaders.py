@@ -16,6 +16,8 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
     kind, library = type(module).__name__, codes.library
     if parameter.kind == "conv1d":
         return None if library == "bitsandbytes" else f"a Conv1D, which {library} cannot hold: nf4 can"
+    if library == "bitsandbytes" and _kept_in_float32(model, parameter.module):
+        return "transformers keeps it in float32 beside bitsandbytes layers: int8-dynamic can hold it"
     if library == "bitsandbytes" and type(module) is not nn.Linear:
         return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
     if codes.layout != "pack-quantized":
@@ -25,6 +27,11 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
     if not _initialises(model, parameter.module):
         return "transformers' initialisation of this model asks for its plain weight: int8-dynamic can hold it"
     return None
+
+
+def _kept_in_float32(model: ModelStructure, path: str) -> bool:
+    kept: set[str] = set(model.model._keep_in_fp32_modules or ()) | set(model.model._keep_in_fp32_modules_strict or ())
+    return not kept.isdisjoint(path.split("."))
 
 
 def _initialises(model: ModelStructure, path: str) -> bool:
@@ -52,5 +59,5 @@ def check_apart(model: ModelStructure, codes: CodeKind) -> None:
         if codes.library in MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {}).get("quantization_methods", ()):
             raise UserError(
                 f"{type(model.model).__name__}: beside {codes.library} layers transformers loads {kind} in another form"
-                " than the checkpoint has: this architecture is compressed only by recipes that quantise nothing"
+                " than the checkpoint has: this architecture is quantised only by recipes that do not train"
             )

@@ -140,6 +140,9 @@ class _Planner:
             self.left.append((name, "tied to the embedding: stored once, the file's copy is dropped"))
             return
         self.kept.append(name)
+        if (why := self.model.carried(name)) is not None:
+            self.left.append((name, why))
+            return
         if parameter is None:
             is_expert = _EXPERT.search(name) is not None and len(shape) == 2
             found: Layer | str = self._expert(name) if is_expert else _reason(None)
@@ -191,6 +194,7 @@ class _Planner:
         for name, why in self.left if codes.library == "compressed-tensors" else ():
             is_expert = _EXPERT.search(name) is not None
             joined = self.model.names.place(name).is_part and name.endswith(".weight")
+            joined = joined and not self.model.is_draft_head(name)  # those it does not load
             if joined and (is_expert or not codes.is_float):
                 others = "int4 or int8 on all of them, or nf4" if is_expert else "nf4, or fp8 in models without experts"
                 raise UserError(
@@ -234,7 +238,9 @@ class _Planner:
             return why
         if shape[0] % codes.outputs:
             return f"{shape[0]} outputs are no multiple of {codes.outputs}, which {codes.library} asks for"
-        group = _group(shape[0] if transposed else shape[1], stage)
+        group: int | str = _group(shape[0] if transposed else shape[1], stage)
+        if codes.library == "compressed-tensors" and _EXPERT.search(name):
+            group = self.expert_group  # loaded as single layers, and still named as one
         if isinstance(group, str):
             return group
         symmetric = stage.symmetric is not False

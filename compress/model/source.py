@@ -59,6 +59,7 @@ class Source:
     def max_positions(self) -> int:
         """Tokens that the model can hold."""
         config = self.checkpoint.config
+        config = config.get("text_config") or config
         found = next((config[key] for key in ("max_position_embeddings", "n_positions") if config.get(key)), 2048)
         return int(found)
 

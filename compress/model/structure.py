@@ -6,6 +6,7 @@ Every architecture that transformers knows is described so. Code that comes with
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +14,15 @@ import torch
 from torch import nn
 
 from compress.errors import UserError
+from compress.model import single_experts
 from compress.model.names import Names
 from runtime.errors import fault_of
+from runtime.model.hf_classes import auto_class, decoder_path
 
 Kind = Literal["linear", "conv1d", "router", "experts", "embedding", "norm", "head", "bias", "other"]
 
+# Multi-token prediction (Qwen, MiMo, …), EAGLE and Medusa.
+_DRAFT_HEAD = re.compile(r"(^|[._])(mtp|nextn|eagle\d?|medusa)(_\w+)?\.", re.IGNORECASE)
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
@@ -54,6 +59,7 @@ class ModelStructure:
     blocks_at    module that holds the blocks ("model.layers").
     names        where the tensors of a checkpoint belong.
     tied         name -> the name whose tensor it shares.
+    body_at      module that is the language model, where towers for images or sound stand beside it; else "".
     """
 
     config: Any
@@ -62,11 +68,38 @@ class ModelStructure:
     blocks_at: str
     names: Names
     tied: dict[str, str]
+    body_at: str = ""
 
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
         return list(self.model.get_submodule(self.blocks_at))
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's configuration, alone or inside of another."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def body(self) -> Any:
+        """The language model without its head, which takes tokens."""
+        return self.model.get_submodule(self.body_at) if self.body_at else self.model.base_model
+
+    def is_beside(self, tensor: str) -> bool:
+        """Whether a checkpoint's tensor belongs to what stands beside the language model: towers, what joins them."""
+        if not self.body_at:
+            return False
+        name = self.names.place(tensor).name
+        parameter = self.parameters.get(name)
+        return not name.startswith(f"{self.body_at}.") and (parameter is None or parameter.kind != "head")
+
+    def carried(self, tensor: str) -> str | None:
+        """Why a checkpoint's tensor is no recipe's to change, or None."""
+        if self.is_beside(tensor):
+            return "beside the language model: carried as it is"
+        if self.is_draft_head(tensor):
+            return "a draft head of the checkpoint, which transformers does not build: carried as it is"
+        return None
 
     def find(self, tensor: str) -> Parameter | None:
         """The parameter that a checkpoint's tensor is, or None (a buffer, or part of a parameter fused on loading)."""
@@ -75,8 +108,26 @@ class ModelStructure:
 
     def block(self, tensor: str) -> int | None:
         """The number of the block that a checkpoint's tensor belongs to, or None."""
+        number = self._number(tensor)
+        return number if number is not None and number < self.count else None
+
+    def is_draft_head(self, tensor: str) -> bool:
+        """Whether a checkpoint's tensor is of a head that guesses further tokens, which transformers does not build:
+        a block behind the last one (DeepSeek, GLM), or a module of that name."""
+        place = self.names.place(tensor)
+        if place.name in self.parameters:
+            return False
+        number = self._number(tensor)
+        return (number is not None and number >= self.count) or _DRAFT_HEAD.search(tensor) is not None
+
+    def _number(self, tensor: str) -> int | None:
         match = re.match(rf"{re.escape(self.blocks_at)}\.(\d+)\.", self.names.place(tensor).name)
         return int(match[1]) if match else None
+
+    @cached_property
+    def count(self) -> int:
+        """Decoder layers."""
+        return len(self.model.get_submodule(self.blocks_at))
 
     def check_renumbering(self, tensors: Iterable[str]) -> None:
         """Raises UserError where a checkpoint calls blocks otherwise than the model: no name says their number."""
@@ -102,34 +153,34 @@ class ModelStructure:
         return next(absent, None)
 
 
-def read_structure(folder: Path) -> ModelStructure:
+def read_structure(folder: Path, apart: bool = False) -> ModelStructure:
     """The structure of the model that `folder`/config.json describes.
+
+    apart  fused experts are built as quantised loaders have them (single_experts.py).
 
     Raises UserError where transformers cannot build a causal language model from it without foreign code.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32).eval()
+            model = auto_class(config).from_config(config, trust_remote_code=False, dtype=torch.float32).eval()
+            if apart:
+                single_experts.take_apart(model.eval())
     except Exception as error:  # somebody else's file in a library that raises whatever its layers do
         reason = " ".join(str(error).split())[:160]
-        if "Unrecognized configuration class" in reason:
-            reason = f"model_type {config.model_type!r} is another kind of model"
         raise UserError(
             f"{folder.name}/config.json: expected an architecture that transformers knows as a causal language model, "
             f"found one it cannot build ({reason}): use another model"
         ) from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    count = getattr(config, "num_hidden_layers", None)
-    blocks_at = _blocks(model, count)
+    body_at = decoder_path(model)
+    blocks_at = _blocks(model, body_at, getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
     if blocks_at is None:
-        name = type(model).__name__
-        found = f"none in a {name}" if count else f"a {name} made of {' and '.join(config.sub_configs)}"
         raise UserError(
-            f"{folder.name}/config.json: expected {f'{count} equal blocks' if count else 'a language model alone'}, "
-            f"found {found}: this architecture is not supported"
+            f"{folder.name}/config.json: expected a list of decoder layers, found none in a {type(model).__name__}: "
+            "this architecture is not supported"
         )
     said = dict(getattr(model, "all_tied_weights_keys", None) or {})
     # Of two names that share a parameter, transformers says itself which one is stored.
@@ -142,7 +193,7 @@ def read_structure(folder: Path) -> ModelStructure:
         kind: Kind = "head" if module is head and name.endswith(".weight") else _kind(name, parameter, module)
         linear_router = kind == "router" and isinstance(module, nn.Linear) and name.endswith(".weight")
         described[name] = Parameter(name, kind, tuple(parameter.shape), linear_router)
-    return ModelStructure(config, model, described, blocks_at, Names(model), tied)
+    return ModelStructure(config, model, described, blocks_at, Names(model), tied, body_at)
 
 
 def _shared(parameters: dict[str, Any]) -> dict[str, str]:
@@ -151,15 +202,20 @@ def _shared(parameters: dict[str, Any]) -> dict[str, str]:
     return {name: first[id(p)] for name, p in parameters.items() if first.setdefault(id(p), name) != name}
 
 
-def _blocks(model: nn.Module, count: Any) -> str | None:
-    """The largest list of `count` modules that lies in no other list."""
+def _blocks(model: nn.Module, body_at: str, count: Any) -> str | None:
+    """The largest list of `count` modules inside the language model that lies in no other list; else the largest list:
+    some architectures count otherwise than they list."""
+    inside = f"{body_at}." if body_at else ""
     lists = {
-        name: sum(p.numel() for p in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
-    outer = {n: size for n, size in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
-    return max(outer, key=lambda name: outer[name], default=None)
+    lists = {name: module for name, module in lists.items() if name.startswith(inside)}
+    for found in ({name: module for name, module in lists.items() if len(module) == count}, lists):
+        sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in found.items()}
+        outer = {n: size for n, size in sizes.items() if not any(n.startswith(f"{other}.") for other in sizes)}
+        if outer:
+            return max(outer, key=lambda name: outer[name])
+    return None
 
 
 def _kind(name: str, parameter: Any, module: Any) -> Kind:

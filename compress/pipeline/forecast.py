@@ -96,7 +96,7 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
         if blocks.reads_text:
             windows, length = blocks.tokens.shape
-            held = windows * length * int(blocks.loader.structure.config.hidden_size) * _FLOAT
+            held = windows * length * int(blocks.loader.structure.text_config.hidden_size) * _FLOAT
             memory += _window_bytes(blocks, length)
             # Once for the statistics and once for the next block's inputs.
             passes = (2 if blocks.wants else 0) + (1 if blocks.depth is not None else 0)
@@ -199,7 +199,7 @@ def _algorithm_flops(blocks: BlockPlan) -> float:
 
 def _window_bytes(blocks: BlockPlan, length: int) -> int:
     """What one window's forward through a block holds: a few rows of the widest layer, and attention's scores."""
-    config = blocks.loader.structure.config
+    config = blocks.loader.structure.text_config
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
     first = next(iter(blocks.wants), 0)
     linears = [blocks.meta_blocks[first].linears[path] for path in blocks.wants.get(first, {})]

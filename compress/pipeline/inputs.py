@@ -1,19 +1,22 @@
 """What a run works on, each thing opened once: the models, their structure, the text."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib import corpora
+from calib.corpora import Corpus
 from calib.training_text import Measured
 from compress.context import RunContext
 from compress.errors import UserError
+from compress.model.single_experts import SingleExperts, loaded_apart
 from compress.model.source import Source, open_sources
 from compress.model.structure import ModelStructure, read_structure
 from compress.stages import kv_cache
 from compress.training import data
 from compress.training.data import StageText
 from runtime.bench.prompts import read_prompts
+from runtime.sampling.conversation import written
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,16 @@ def open_inputs(context: RunContext) -> RunInputs:
     target, draft = open_sources(context.model, context.draft)
     _check_speed(context, draft is not None)
     structure = read_structure(target.path)
+    if context.recipe.quantize is not None and not context.recipe.trains and loaded_apart(structure.model):
+        structure = read_structure(target.path, apart=True)
+        target = replace(target, checkpoint=replace(target.checkpoint, shards=SingleExperts(target.checkpoint.shards)))
+    if structure.body_at:
+        _check_composite(context, type(structure.model).__name__)
     if context.recipe.kv is not None:
         kv_cache.check(target.checkpoint.config)
     text = Measured(
         source=context.calib,
-        corpus=corpora.load(context.calib),
+        corpus=_corpus(context.calib, target),
         tokenizer=target.tokenizer,
         length=min(context.seq_len, target.max_positions),
         calibration=context.samples,
@@ -59,6 +67,34 @@ def open_inputs(context: RunContext) -> RunInputs:
     if context.recipe.trains:
         texts = data.gather(context.recipe, text)
     return RunInputs(context, target, draft, structure, text, texts)
+
+
+def _corpus(spec: str | None, target: Source) -> Corpus:
+    """The text to calibrate and measure on; conversations as the target's chat template writes them, both roles."""
+    corpus, tokenizer = corpora.load(spec, chats=True), target.tokenizer
+    if not corpus.are_chats:
+        return corpus
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{corpus.name} holds conversations, and the tokenizer of {target.name} has no chat template to write them:"
+            " name plain text with --calib, or a model that was made for chat"
+        )
+    # Windows begin with that token themselves.
+    begin = tokenizer.bos_token or ""
+    return corpora.as_text(corpus, lambda messages: written(tokenizer, messages, answer=False).removeprefix(begin))
+
+
+def _check_composite(context: RunContext, name: str) -> None:
+    """Raises UserError for what is only done to a language model alone: its towers would not fit, or not be there."""
+    recipe = context.recipe
+    shape = next((f"prunes by {prune.method}" for prune in recipe.prunes if prune.share is not None), "")
+    sensitive = recipe.quantize is not None and recipe.quantize.method == "sensitivity"
+    what = shape or ("trains" if recipe.trains else "measures sensitivity" if sensitive else "")
+    if what:
+        raise UserError(
+            f"recipe {recipe.name} {what}, which is done to a language model alone, and a {name} has more beside it:"
+            " use a recipe that rounds or prunes weights block by block"
+        )
 
 
 def _check_speed(context: RunContext, has_draft: bool) -> None:

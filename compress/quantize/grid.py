@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import GRID_KINDS
 from runtime.formats.tensors import group_width, round_scale
 
 # The search tries the whole range and shrinks it by sixteenths; between two of them the least-squares scale of
@@ -167,15 +168,15 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
 
 
 def to_packed(codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid, bias: Tensor | None = None) -> PackedWeight:
-    """The layer as every kernel takes it: 2 to 4 bits in int4's container, 8 bits per row as int8.
+    """The layer as every kernel takes it: 2 to 6 bits as schemes.py has them, 8 bits per row as int8.
 
     Raises ValueError for a grid that no format holds.
     """
-    if grid.bits <= 4:
-        scheme = Scheme("int4", grid.bits, grid.group_size, grid.symmetric, "int8-group")
+    if grid.bits in GRID_KINDS:
+        scheme = Scheme(GRID_KINDS[grid.bits], grid.bits, grid.group_size, grid.symmetric, "int8-group")
     elif grid.bits == 8 and grid.symmetric and grid.group_size == 0:
         scheme = Scheme("int8", 8, 0, True, "int8-token")
     else:
-        raise ValueError(f"formats hold 2 to 4 bits, and 8 symmetric ones with a scale per row; found {grid}")
+        raise ValueError(f"formats hold 2 to 6 bits, and 8 symmetric ones with a scale per row; found {grid}")
     offset = None if grid.symmetric else scale * zero
     return PackedWeight(scheme, codes, scale, offset=offset, bias=None if bias is None else bias.float())

@@ -25,9 +25,9 @@ def quantize(
 ) -> PackedWeight:
     """Codes and scales of a weight (outputs, inputs) of any float dtype; `group_size` as `plan.Layer` has it.
 
-    symmetric    False: a zero point per group (int4, int3, int2).
+    symmetric    False: a zero point per group (int6 to int2).
     input_scale  the step of the layer's inputs, which int8-static has and no other scheme: somebody looked at text.
-    search       int4, int3, int2: ranges of least squared error instead of the weights' own.
+    search       int6 to int2: ranges of least squared error instead of the weights' own.
 
     Raises ValueError for an unknown scheme, and for one that asks for another combination of the two.
     """

@@ -114,10 +114,10 @@ class Quantize(Strict):
     scheme      how a weight is represented; left out with the methods sensitivity, which chooses by layer, and
                 per-layer. ternary ruins a model that was not trained for it: the stage ternary (compress.qat) trains
                 one.
-    group_size  weights that share a scale: int4, int3 and int2 (128, 64 or 32; the first of these, from here down, that
+    group_size  weights that share a scale: int6 to int2 (128, 64 or 32; the first of these, from here down, that
                 divides a row is taken). nf4 has 64, int8 and fp8 one scale per output channel, ternary one
                 per layer.
-    symmetric   int4, int3 and int2: whether ranges are symmetric about zero; false: every group has a zero point.
+    symmetric   int6 to int2: whether ranges are symmetric about zero; false: every group has a zero point.
     method      how the codes are chosen; rtn: round to nearest; sensitivity: by the damage that each layer does;
                 per-layer: as `layers` says.
     layers      per-layer: schemes, and the layers that each is for; of several that match a layer the first one counts,

@@ -34,12 +34,14 @@ def measure(
     seed: int,
     *,
     head: str = "keep",
+    kind: CacheKind = "float32",
     on_step: Callable[[int, int], None] | None = None,
 ) -> tuple[Comparison, Reasons]:
     """Compares both models on windows of held-out text.
 
     windows  the evaluation part is measured: every token of a window but its first is predicted.
     head     how the compressed model's output head is stored, as the recipe says it: it belongs to the protocol.
+    kind     of the compressed model's cache.
     on_step  told (windows done, windows) after each window.
 
     Each resample of `ci95.ratio` takes the same windows of both models: what the text's difficulty adds to both
@@ -51,7 +53,7 @@ def measure(
     _check(original, compressed, windows)
     scores: list[WindowScores] = []
     for index, tokens in enumerate(windows.evaluation):
-        scores.append(score_window(original, compressed, tokens, index))
+        scores.append(score_window(original, compressed, tokens, index, kind))
         if on_step is not None:
             on_step(index + 1, len(windows.evaluation))
     return summarise(scores, windows.evaluation_bytes, windows.length, head, seed)
@@ -70,13 +72,18 @@ class WindowScores:
     agrees: Tensor
 
 
-def score_window(original: Decoder, compressed: Decoder, tokens: Tensor, index: int = 0) -> WindowScores:
+def score_window(
+    original: Decoder, compressed: Decoder, tokens: Tensor, index: int = 0, kind: CacheKind = "float32"
+) -> WindowScores:
     """Scores one window, tokens (length,) int64, of both models, a block of positions at a time.
 
-    Both models' logits of a block, and never of more, are in memory together. `index` is for error messages.
+    Both models' logits of a block, and never of more, are in memory together. `index` is for error messages;
+    the compressed model's keys and values go through a cache of `kind`.
     """
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for (start, reference), (_, found) in zip(_logits(original, tokens), _logits(compressed, tokens), strict=True):
+    for (start, reference), (_, found) in zip(
+        _logits(original, tokens), _logits(compressed, tokens, kind), strict=True
+    ):
         for name, logits in (("original", reference), ("compressed", found)):
             _check_finite(logits, f"the {name} model's logits in window {index + 1}", start)
         targets = tokens[start + 1 : start + 1 + len(reference)]

@@ -12,8 +12,7 @@ from compress.report.not_measured import NO_SPEED, TOO_FEW, Reasons, covers, nul
 from compress.report.pairing import ORIGINAL, Contest, Drafting, compete, is_tree
 from compress.report.schema_speed import PLAIN, Lossless, PlainSpeed, Speculation, Speed
 from compress.report.timing import Work, repeated_share
-from runtime.contract import Rows
-from runtime.errors import UserError
+from runtime.contract import no_drafts
 from runtime.sampling.detokenize import require_same_vocabulary
 from runtime.sampling.params import Sampling
 from runtime.speculate import lossless_class
@@ -70,14 +69,14 @@ class Job:
 def measure(job: Job, progress: Progress) -> SpeedResult:
     """Everything of `speed` but the baselines, and `lossless`.
 
-    Trees of drafts have no figures that only a chain has. Where the target cannot be rolled back the speculative
+    Trees of drafts have no figures that only a chain has. Where the target cannot verify drafts the speculative
     figures are null with that reason. Raises UserError for a draft with another vocabulary.
     """
     compressed, draft = job.drafting.target, job.drafting.draft
     if draft is not None:
         # The runtime would encode such a draft's text again; the report's agreement figures need one vocabulary.
         require_same_vocabulary(compressed.tokenizer, draft.tokenizer)
-    reason = _cannot_roll_back(compressed, job.work.prompts[0])
+    reason = no_drafts(compressed.decoder) or None
     drafters = job.drafters if reason is None else ()
     contest = compete(job.original, job.drafting, drafters, job.draft_length, job.work, progress)
     missing: Reasons = {"speed.*.energy_j": "no energy counter was read"}
@@ -158,16 +157,3 @@ def _speculated(job: Job, contest: Contest) -> tuple[Speculation, Lossless]:
         mismatches=sum(row.mismatches or 0 for row in rows),
     )
     return said, lossless
-
-
-def _cannot_roll_back(target: "Model", prompt: Sequence[int]) -> str | None:
-    """Why what follows a token cannot be taken out of the target's cache again (a recurrent state, say), or None."""
-    cache = target.decoder.new_cache()
-    tokens = torch.tensor([prompt[0], prompt[-1]])
-    handle = cache.open(len(tokens))
-    target.decoder.forward(tokens, Rows.chains([(handle, 0, len(tokens))]), cache)
-    try:
-        cache.truncate(handle, 1)
-    except UserError as error:
-        return str(error)
-    return None

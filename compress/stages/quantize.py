@@ -27,7 +27,7 @@ def make_stages(recipe: Recipe, plan: Plan, loader: BlockLoader) -> list[BlockSt
 
     Raises UserError for what a stage cannot do with this model.
     """
-    model_type = str(loader.checkpoint.config.get("model_type"))
+    model_type = str(loader.structure.text_config.model_type)
     layers = {layer.prefix: layer for layer in plan.layers.values()}
     made: list[BlockStage] = []
     for stage in recipe.stages:

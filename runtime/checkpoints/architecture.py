@@ -44,10 +44,11 @@ def _complete(values: dict[str, Any]) -> bool:
 def transformers_configuration(checkpoint: Checkpoint) -> Any:
     """The configuration as transformers reads it. Raises UserError as `configuration` does."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as autos
 
     kind = checkpoint.config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    # A language model, or one with a language model inside (model/hf_classes.py).
+    if kind not in autos.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in autos.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{checkpoint.path.name}/config.json: model_type {kind!r} is no causal language model that transformers"
             " knows; use one of its decoder-only architectures"

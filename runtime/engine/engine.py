@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from runtime.contract import Cache, Decoder, Out
+from runtime.contract import Cache, Decoder, Out, no_drafts
 from runtime.engine.deferred import DeferredRound
 from runtime.engine.drafting import Drafters, learn
 from runtime.engine.forward import ForwardError, run_forward
@@ -60,7 +60,8 @@ class Engine:
         lenient: bool = False,
     ) -> None:
         self._decoder, self._rule, self._cache = decoder, rule, cache
-        self._drafters = Drafters(drafter, draft_length, lenient)
+        # Whoever drafts: nothing is asked for where it could not be taken back.
+        self._drafters = Drafters(drafter, 0 if no_drafts(decoder) else draft_length, lenient)
         # Looked up once: to compare a decoder with a protocol takes as long as a twentieth of a small model's forward.
         self._on_device = decoder if isinstance(decoder, DeviceRounds) else None
         self._max_batch = max_batch

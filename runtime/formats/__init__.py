@@ -55,7 +55,7 @@ def hf_config(
 
     layers        module name → scheme, of every packed linear module, by the names that transformers gives them.
     ignore        linear modules that were left as they are (the head among them).
-    reordered     modules whose inputs are stored in activation order (PackedWeight.perm): int4, int3 and int2 only.
+    reordered     modules whose inputs are stored in activation order (PackedWeight.perm): int6 to int2 only.
     double_quant  and `compute`, the dtype of products: nf4 only.
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
@@ -88,7 +88,7 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
-            " compressed-tensors fp8, int8, int4, int3 or int2, GPTQ, AWQ, or bitnet"
+            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, or bitnet"
         )
     import_module(READERS[method]).check(quantization)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
-from runtime.formats.schemes import KINDS, Scheme
+from runtime.formats.schemes import GRID_KINDS, KINDS, Scheme
 from runtime.formats.tensors import (
     Tensors,
     check_codes,
@@ -96,7 +96,7 @@ def stored_bits(tensors: Tensors, prefix: str, allowed: Iterable[int], named: Co
 
 
 def read_words(tensors: Tensors, prefix: str, bits: int, unpack: bool = True) -> PackedWeight:
-    """A layer's codes, in groups of K over the scales of a row: int8 of 8 bits, else int4, inputs per token and group.
+    """A layer's codes, in groups of K over the scales of a row: int8 of 8 bits, else a grid's.
 
     unpack  False leaves 4-bit codes two a byte where a row is whole words and the inputs are in their own order.
 
@@ -122,7 +122,7 @@ def read_words(tensors: Tensors, prefix: str, bits: int, unpack: bool = True) ->
     whole = not unpack and bits == 4 and k % 8 == 0 and order is None
     codes = words.contiguous().view(torch.uint8) if whole else unpack_words(words, k, bits)
     return PackedWeight(
-        Scheme("int8" if bits == 8 else "int4", bits, k // groups, offset is None, "int8-group"),
+        Scheme(GRID_KINDS.get(bits, "int8"), bits, k // groups, offset is None, "int8-group"),
         codes if order is None else codes[:, order],
         scale.contiguous(),
         offset=offset,

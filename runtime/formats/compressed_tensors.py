@@ -84,7 +84,7 @@ def _format(name: str, scheme: Scheme) -> str:
     rows = kind.layout == "pack-quantized" or (scheme.symmetric and scheme.group_size == 0)
     if not form or not rows or (kind.is_float and scheme.activation != "float"):
         raise ValueError(
-            "compressed-tensors is written for symmetric int8 rows, int4, int3, int2, and fp8 rows that are no experts,"
+            "compressed-tensors is written for symmetric int8 rows, int6 to int2, and fp8 rows that are no experts,"
             f" found {scheme}"
         )
     return form
@@ -118,7 +118,10 @@ def _targets(kinds: Mapping[str, Kind], kind: Kind, ignore: Sequence[str]) -> li
             continue
         shape = _NUMBER.sub("#", name)
         expression = r"\d+".join(re.escape(part) for part in shape.split("#"))
-        target = name if shape in others or "#" not in shape else f"re:^{expression}$"
+        # transformers takes the first group with an expression that says "experts" for that of all experts: layers that
+        # only sound like them (shared_experts) go by their names.
+        alone = shape in others or "#" not in shape or ("experts" in name and not int8.is_expert(name))
+        target = name if alone else f"re:^{expression}$"
         # On disk experts have numbers and in the model they have none: this names both.
         targets[_EXPERTS if int8.is_expert(name) else target] = None
     return list(targets)

@@ -1,4 +1,6 @@
-"""int4, and int3 and int2 in the same container: a scale per output row and group of inputs, codes in words (codes.py).
+"""int4, with int3 and int2 in the same container, and int6 with int5: a scale per output row and group of inputs.
+
+Codes lie in words (codes.py).
 
 Symmetric: scale = absmax / ((2^b − 1) / 2), compressed-tensors' rule, and codes round(w / scale). Asymmetric: scale =
 (max − min) / (2^b − 1) over a range that holds 0, a zero point per group, zero = round(−2^(b−1) − min / scale), and
@@ -12,14 +14,14 @@ from torch import Tensor
 
 from runtime.formats.codes import read_words, write_words
 from runtime.formats.packed import PackedWeight, Scheme
-from runtime.formats.schemes import GRIDS, SCHEMES
+from runtime.formats.schemes import GRID_KINDS, SCHEMES
 from runtime.formats.tensors import Tensors, as_stored, group_width, round_scale, stored_scale_dtype, with_bias
 
-BITS = tuple(SCHEMES[name].bits for name in GRIDS)
+BITS = tuple(GRID_KINDS)
 
 
 def scheme(group_size: int = 128, *, bits: int = 4, symmetric: bool = True) -> Scheme:
-    """Codes of 4, 3 or 2 bits, a scale per row and `group_size` inputs (0: per row); activations per token and group.
+    """Codes of 2 to 6 bits, a scale per row and `group_size` inputs (0: per row); activations per token and group.
 
     Raises ValueError for other bits.
     """
@@ -40,7 +42,7 @@ def pack(
     """Rounds (N, K) of any float dtype to the nearest code; `group_size` 0 is one scale per row.
 
     `scale_dtype` is what scales will be stored in (None: `stored_scale_dtype` of the weight's): codes are chosen
-    against the rounded scale. Raises ValueError where the groups do not divide K, and for other bits than 4, 3 or 2.
+    against the rounded scale. Raises ValueError where the groups do not divide K, and for other bits than 2 to 6.
     """
     n, k = weight.shape
     chosen = scheme(group_size, bits=bits, symmetric=symmetric)
@@ -72,8 +74,8 @@ def to_tensors(
     Raises ValueError where the layout cannot hold the weight exactly: an offset that no zero point gives, or one of a
     symmetric scheme, a scale or bias that its dtype would round.
     """
-    if packed.scheme.kind != "int4" or (packed.scheme.symmetric and packed.offset is not None):
-        raise ValueError(f"{prefix}: pack-quantized is written for int4, int3 and int2, found {packed.scheme}")
+    if packed.scheme.kind not in GRID_KINDS.values() or (packed.scheme.symmetric and packed.offset is not None):
+        raise ValueError(f"{prefix}: pack-quantized is written for integers of 2 to 6 bits, found {packed.scheme}")
     scale = as_stored(f"{prefix}.weight_scale", packed.scale, scale_dtype or stored_scale_dtype(dtype))
     tensors = write_words(prefix, packed, scale)
     return with_bias(tensors, packed, prefix, dtype)
@@ -82,7 +84,7 @@ def to_tensors(
 def from_tensors(
     tensors: Tensors, prefix: str, unpack: bool = True, *, bits: int = 4, per_row: bool = False
 ) -> PackedWeight:
-    """Reads `pack-quantized` with 4, 3 or 2 bits, as `read_words` does.
+    """Reads `pack-quantized` with 2 to 6 bits, as `read_words` does.
 
     per_row  a single scale per row is described as such (group_size 0), not as one group of K.
     """

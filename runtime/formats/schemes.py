@@ -16,6 +16,7 @@ Activation = Literal["float", "int8-token", "int8-tensor", "int8-group"]
 @dataclass(frozen=True)
 class Scheme:
     """How a weight is represented. int3 and int2 are kind "int4" with 3 and 2 bits: the same container, fewer codes.
+    int5 is kind "int6" with 5 bits.
 
     kind        a key of KINDS.
     group_size  inputs that share a scale; 0: one scale per output row.
@@ -92,6 +93,15 @@ KINDS: Mapping[Kind, CodeKind] = {
         layout="pack-quantized",
         expert_layout="pack-quantized",
         nibbles=True,
+        more_bytes=16,
+    ),
+    "int6": CodeKind(
+        "runtime.formats.int4",
+        "compressed-tensors",
+        ((-32, 31),),
+        layout="pack-quantized",
+        expert_layout="pack-quantized",
+        product="int8",
         more_bytes=16,
     ),
     "fp8": CodeKind(
@@ -176,6 +186,8 @@ SCHEMES: Mapping[str, NamedScheme] = {
     for row in (
         NamedScheme("int8-dynamic", "int8", 8, "int8-token"),
         NamedScheme("int8-static", "int8", 8, "int8-tensor"),
+        NamedScheme("int6", "int6", 6, "int8-group", _GROUPS, is_grid=True),
+        NamedScheme("int5", "int6", 5, "int8-group", _GROUPS, is_grid=True),
         NamedScheme("int4", "int4", 4, "int8-group", _GROUPS, is_grid=True),
         NamedScheme("int3", "int4", 3, "int8-group", _GROUPS, is_grid=True),
         NamedScheme("int2", "int4", 2, "int8-group", _GROUPS, is_grid=True),
@@ -185,6 +197,8 @@ SCHEMES: Mapping[str, NamedScheme] = {
     )
 }
 GRIDS = tuple(row.name for row in SCHEMES.values() if row.is_grid)
+# What codes of a grid in groups are held as, by their bits.
+GRID_KINDS: Mapping[int, Kind] = {row.bits: row.kind for row in SCHEMES.values() if row.is_grid}
 
 
 def named(name: str) -> NamedScheme:

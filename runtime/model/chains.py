@@ -62,12 +62,18 @@ class ChainDecoder(Decoder):
     """A `Decoder` over a library whose caches are `Any`; requests run one after the other.
 
     no_kinds, no_trees  what is told where a quantised or paged cache, or a tree, is asked for.
+    no_drafts           why no draft can be verified; "" where it can.
     """
 
     exact = False
     kv = UNCALIBRATED
     no_kinds: str
     no_trees: str
+
+    @property
+    def no_drafts(self) -> str:
+        """ "": chains of drafts are verified."""
+        return ""
 
     @abstractmethod
     def empty(self) -> Any:

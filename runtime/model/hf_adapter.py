@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError, fault_of
+from runtime.model import hf_cache
 from runtime.model.chains import ChainDecoder
+from runtime.model.hf_cache import State
+from runtime.model.hf_classes import auto_class
+from runtime.model.hf_probe import Capability, Steps, probe
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# With transformers' cache these give other logits than without one, or break off.
-_WITHOUT_CACHE = ("cpmant", "prophetnet", "recurrent_gemma")
-# Of these several tokens on top of a state begin it anew.
-_ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba")
 
 
 @dataclass(frozen=True)
@@ -41,35 +42,42 @@ class Through:
 FLOAT32 = Through()
 
 
-@dataclass
-class State:
-    """A request's cache (where the model takes none, its tokens), and how many: recurrent states cannot count them."""
-
-    cache: Any
-    tokens: int = 0
-
-
 class Adapter(ChainDecoder):
-    """A Decoder over a transformers model."""
+    """A Decoder over a transformers model. What its cache can do is measured when it is first asked for."""
 
     kernels = "transformers"
 
     def __init__(self, model: Any):
         self.model = model
-        config = model.config
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.hidden_size: int = config.hidden_size
-        self.max_positions: int = max(getattr(config, "max_position_embeddings", 2048), 0) or 2048  # XLNet's: −1
+        # Of a composite model that of the language model inside.
+        self.config = config = model.config.get_text_config(decoder=True)
+        self.name = type(model).__name__
+        head = _head(model, self.name)
+        self.vocab_size: int = head.shape[0]
+        self.hidden_size: int = getattr(config, "hidden_size", None) or head.shape[1]
+        self.max_positions: int = max(getattr(config, "max_position_embeddings", None) or 2048, 0) or 2048  # XLNet: −1
         self.device: torch.device = model.device
         takes = [name for name in ("past_key_values", "cache_params") if name in signature(model.forward).parameters]
         # Other arguments are ignored without a word: such a model reads all of a text again at each forward.
-        serves = model._supports_default_dynamic_cache() and config.model_type not in _WITHOUT_CACHE
-        self.cache_name = takes[0] if takes and serves else None
-        through = f"{type(model).__name__} runs through transformers"
+        self.cache_name = takes[0] if takes and model._supports_default_dynamic_cache() else None
+        through = f"{self.name} runs through transformers"
         self.no_kinds = (
             f"{through}, whose caches are neither quantised nor paged here; leave out the kind of cache and the pages."
         )
         self.no_trees = f"{through}, which takes chains of tokens and no trees; choose another drafter than tree."
+
+    @cached_property
+    def capability(self) -> Capability:
+        """How the model's cache serves. Raises UserError where the model does not run on tokens alone."""
+        with torch.inference_mode():
+            rounds = self.model.dtype != torch.float32 or getattr(self.model, "is_quantized", False)
+            caches = self.cache_name is not None
+            return probe(self.name, self.vocab_size, self._all_logits, self._empty, self.cut, caches, rounds)
+
+    @property
+    def no_drafts(self) -> str:
+        """See ChainDecoder."""
+        return self.capability.no_drafts
 
     @property
     def threads(self) -> int:
@@ -77,48 +85,57 @@ class Adapter(ChainDecoder):
         return torch.get_num_threads()
 
     def empty(self) -> State:
-        from transformers import DynamicCache
-
-        return State(DynamicCache(config=self.model.config) if self.cache_name else torch.empty(0, dtype=torch.int64))
+        return self._empty(self.capability.steps)
 
     def length(self, state: State) -> int:
         return state.tokens
 
     def cut(self, state: State, length: int) -> State:
         """See ChainDecoder. Raises UserError where this model's cache cannot roll back."""
+        if isinstance(state.cache, Tensor):
+            return State(state.cache[:length], length)
         if length == 0:
             return self.empty()
-        if self.cache_name is None:
-            return State(state.cache[:length], length)
-        why = f"the cache of {type(self.model).__name__} cannot be rolled back"
-        try:
-            state.cache.crop(length - state.tokens)
-            left = state.cache.get_seq_length()
-        except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
-            raise UserError(f"{why}: {error}") from error
-        if left != length:
-            raise UserError(f"{why}; decode with --drafter none")
+        hf_cache.crop(state.cache, state.tokens - length, self.name)
         return State(state.cache, length)
 
     def bytes_per_token(self) -> int:
         """Keys and values over all layers, in the model's dtype."""
-        config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-        if not heads or self.cache_name is None:
+        config = self.config
+        all_heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "num_hidden_layers", 0)
+        heads = getattr(config, "num_key_value_heads", None) or all_heads
+        if not (isinstance(heads, int) and heads and all_heads) or self.capability.steps == "anew":
             return 0  # states that do not grow, or tokens alone
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize
+        dim = getattr(config, "head_dim", None) or self.hidden_size // all_heads
+        return int(2 * layers * heads * dim * self.model.dtype.itemsize)
 
     def run(self, tokens: Tensor, state: State, at: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        if state.tokens and len(tokens) > 1 and self.model.config.model_type in _ONE_BY_ONE:
-            steps = [self.run(token, state, [0] if row in at else []) for row, token in enumerate(tokens.split(1))]
-            return [found for step in steps for found in step]
-        name = type(self.model).__name__
-        held: dict[str, Any] = {self.cache_name: state.cache, "use_cache": True} if self.cache_name else {}
-        if not held:
+        return self._run(tokens, state, at, self.capability.steps)
+
+    def _empty(self, steps: Steps) -> State:
+        from transformers import DynamicCache
+
+        if steps == "anew":
+            return State(torch.empty(0, dtype=torch.int64))
+        with fault_of(self.name, "transformers cannot make its cache"):
+            return State(hf_cache.begin(DynamicCache(config=self.model.config)))
+
+    def _all_logits(self, tokens: Tensor, state: State, steps: Steps) -> Tensor:
+        rows = self._run(tokens, state, range(len(tokens)), steps)
+        return torch.stack([row[0] for row in rows]).float().cpu()
+
+    def _run(self, tokens: Tensor, state: State, at: Sequence[int], steps: Steps) -> list[tuple[Tensor, ...]]:
+        if state.tokens and len(tokens) > 1 and steps == "single":
+            parts = [
+                self._run(token, state, [0] if row in at else [], steps) for row, token in enumerate(tokens.split(1))
+            ]
+            return [found for part in parts for found in part]
+        if steps == "anew":
             at = [state.tokens + row for row in at]
             state.cache = tokens = torch.cat([state.cache, tokens.cpu()])
-            state.tokens = 0
+            state.tokens, held = 0, {"use_cache": False} if self.cache_name else {}
+        else:
+            held = {str(self.cache_name): state.cache, "use_cache": True}
         try:
             out = self.model(
                 input_ids=tokens.view(1, -1).to(self.device),
@@ -126,19 +143,34 @@ class Adapter(ChainDecoder):
                 logits_to_keep=torch.tensor(at or [0], device=self.device),
                 **held,
             )
-        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, RuntimeError) and self.device.type != "cpu":
+        except Exception as error:  # somebody else's layers raise whatever they do
+            if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and self.device.type != "cpu"):
                 raise  # what the device says is explained elsewhere
-            raise UserError(f"{name} does not run token by token on transformers' cache that grows: {error}") from error
+            why = " ".join(str(error).split())[:200]
+            how = "on tokens alone" if steps == "anew" else "token by token on transformers' cache that grows"
+            raise UserError(f"{self.name} does not run {how}: {type(error).__name__}: {why}") from error
         state.tokens += len(tokens)
-        logits, states = out.logits[0], (out.hidden_states or (None,))[-1]
+        if steps != "anew":
+            hf_cache.settle(state.cache)
+        logits, states = out.logits[0], (getattr(out, "hidden_states", None) or (None,))[-1]
         # Older models do not know the key that says whose logits are wanted.
         places = range(len(at)) if len(logits) == max(len(at), 1) else at
         if len(logits) not in (max(len(at), 1), len(tokens)):
-            raise UserError(f"{name}: expected logits of {len(tokens)} tokens, found {len(logits)}: use another model")
+            raise UserError(
+                f"{self.name}: expected logits of {len(tokens)} tokens, found {len(logits)}: use another model"
+            )
         if states is None or states.shape[:2] != (1, len(tokens)):
             return [(logits[place],) for place in places]
         return [(logits[place], states[0, row]) for place, row in zip(places, at, strict=True)]
+
+
+def _head(model: Any, name: str) -> Tensor:
+    """The weight of a model's output head."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UserError(f"{name} has no head that gives logits of tokens: use another model")
+    weight: Tensor = head.weight
+    return weight
 
 
 def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOAT32) -> Adapter:
@@ -146,8 +178,6 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
 
     Raises UserError where a library that the format needs is not installed, or the weights do not load.
     """
-    from transformers import AutoModelForCausalLM
-
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     given: dict[str, Any] = {"dtype": getattr(torch, through.dtype)}
     if through.device_map is not None:
@@ -159,7 +189,7 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
         given["device_map"] = through.device_map
     with fault_of(path.name, "transformers cannot load it"):
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto_class(config).from_pretrained(
                 path, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **given
             )
         except ImportError as error:

@@ -1,7 +1,7 @@
 """A conversation as a prompt: by the tokenizer's chat template, or as one text where it has none."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +40,18 @@ class Conversation:
             text = "".join("\n" * (m["role"] == "user") + m["content"] for m in self.messages)[1:]
             return list(self.tokenizer(text)["input_ids"])
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        where = "the tokenizer's chat template"
-        with fault_of(where, "it cannot write this conversation"), _at_most(LONGEST, where):
-            messages = [*first, *self.messages]
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = written(self.tokenizer, [*first, *self.messages], answer=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
+    """Messages as the tokenizer's chat template writes them, up to where the next answer begins where one is wanted.
+
+    Raises UserError for a template that cannot write them, or does not come to an end.
+    """
+    where = "the tokenizer's chat template"
+    with fault_of(where, "it cannot write this conversation"), _at_most(LONGEST, where):
+        return str(tokenizer.apply_chat_template([*messages], add_generation_prompt=answer, tokenize=False))
 
 
 @contextmanager

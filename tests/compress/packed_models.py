@@ -20,6 +20,7 @@ SCHEMES = (
     "int4-asymmetric",
     "int4-rows",
     "int4-ordered",
+    "int6",
     "int3",
     "int2-asymmetric",
     "nf4",
@@ -37,7 +38,7 @@ def pack(kind: str, weight: torch.Tensor) -> PackedWeight:
         return nf4.pack(weight)
     if kind == "ternary":
         return ternary.pack(weight)
-    bits = {"int4": 4, "int3": 3, "int2": 2}[kind.split("-")[0]]
+    bits = {"int6": 6, "int4": 4, "int3": 3, "int2": 2}[kind.split("-")[0]]
     size = {"int4-rows": 0, "int4-ordered": 16}.get(kind, 32)
     made = int4.pack(weight, size, bits=bits, symmetric="asymmetric" not in kind)
     if kind != "int4-ordered":

@@ -26,6 +26,7 @@ MODULES = {
     "runtime.bench": ["bench"],
     "runtime.chat": ["chat"],
     "runtime.serve": ["serve"],
+    "runtime.models": ["models"],
     "calib.corpora": [],
     "specpress": [],
 }

@@ -1,7 +1,7 @@
 """Weights as GGUF blocks. Codes go over as they are wherever a block type has their grid:
 
     int4 (3, 2 bits), groups of n · 32   Q4_0, or Q4_1 with offsets: the scale is repeated for every 32 inputs
-    int8 rows, groups of n · 32          Q8_0
+    int8 rows, int6 (5), groups of n·32  Q8_0
     ternary                              TQ2_0; Q4_0 where 256 does not divide a row
     floats                               F32, F16, BF16
 
@@ -41,7 +41,7 @@ def _with_its_grid(weight: PackedWeight) -> BlockType | None:
         return Q4_0 if size % TQ2_0.weights else TQ2_0
     if kind == "int4":
         return Q4_0 if weight.offset is None else Q4_1
-    return Q8_0 if kind == "int8" and weight.offset is None else None
+    return Q8_0 if kind in ("int8", "int6") and weight.offset is None else None
 
 
 def pack(name: str, weight: PackedWeight | Tensor, kind: BlockType) -> Bytes:

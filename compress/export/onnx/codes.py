@@ -42,8 +42,8 @@ class Blocks:
 
 
 def container(packed: PackedWeight) -> int:
-    """Bits that a code takes: 3-bit codes lie in 4."""
-    return {2: 2, 3: 4, 4: 4, 8: 8}[packed.scheme.bits]
+    """Bits that a code takes: 3-bit codes lie in 4, those of 5 and 6 in 8."""
+    return {2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}[packed.scheme.bits]
 
 
 def block_size(name: str, packed: PackedWeight) -> int:
@@ -67,7 +67,7 @@ def block_size(name: str, packed: PackedWeight) -> int:
 
 
 def to_blocks(name: str, packed: PackedWeight, bits: int | None = None) -> Blocks:
-    """int8, int4, int3, int2 and ternary codes as MatMulNBits; codes in activation order stay in it.
+    """Integers of 2 to 8 bits and ternary codes as MatMulNBits; codes in activation order stay in it.
 
     bits  of the container (None: the least that holds the codes). Raises UserError as `block_size` does.
     """

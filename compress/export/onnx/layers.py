@@ -2,7 +2,7 @@
 
     int8, inputs per token   MatMulInteger over inputs that the graph rounds per token, as our kernels do
     int8, static inputs      QuantizeLinear and DequantizeLinear around both factors (QDQ), inputs unsigned
-    other integers           MatMulNBits: int8, int4, int3 (in 4 bits), int2, ternary
+    other integers           MatMulNBits: int8, int6 and int5 (in 8 bits), int4, int3 (in 4 bits), int2, ternary
     nf4                      MatMulBnb4
     experts                  GatherBlockQuantized in place of the gather of float experts
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from compress.artifact import Artifact, manifest
 from compress.context import FIXED_DRAFT_LENGTH
 from compress.errors import UserError
+from runtime.formats.schemes import GRID_KINDS
 
 DRAFTS = "serve/draft"
 """Where the page's commands put forms of the draft: under exports/ they would count as the target's."""
@@ -24,7 +25,7 @@ class Facts:
 
     name         what clients call the model.
     method       its `quant_method`; None: plain weights (a cache's scheme does not count).
-    kinds        of its packed layers: int8, int4 (also int3 and int2), nf4, ternary, fp8.
+    kinds        of its packed layers: int8, int6 (also int5), int4 (also int3 and int2), nf4, ternary, fp8.
     bits         of its packed layers, ascending.
     group        inputs that share a scale; 0: one per row, or nothing is packed.
     activations  whether inputs are rounded, too: dynamic, static, or none.
@@ -162,8 +163,7 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "method": method,
         "kinds": frozenset(
-            "fp8" if weight.get("type") == "float" else "int8" if weight["num_bits"] == 8 else "int4"
-            for weight in weights
+            "fp8" if weight.get("type") == "float" else GRID_KINDS.get(weight["num_bits"], "int8") for weight in weights
         ),
         "bits": tuple(sorted({int(weight["num_bits"]) for weight in weights})),
         "group": max(int(weight.get("group_size") or 0) for weight in weights),

@@ -63,7 +63,7 @@ def contents(facts: Facts) -> str:
     """What the weights are, in words."""
     if not facts.kinds:
         return "plain weights"
-    if facts.kinds <= {"int8", "int4"}:
+    if facts.kinds <= {"int8", "int6", "int4"}:
         text = f"integers of {' and '.join(map(str, facts.bits))} bits"
     elif "fp8" in facts.kinds:
         text = " and ".join(sorted(facts.kinds))

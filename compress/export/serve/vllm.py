@@ -92,7 +92,7 @@ def _on_cpus(facts: Facts, found: target.Source) -> str | None:
         return None
     if "fp8" in facts.kinds:
         return "Runs on GPUs: fp8 weights beside plain inputs are not among its documented formats for CPUs."
-    if "int4" in facts.kinds and facts.bits != (4,):
+    if "int6" in facts.kinds or ("int4" in facts.kinds and facts.bits != (4,)):
         return "On CPUs vLLM has kernels for weights of 4 bits and for int8 with int8 inputs only, so not for these."
     if found.path.endswith(("gptq", "awq")) or facts.kinds == {"int4"}:
         return "Runs on GPUs, and on x86 CPUs (4 bits; sizes in multiples of 32)."

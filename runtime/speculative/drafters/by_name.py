@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.medusa import DESCRIPTION
+from runtime.contract import no_drafts
 from runtime.errors import UserError
 from runtime.files import regular
 from runtime.model.load import load
@@ -45,7 +46,8 @@ def drafter_by_name(
 ) -> NamedDrafter:
     """The drafter of this name: none, model, tree, lookup, suffix, nested, medusa, or two with a plus between them.
 
-    nested needs a target that was loaded with planes=True.
+    nested needs a target that was loaded with planes=True. A target that cannot verify drafts gets none, and the note
+    says why.
 
     name     None: `draft` where it is given; else who was the fastest when the target's run was measured, "none"
              included, where its report says so; otherwise model where there is a draft, medusa where there are heads,
@@ -78,9 +80,14 @@ def drafter_by_name(
         raise UserError(
             f"--drafter {chosen} needs a draft, but {target.path.name} comes without one; give --draft DIR."
         )
+    if kinds != ["none"] and (why := no_drafts(target.decoder)):
+        # Nothing is loaded that could not draft.
+        return NamedDrafter(None, f" ({why})")
     if kinds == ["none"]:
         return NamedDrafter(None, f" ({said})" if said else "")
     model = load(found, **(options or {})) if uses_draft and found is not None else None
+    if model is not None and (why := no_drafts(model.decoder)):
+        raise UserError(f"{Path(str(found)).name} cannot draft: {why}; choose another draft.")
     made = make(target, kinds, model, corpus, verify, Path(found) if uses_heads and found is not None else None, tree)
     notes = [Path(found).name] if model is not None and found is not None else []
     if kinds == ["nested"]:

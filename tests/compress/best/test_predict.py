@@ -13,7 +13,7 @@ from compress.best.predict import Known, propose, require_reachable
 from compress.best.predict import key_of as name_of
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes
-from compress.best.space import INT8, KEEP, Option, Unit
+from compress.best.space import CACHE, CACHES, INT8, KEEP, Option, Unit
 from compress.errors import UserError
 
 OPTIONS = (KEEP, INT8, Option("int4", 64, "gptq"), Option("int3", 32, "gptq"))
@@ -22,7 +22,10 @@ DAMAGES = ((0.0, 0.001, 0.010, 0.03), (0.0, 0.002, 0.005, 0.02), (0.0, 0.001, 0.
 DRAFTS = Drafts("lookup", (1.0,) * 8, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), 0.01)
 
 
-def known(drafts: tuple[Drafts, ...] = ()) -> Known:
+CACHE_BYTES, CACHE_DAMAGES = (4000, 1100, 600), (0.0, 0.0005, 0.004)
+
+
+def known(drafts: tuple[Drafts, ...] = (), caches: int = 1) -> Known:
     units = tuple(
         Unit(f"layers.{n}.fc", (f"layers.{n}.fc",), (f"layers.{n}.fc",), ((64, 64),), n, OPTIONS) for n in range(3)
     )
@@ -33,30 +36,46 @@ def known(drafts: tuple[Drafts, ...] = ()) -> Known:
     }
     held = {key_of(units[0], option): size for option, size in zip(OPTIONS, (8192, 4300, 2300, 2500), strict=True)}
     costs = Costs(products, held, (0.5,) * len(WIDTHS), 1000, (0.1,) * len(WIDTHS))
-    return Known(units, Sizes(parts, units), costs, drafts, QualityModel(DAMAGES, units), 500)
+    scales = tuple((f"layers.{n}.k_scale", "F32", (2, 1, 1)) for n in range(3))
+    quality = QualityModel(DAMAGES, units, caches=CACHE_DAMAGES[:caches])
+    return Known(units, Sizes(parts, units, scales), costs, drafts, quality, 500, CACHE_BYTES[:caches])
 
 
 def every(model: Known) -> list[Any]:
     return [
-        model.predict({unit.name: option for unit, option in zip(model.units, options, strict=True)})
+        model.predict({unit.name: option for unit, option in zip(model.units, options, strict=True)} | held)
         for options in itertools.product(OPTIONS, repeat=3)
+        for held in ({} if cache.keeps else {CACHE: cache} for cache in CACHES[: len(model.caches)])
     ]
 
 
+@pytest.mark.parametrize("caches", [1, 3])
 @pytest.mark.parametrize("drafts", [(), (DRAFTS,)])
 @pytest.mark.parametrize("goal", ["speed", "size", "quality"])
-def test_the_first_proposal_is_the_best_of_all_within_the_budgets(goal: str, drafts: tuple[Drafts, ...]) -> None:
-    model = known(drafts)
-    budgets = Budgets(memory=1500 + 10_000, disk=12_000, goal=goal)
+def test_the_first_proposal_is_the_best_of_all_within_the_budgets(
+    goal: str, drafts: tuple[Drafts, ...], caches: int
+) -> None:
+    model = known(drafts, caches)
+    budgets = Budgets(memory=1500 + 10_000 + (4000 if caches == 1 else 0), disk=12_000, goal=goal)
     damage = None if goal == "quality" else 0.02
     best = propose(model, budgets, damage)[0]
     within = [
         one
         for one in every(model)
-        if one.disk <= 12_000 and one.memory <= 11_500 and (damage is None or one.damage <= damage)
+        if one.disk <= 12_000 and one.memory <= budgets.memory and (damage is None or one.damage <= damage)
     ]
     assert best.key in {one.key for one in within}
     assert best.objective(goal) == pytest.approx(min(one.objective(goal) for one in within), rel=1e-6)
+
+
+def test_keys_and_values_are_rounded_only_where_memory_asks_for_it() -> None:
+    model = known(caches=3)
+    roomy, tight = (propose(model, Budgets(memory=size, goal="quality"), None)[0] for size in (40_000, 27_500))
+    assert CACHE not in roomy.assignment and tight.assignment[CACHE].scheme == "int8"
+    assert tight.memory <= 27_500 < roomy.memory
+    # The scales that it adds to the files count.
+    plain = {name: option for name, option in tight.assignment.items() if name != CACHE}
+    assert tight.disk > model.predict(plain).disk
 
 
 def test_a_latency_is_kept_by_whoever_drafts_best() -> None:

@@ -11,14 +11,18 @@ from typer.testing import CliRunner
 
 from compress import Recipe, compress
 from compress.artifact import Artifact
+from compress.best import caches
 from compress.best.__main__ import app
 from compress.best.budgets import Budgets
 from compress.best.folder import CANDIDATES
 from compress.best.journal import Journal
 from compress.best.question import Question
+from compress.best.space import CACHE
 from compress.best.start import make_plan
 from compress.context import RunContext
 from compress.errors import UserError
+from runtime import load
+from runtime.model.layers import weight_bytes
 
 Tiny = Callable[..., Path]
 SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "eval_tokens": 1024, "new_tokens": 8, "threads": 1}
@@ -59,6 +63,25 @@ def test_first_tokens_are_judged_in_turns(tiny: Tiny, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
     assert 1e-4 < best["measured"]["ttft_ms"] <= 1e4 and plan["original"]["ttft_ms"] > 0
+
+
+@pytest.mark.slow
+def test_keys_and_values_are_rounded_where_memory_asks_for_it(tiny: Tiny, tmp_path: Path) -> None:
+    """A cache of 100,000 tokens outweighs a tiny model: only a smaller one fits."""
+    model = tiny("llama")
+    original = load(model)
+    cache = caches.bytes_of(original, 100_000)
+    asked = question(model, tmp_path / "plan", kl=0.3, memory=cache[1] + 2 * weight_bytes(original.decoder.parts))
+    folder = make_plan(replace(asked, tokens=100_000, wanted=1), force=False)
+    plan = json.loads((folder / "plan.json").read_text())
+    best = next(one for one in plan["candidates"] if one["key"] == plan["winner"])
+    assert plan["cache"] in ("int8 cache", "int4 cache") and best["choice"][CACHE] == plan["cache"]
+    assert best["measured"]["memory"] <= asked.budgets.memory < cache[0]
+    assert best["measured"]["disk"] == best["predicted"]["disk"]
+    # What was measured is measured through that cache: the run's own report has a float32 one.
+    report = json.loads((folder / "best/report.json").read_text())
+    assert best["measured"]["kl"] != report["quality"]["kl_divergence"]["mean"]
+    assert load(folder / "best/model").decoder.kv.kind == plan["cache"].removesuffix(" cache")
 
 
 class KilledError(Exception):

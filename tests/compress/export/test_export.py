@@ -47,6 +47,8 @@ PACKS: dict[str, Pack] = {
     "int4 rows": lambda name, w: int4.pack(w, 0),
     "int4 zero points": lambda name, w: int4.pack(w, 32, symmetric=False),
     "int4 order": lambda name, w: order(w),
+    "int6": lambda name, w: int4.pack(w, 32, bits=6),
+    "int5": lambda name, w: int4.pack(w, 64, bits=5, symmetric=False),
     "int3": lambda name, w: int4.pack(w, 32, bits=3, symmetric=False),
     "int2": lambda name, w: int4.pack(w, 64, bits=2),
     "int8": lambda name, w: int8.pack(w),
@@ -130,6 +132,8 @@ def made(name: str, model: Path, out: Path) -> tuple[Exported, Checkpoint]:
         ("int4 rows", INTEGERS),
         ("int4 zero points", INTEGERS),
         ("int4 order", ("gptq", "compressed-tensors")),
+        ("int6", ("gptq", "compressed-tensors")),
+        ("int5", ("gptq", "compressed-tensors")),
         ("int3", INTEGERS),
         ("int2", INTEGERS),
         ("int8", ("gptq", "compressed-tensors", "bitsandbytes")),
@@ -156,6 +160,8 @@ def test_what_a_form_can_hold_is_repacked(
     [
         ("int8", "awq", 0.03, 0.2),
         ("int4 order", "awq", 0.005, 0.2),
+        ("int6", "awq", 0.03, 0.2),
+        ("int6", "bitsandbytes", 0.003, 0.03),
         ("int4", "bitsandbytes", 0.03, 0.2),
         ("two widths", "bitsandbytes", 0.03, 0.2),
         # The scale's last bits: float32 here, 16 bits there.
@@ -199,10 +205,10 @@ def test_refusals_are_known_before_the_work(
 def test_kinds_that_exporters_do_not_know_stay_in_their_own_library(
     packed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    toy = {**KINDS, "int6": replace(KINDS["int4"], module="toy", library="toy")}
+    toy = {**KINDS, "int9": replace(KINDS["int4"], module="toy", library="toy")}
     monkeypatch.setattr(export, "KINDS", toy)
-    with pytest.raises(UserError, match=f"export {name}: expected weights other than int6, which toy alone holds"):
-        export.check_kinds([name], {"int6", "int8"})
+    with pytest.raises(UserError, match=f"export {name}: expected weights other than int9, which toy alone holds"):
+        export.check_kinds([name], {"int9", "int8"})
     if name == "compressed-tensors":
         assert made(name, packed("fp8"), tmp_path)[0].losses == ()
         return
@@ -244,11 +250,12 @@ def test_odd_shapes_stay_plain_and_are_named_to_loaders(tiny: Tiny, tmp_path: Pa
 
 def test_what_gptq_says(packed: Callable[..., Path], tmp_path: Path) -> None:
     said = {}
-    for kind in ("int4", "int4 rows", "int4 zero points", "int4 order", "two sizes", "two widths"):
+    for kind in ("int6", "int4", "int4 rows", "int4 zero points", "int4 order", "two sizes", "two widths"):
         exported, after = made("gptq", packed(kind), tmp_path / kind)
         said[kind] = (after.quantization or {}) | {"notes": " ".join(exported.notes)}
     assert (said["int4"]["checkpoint_format"], said["int4"]["sym"], said["int4"]["group_size"]) == ("gptq", True, 32)
     assert said["int4 rows"]["group_size"] == -1
+    assert said["int6"]["bits"] == 8 and "5 and 6 bits are stored in 8" in said["int6"]["notes"]
     assert said["int4 zero points"]["sym"] is False
     assert said["int4 order"]["desc_act"] is True and said["int4"]["desc_act"] is False
     assert said["two sizes"]["group_size"] == 32 and "cut into groups of 32" in said["two sizes"]["notes"]

@@ -128,6 +128,7 @@ REPACKED = {
     "ternary": (_groups("ternary", 5, 512, 0), "TQ2_0"),
     "ternary of other sizes": (_groups("ternary", 5, 96, 0), "Q4_0"),
     "no blocks": (_groups("int8", 5, 33, 0), "F32"),
+    "int6": (int4.pack(torch.randn(4, 64).half(), 32, bits=6), "Q8_0"),
     "int2": (int4.pack(torch.randn(4, 64).half(), 32, bits=2), "Q4_0"),
 }
 

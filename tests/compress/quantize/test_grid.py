@@ -146,9 +146,16 @@ def test_packed_means_what_decode_says() -> None:
     assert (packed.scheme.kind, packed.scheme.bits, packed.scheme.symmetric) == ("int4", 3, False)
     assert packed.bias is not None and packed.bias.dtype == torch.float32
     assert torch.allclose(spread(codes.float(), packed), decode(codes, scale, zero, grid), atol=1e-6)
+    for bits in (6, 5):
+        five = Grid(bits, 8, symmetric=False)
+        scale, zero = fit(w, five, torch.bfloat16)
+        codes = encode(w, scale, zero, five)
+        packed = to_packed(codes, scale, zero, five)
+        assert (packed.scheme.kind, packed.scheme.bits) == ("int6", bits)
+        assert torch.allclose(spread(codes.float(), packed), decode(codes, scale, zero, five), atol=1e-6)
     eight = Grid(8, 0)
     assert to_packed(encode(w, *fit(w, eight, torch.bfloat16), eight), scale, zero, eight).scheme.kind == "int8"
-    for grid in (Grid(5, 8), Grid(8, 8), Grid(8, 0, symmetric=False)):
+    for grid in (Grid(7, 8), Grid(8, 8), Grid(8, 0, symmetric=False)):
         with pytest.raises(ValueError, match="formats hold"):
             to_packed(codes, scale, zero, grid)
 

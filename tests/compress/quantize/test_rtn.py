@@ -29,6 +29,8 @@ def weights(n: int = 24, k: int = 256) -> torch.Tensor:
         ("fp8", 0, True, Scheme("fp8", 8, 0, True, "float")),
         ("int4", 128, True, Scheme("int4", 4, 128, True, "int8-group")),
         ("int4", 32, False, Scheme("int4", 4, 32, False, "int8-group")),
+        ("int6", 128, True, Scheme("int6", 6, 128, True, "int8-group")),
+        ("int5", 64, False, Scheme("int6", 5, 64, False, "int8-group")),
         ("int3", 64, True, Scheme("int4", 3, 64, True, "int8-group")),
         ("int3", 0, False, Scheme("int4", 3, 0, False, "int8-group")),
         ("int2", 32, False, Scheme("int4", 2, 32, False, "int8-group")),
@@ -45,7 +47,7 @@ def test_what_is_described_is_what_is_made_and_stored(
     tensors = formats.to_tensors(packed, "x", torch.bfloat16)
     assert ("x.weight_zero_point" in tensors) == (not symmetric) and ("x.input_scale" in tensors) == (step is not None)
     # Three bits of mantissa are coarser than int8 where no weight is far out.
-    bound = 0.04 if scheme == "fp8" else {8: 0.01, 4: 0.15, 3: 0.35, 2: 0.7}[packed.scheme.bits]
+    bound = 0.04 if scheme == "fp8" else {8: 0.01, 6: 0.04, 5: 0.08, 4: 0.15, 3: 0.35, 2: 0.7}[packed.scheme.bits]
     assert rtn.relative_error(weights(), formats.dequantize(packed)) < bound
 
 
@@ -54,14 +56,15 @@ def test_fewer_bits_are_further_off_and_zero_points_are_nearer() -> None:
         packed = rtn.quantize(weights(), scheme, 32, symmetric=symmetric)
         return rtn.relative_error(weights(), formats.dequantize(packed))
 
-    assert error("int4") < error("int3") < error("int2")
-    for scheme in ("int4", "int3", "int2"):
+    assert error("int6") < error("int5") < error("int4") < error("int3") < error("int2")
+    for scheme in ("int6", "int5", "int4", "int3", "int2"):
         assert error(scheme, symmetric=False) < error(scheme)
 
 
 def test_the_files_own_arithmetic_is_used() -> None:
     for scheme, packed in (
         ("int8-dynamic", int8.pack(weights())),
+        ("int6", int4.pack(weights(), 64, bits=6)),
         ("int3", int4.pack(weights(), 64, bits=3)),
         ("nf4", nf4.pack(weights())),
         ("ternary", ternary.pack(weights())),
@@ -77,13 +80,13 @@ def test_words_that_do_not_go_together_are_refused() -> None:
         ("nf4", {"symmetric": False}),
         ("ternary", {"symmetric": False}),
         ("int8-dynamic", {"symmetric": False}),
-        ("int5", {}),
+        ("int7", {}),
     ):
         with pytest.raises(ValueError, match=f"scheme '{scheme}'"):
             rtn.quantize(weights(), scheme, 64, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("int4", 4), ("int3", 3), ("int2", 2)])
+@pytest.mark.parametrize(("scheme", "bits"), [("int6", 6), ("int5", 5), ("int4", 4), ("int3", 3), ("int2", 2)])
 def test_stored_bits_count_zero_points_and_input_order(scheme: str, bits: int) -> None:
     """As the pipeline counts them: all the tensors of a layer without bias."""
     packed = rtn.quantize(weights(64, 512), scheme, 128, symmetric=False)

@@ -90,7 +90,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did you mean nf4",
+            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did "
+            "you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -101,7 +102,7 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ("stages:\n  - quantize: {scheme: fp8, group_size: 64}\n", "expected no group_size with scheme fp8, found 64"),
         ("stages:\n  - quantize: {scheme: fp8, method: gptq}\n", "method: expected rtn with scheme fp8, found gptq"),
         ("stages:\n  - quantize: {scheme: fp8, method: awq}\n", "method: expected rtn with scheme fp8, found awq"),
-        ("stages:\n  - quantize: {scheme: fp8, symmetric: false}\n", "symmetric: expected with int4"),
+        ("stages:\n  - quantize: {scheme: fp8, symmetric: false}\n", "symmetric: expected with int6"),
         ("stages:\n  - quantize: {scheme: fp8, head: int8}\n", "head: expected keep with scheme fp8, found int8"),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: '64'}\n",
@@ -186,7 +187,10 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
             "stages:\n  - quantize: {scheme: int4, method: awq, act_order: true}\n",
             "act_order: expected with method gptq and",
         ),
-        ("stages:\n  - quantize: {scheme: nf4, symmetric: true}\n", "symmetric: expected with int4, int3, int2 only"),
+        (
+            "stages:\n  - quantize: {scheme: nf4, symmetric: true}\n",
+            "symmetric: expected with int6, int5, int4, int3, int2 only",
+        ),
         ("stages:\n  - quantize: {method: rtn}\n", "quantize.scheme: expected one of int8-dynamic, int8-static"),
         ("stages:\n  - quantize: {method: sensitivity}\n", "bits_per_weight: expected a number from 2 to 8"),
         (

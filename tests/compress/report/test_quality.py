@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from calib.windows import Windows
 from compress.errors import UserError
@@ -35,7 +36,8 @@ def windows_of(count: int, length: int = LENGTH, vocabulary: int = 320) -> Windo
 def models(tiny: Callable[..., Path]) -> tuple[Adapter, Adapter]:
     """A tiny Llama, and itself with noise on its weights."""
     path = tiny("llama", max_position_embeddings=LENGTH)
-    original, changed = (adapt(path, None, torch.device("cpu")) for _ in range(2))
+    config = AutoConfig.from_pretrained(path)
+    original, changed = (adapt(path, config, torch.device("cpu")) for _ in range(2))
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in changed.model.parameters():
@@ -133,7 +135,9 @@ def test_one_window_has_no_interval(models) -> None:
 
 
 def test_what_cannot_be_compared(models, tiny) -> None:
-    other = adapt(tiny("llama", vocab_size=330), None, torch.device("cpu"))
+    other = adapt(
+        tiny("llama", vocab_size=330), AutoConfig.from_pretrained(tiny("llama", vocab_size=330)), torch.device("cpu")
+    )
     with pytest.raises(UserError, match="found 320 entries in the original and 330"):
         measure(models[0], other, windows_of(1, length=20), seed=0)
     with pytest.raises(UserError, match="at most the model's 600 positions, found 601"):

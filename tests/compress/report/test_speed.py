@@ -10,7 +10,6 @@ from compress.report.not_measured import covers, null_paths
 from compress.report.pairing import Drafting
 from compress.report.schema_speed import Lossless, Speed
 from runtime import load
-from runtime.cache.contiguous import ContiguousCache
 from runtime.errors import UserError
 from runtime.model.load import Model
 from runtime.speculative.costs import measure_costs
@@ -185,11 +184,8 @@ def test_a_text_of_one_token_leaves_nulls_with_reasons(models: tuple[Model, Mode
 def test_a_target_that_cannot_roll_back_is_not_speculated_with(
     models: tuple[Model, Model], measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: ContiguousCache, request: int, length: int) -> None:
-        if length < self.length(request):
-            raise UserError("the cache of Recurrent cannot be rolled back")
-
-    monkeypatch.setattr(ContiguousCache, "truncate", refuse)
+    why = "the cache of Recurrent cannot be rolled back"
+    monkeypatch.setattr(type(models[1].decoder), "no_drafts", why, raising=False)
     result = measure(models[1])
     assert result.speed.speculative is None and result.lossless.class_ is None
     assert result.speed.compressed.tokens_per_second > 0

@@ -394,8 +394,8 @@ def _compressed(**changes: Any) -> dict[str, Any]:
         (_quantized(_compressed(format="float-quantized")), "with symmetric floats of 8 bits by channel or tensor"),
         (_quantized(_compressed(config_groups={})), "must name at least one group"),
         (
-            _quantized(_compressed(config_groups={"g": {"weights": _GROUP["weights"] | {"num_bits": 6}}})),
-            "num_bits 6, symmetric True",
+            _quantized(_compressed(config_groups={"g": {"weights": _GROUP["weights"] | {"num_bits": 7}}})),
+            "num_bits 7, symmetric True",
         ),
     ],
 )

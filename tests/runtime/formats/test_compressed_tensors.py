@@ -1,6 +1,6 @@
 """compressed-tensors in both directions: what its compressor wrote is read exactly, and what we write it loads exactly.
 
-Zero points, 4, 3 and 2 bits, mixed bits, static int8 and activation order. (test_int8_int4.py has the rest.)
+Zero points, 2 to 6 bits, mixed bits, static int8 and activation order. (test_int8_int4.py has the rest.)
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [6, 5, 4, 3, 2])
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
 def test_layers_of_the_library_are_read_exactly(bits: int, group: int, symmetric: bool, dtype: torch.dtype) -> None:
     scheme = library_scheme(bits, group, symmetric)
@@ -95,7 +95,7 @@ def test_layers_of_the_library_are_read_exactly(bits: int, group: int, symmetric
         formats.check_supported(config)
         packed = formats.read(config, named(stored, "a.b"), "a.b")
         assert isinstance(packed, PackedWeight)
-        assert packed.scheme == Scheme("int4", bits, group, symmetric, "int8-group")
+        assert packed.scheme == Scheme("int6" if bits > 4 else "int4", bits, group, symmetric, "int8-group")
         assert torch.equal(formats.dequantize(packed), dense), (n, k)
         zeros = packed.codes.new_zeros(1) if packed.offset is None else (packed.offset / packed.scale).round()
         if not symmetric and n > 4:
@@ -108,7 +108,7 @@ def test_layers_of_the_library_are_read_exactly(bits: int, group: int, symmetric
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [6, 5, 4, 3, 2])
 @pytest.mark.parametrize("group", [0, 32])
 def test_our_rounding_is_the_librarys(bits: int, group: int, symmetric: bool) -> None:
     scheme = library_scheme(bits, group, symmetric)
@@ -123,7 +123,7 @@ def test_our_rounding_is_the_librarys(bits: int, group: int, symmetric: bool) ->
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_weight_survives_the_file_and_the_library_reads_it(data: st.DataObject) -> None:
-    bits, symmetric = data.draw(st.sampled_from([4, 3, 2]), "bits"), data.draw(st.booleans(), "symmetric")
+    bits, symmetric = data.draw(st.sampled_from([6, 5, 4, 3, 2]), "bits"), data.draw(st.booleans(), "symmetric")
     n, groups = data.draw(st.integers(1, 40), "n"), data.draw(st.integers(1, 4), "groups")
     size = data.draw(st.sampled_from([1, 3, 8, 20, 32]), "size")
     weight = weights(n, groups * size, data.draw(st.integers(0, 1000), "seed"))
@@ -155,7 +155,7 @@ def test_words_are_those_of_the_library_along_both_dimensions(bits: int, inputs:
     assert torch.equal(words.pack_words(columns.t(), bits).t(), pack_to_int32(columns, bits, packed_dim=0))
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [6, 5, 4, 3, 2])
 def test_steps_of_the_rounding_are_halves(bits: int) -> None:
     """An asymmetric grid has a code for 0, and no weight is further off than half a step."""
     weight = weights(16, 64, 2)
@@ -170,7 +170,7 @@ def test_steps_of_the_rounding_are_halves(bits: int) -> None:
     assert (back - weight)[one_sided].norm() < 0.7 * (plain - weight)[one_sided].norm()
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [6, 5, 4, 3, 2])
 def test_bits_per_weight_count_zero_points_and_input_order(
     bits: int, bits_per_weight: Callable[[PackedWeight], float]
 ) -> None:
@@ -192,7 +192,7 @@ def test_offsets_that_are_no_zero_points_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             int4.to_tensors(dataclasses.replace(packed, offset=offset), "x")
-    with pytest.raises(ValueError, match="is written for int4"):
+    with pytest.raises(ValueError, match="is written for integers of 2 to 6 bits"):
         int4.to_tensors(dataclasses.replace(packed, scheme=int4.scheme(32)), "x")
     # An offset of any kind still has a meaning in memory.
     half = dequantize(dataclasses.replace(packed, offset=packed.offset + packed.scale * 0.5))
@@ -208,7 +208,7 @@ def reorder(packed: PackedWeight, perm: Tensor) -> PackedWeight:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [6, 5, 4, 3, 2])
 def test_activation_order_goes_to_disk_and_back(bits: int, symmetric: bool) -> None:
     weight, perm = weights(9, 96), torch.randperm(96, generator=generator(4))
     packed = reorder(int4.pack(weight[:, perm], 32, bits=bits, symmetric=symmetric), perm)
@@ -333,6 +333,8 @@ def _mixed(prefix: str, weight: Tensor, symmetric: bool = False) -> PackedWeight
 PACKS: dict[str, Callable[[str, Tensor], PackedWeight]] = {
     "int4 zero points": lambda _, w: int4.pack(w, 32, symmetric=False),
     "int4 rows": lambda _, w: int4.pack(w, 0, symmetric=False),
+    "int6": lambda _, w: int4.pack(w, 64, bits=6),
+    "int5": lambda _, w: int4.pack(w, 32, bits=5),
     "int3": lambda _, w: int4.pack(w, 64, bits=3),
     "int3 rows": lambda _, w: int4.pack(w, 0, bits=3),
     "int2": lambda _, w: int4.pack(w, 32, bits=2),
@@ -359,7 +361,7 @@ def test_the_library_reads_exactly_the_weights_that_were_packed(tiny: Tiny, tmp_
         assert (packed.bias is not None) == ("self_attn" in name)
 
 
-@pytest.mark.parametrize("kind", ["int3", "int2", "int3 rows", "int8 static", "mixed symmetric"])
+@pytest.mark.parametrize("kind", ["int6", "int5", "int3", "int2", "int3 rows", "int8 static", "mixed symmetric"])
 def test_transformers_loads_symmetric_models_exactly(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     dense = write(model_of(tiny, "llama"), tmp_path / "m", PACKS[kind], shards=1 + len(kind) % 2)
     loaded = library_loads(tmp_path / "m")
@@ -526,7 +528,7 @@ def test_tensors_and_configuration_must_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_bits": 5}, "integers of 2 or 3 or 4 or 8 bits, found type 'int', num_bits 5"),
+        ({"num_bits": 7}, "integers of 2 or 3 or 4 or 5 or 6 or 8 bits, found type 'int', num_bits 7"),
         ({"type": "float"}, "found type 'float'"),
         ({"symmetric": "no"}, "symmetric 'no'"),
         ({"group_size": {}}, "group_size must be a whole number or null, found {}"),

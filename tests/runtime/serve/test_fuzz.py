@@ -154,7 +154,9 @@ def _fuzz(server: Running, count: int, seed: int) -> None:
 
     def status(one: tuple[bytes, bool]) -> int:
         found, answer = answer_of(server, *one)
-        assert found < 500 and b"Traceback" not in answer and b'"server_error"' not in answer, (one[0], answer)
+        assert found < 500 and b'"server_error"' not in answer, (one[0], answer)
+        # A text may say it: the pair has read Python.
+        assert found == 200 or b"Traceback" not in answer, (one[0], answer)
         if found >= 400 and found != 499 and not one[0].startswith((b"HEAD", b"OPTIONS")):
             assert b'"error"' in answer, (one[0], answer)
         return found

@@ -32,6 +32,8 @@ CASES = {
     "int4 g20": ("int4", 20, 90, 20, {"bias": True}),
     "int4 g200 static": ("int4", 20, 600, 200, {"static": True}),
     "int4 rows": ("int4", 33, 300, 0, {"offset": True}),
+    "int6": ("int6", 20, 130, 64, {"bits": 6}),
+    "int5": ("int6", 20, 130, 64, {"bits": 5, "offset": True, "perm": True}),
     "int3": ("int4", 20, 130, 64, {"bits": 3}),
     "int2": ("int4", 20, 130, 64, {"bits": 2, "offset": True}),
     "nf4": ("nf4", 37, 192, 64, {"bias": True}),

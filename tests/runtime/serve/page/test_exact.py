@@ -127,10 +127,10 @@ def test_a_reload_shows_the_whole_text_and_goes_on(page: Watched, server: Runnin
     page.open("play")
     page.fill(prompt="class Tree:\n", max_tokens="900", seed="11", ignore_eos="1", temperature="0.5")
     page.page.click("sp-play button.main")
-    page.page.wait_for_selector("sp-play .t >> nth=40")
+    page.page.wait_for_selector("sp-play .t >> nth=40", state="attached")
     before = page.shown()["text"]
     page.page.reload()
-    page.page.wait_for_selector("sp-play .t >> nth=40")
+    page.page.wait_for_selector("sp-play .t >> nth=40", state="attached")
     assert page.shown()["text"].startswith(before[:100])
     page.wait_done("play", 1)
     shown = page.shown()
@@ -162,7 +162,7 @@ def test_stop_frees_the_pages_within_two_rounds(browser: "Browser", tmp_path: Pa
         page.open("play")
         page.fill(max_tokens="900", ignore_eos="1")
         page.page.click("sp-play button.main")
-        page.page.wait_for_selector("sp-play .t >> nth=20")
+        page.page.wait_for_selector("sp-play .t >> nth=20", state="attached")
         held = server.engine()["pages_used"]
         page.page.get_by_role("button", name="Stop").click()
         idle = server.wait_idle()
@@ -172,5 +172,5 @@ def test_stop_frees_the_pages_within_two_rounds(browser: "Browser", tmp_path: Pa
         assert shown["tokens"] <= server.metric("vllm:generation_tokens_total") <= shown["tokens"] + 2
         assert "Stopped" in shown["notice"]
         page.page.get_by_role("button", name="Go on").click()
-        page.page.wait_for_selector(f"sp-play .t >> nth={shown['tokens'] + 5}")
+        page.page.wait_for_selector(f"sp-play .t >> nth={shown['tokens'] + 5}", state="attached")
         assert page.shown()["text"].startswith(shown["text"])

@@ -178,7 +178,7 @@ def test_a_server_that_is_gone_or_starts_again_is_told_in_a_sentence(
             page.open("play")
             page.fill(max_tokens="900", ignore_eos="1", seed="3")
             page.page.click("sp-play button.main")
-            page.page.wait_for_selector("sp-play .t >> nth=20")
+            page.page.wait_for_selector("sp-play .t >> nth=20", state="attached")
             server.process.kill()
             page.page.wait_for_selector("text=the text so far stays")
             assert page.shown()["tokens"] > 20

@@ -1,0 +1,1 @@
+"""`python -m runtime.models`: how each causal language model of the installed transformers runs here."""
