@@ -44,11 +44,15 @@ class Experts:
     # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
     names: tuple[str, ...] = ("mlp", "block_sparse_moe")
     routers: tuple[str, ...] = ("gate",)
-    # What makes shares of the router's scores; what is added to the shares to choose by (a tensor's name), and only to
-    # choose; the shares are multiplied by `scale` in the end.
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    # What makes shares of the router's scores (kernels/routing.py); what is added to them to choose by (a tensor), and
+    # only to choose; the shares are multiplied by `scale` in the end.
+    scoring: Literal["softmax", "sigmoid", "sparse mixer"] = "softmax"
     correction: str | None = None
     scale: float = 1.0
+    # Of the sparse mixer: by which part of the larger of the two a score may lie below the best and share with it.
+    tolerance: float = 0.0
+    # Experts stand in so many groups, of which so many are chosen from: those whose best so many add up to most.
+    groups: tuple[int, int, int] = (1, 1, 1)
     # An MLP that every token goes through besides, of so many channels (0: none), where it is, and what gates it.
     shared: int = 0
     shared_name: str = "shared_expert"

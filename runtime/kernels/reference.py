@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import exp, ordered_sum, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import exp, ordered_sum, tanh, tree_sum
 from runtime.kernels.fused import fused_sum, product
 from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK, SPLIT
@@ -45,14 +45,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def capped(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap)."""
     return tanh(x / cap) * cap
-
-
-def expert_odds(scores: Tensor, scoring: str) -> Tensor:
-    """Shares of all experts by a router's scores (T, E): by a softmax, or by a sigmoid each by itself."""
-    if scoring == "sigmoid":
-        return sigmoid(scores)
-    odds = exp(scores - scores.amax(dim=-1, keepdim=True))
-    return odds / tree_sum(odds).unsqueeze(-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

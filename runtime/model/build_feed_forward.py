@@ -63,11 +63,8 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
     return Mixture(
         reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
         _experts(reader, a, experts, base),
-        experts.per_token,
-        experts.renormalize,
-        scoring=experts.scoring,
+        experts,
         correction=reader.vector(f"{base}.{experts.correction}", experts.count) if experts.correction else None,
-        scale=experts.scale,
         shared=_expert(reader, a, shared, experts.shared, ("gate_proj", "up_proj", "down_proj"))
         if experts.shared
         else None,

@@ -25,6 +25,7 @@ from runtime.native.binding import (
     ACTIVATIONS,
     CACHES,
     PATHS,
+    SCORINGS,
     AnglesStruct,
     BatchStruct,
     HeadsStruct,
@@ -267,8 +268,9 @@ class _Native:
         count = len(mixture.experts)
         gate_up = (ProjectionStruct * count)(*[self._projection(e.gate_up) for e in mixture.experts])
         down = (WeightPointer * count)(*[pointer(_weight(e.down).struct) for e in mixture.experts])
+        how = mixture.how
         routing = RoutingStruct(
-            *(count, mixture.per_token, mixture.renormalize, mixture.scoring == "sigmoid", mixture.scale),
+            *(count, how.per_token, how.renormalize, SCORINGS[how.scoring], *how.groups, how.scale, how.tolerance),
             _address(mixture.correction),
         )
         shared, gate = mixture.shared, mixture.shared_gate

@@ -21,7 +21,8 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
 from runtime.kernels.dispatch import Kernel
-from runtime.kernels.exact import sigmoid, tree_sum
+from runtime.kernels.exact import sigmoid
+from runtime.kernels.routing import route
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
 from runtime.model.rotary import RotaryTables
 
@@ -212,14 +213,7 @@ class LlamaDecoder(BaseDecoder):
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
         """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
-        odds = reference.expert_odds(weights.router(x), weights.scoring)
-        rank = odds if weights.correction is None else odds + weights.correction
-        # Of equal ones the first, which torch's topk does not promise.
-        chosen = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
-        share = odds.gather(-1, chosen)
-        if weights.renormalize:
-            share = share / tree_sum(share).unsqueeze(-1)
-        share = share if weights.scale == 1.0 else share * weights.scale
+        share, chosen = route(weights.router(x), weights.how, weights.correction)
         mixed = sum_of_experts(x, share, chosen, weights.experts, self._mlp)
         if weights.shared is None:
             return mixed

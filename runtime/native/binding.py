@@ -26,6 +26,7 @@ _LACKS = {
 }
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "xielu": 5, "clamped_swiglu": 6}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
 
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -51,8 +52,8 @@ class RoutingStruct(Structure):
     """kernels.h, Routing."""
 
     _fields_ = [
-        *_all(c_int64, "experts", "chosen", "renormalize", "sigmoid"),
-        ("scale", c_float),
+        *_all(c_int64, "experts", "chosen", "renormalize", "scoring", "groups", "groups_chosen", "group_best"),
+        *_all(c_float, "scale", "tolerance"),
         ("correction", c_void_p),
     ]
 

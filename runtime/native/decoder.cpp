@@ -101,6 +101,9 @@ bool sound(const Model& model) {
         const Mixture& m = *layer.mixture;
         const Routing& to = m.routing;
         if (to.chosen < 1 || to.chosen > to.experts || to.experts > most_experts || !fits(m.router, to.experts, model.hidden)) return false;
+        if (to.groups < 1 || to.groups > to.experts || to.experts % to.groups || to.groups_chosen < 1 || to.groups_chosen > to.groups) return false;
+        if (to.group_best < 1 || to.group_best > to.experts / to.groups || to.chosen > to.groups_chosen * (to.experts / to.groups)) return false;
+        if (to.scoring < SOFTMAX || to.scoring > SPARSE_MIXER) return false;
         if (m.shared_down && !mlp(m.shared_gate_up, m.shared_down)) return false;
         if (m.shared_gate && !fits(m.shared_gate, 1, model.hidden)) return false;
         for (int64_t e = 0; e < to.experts; e++)

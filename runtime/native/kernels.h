@@ -82,11 +82,12 @@ struct Batch {
 // What follows a gate, or stands between two layers. binding.py has the same numbers.
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 = 4, XIELU = 5, CLAMPED_SWIGLU = 6 };
 
-// How a mixture chooses: shares by a softmax over the experts or each by itself; `correction` [experts] is added to them
-// to choose by, or null.
+// How a mixture chooses (kernels/routing.py); `correction` [experts] is added to choose by, or null.
+enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, SPARSE_MIXER = 2 };
 struct Routing {
-    int64_t experts, chosen, renormalize, sigmoid;
-    float scale;
+    int64_t experts, chosen, renormalize, scoring;
+    int64_t groups, groups_chosen, group_best;
+    float scale, tolerance;
     const float* correction;
 };
 

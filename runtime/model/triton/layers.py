@@ -12,10 +12,11 @@ from torch import Tensor
 from runtime.checkpoints.record import Architecture
 from runtime.contract import CacheKind
 from runtime.kernels.activations import activate
-from runtime.kernels.exact import sigmoid, tree_sum
+from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
-from runtime.kernels.reference import expert_odds, layer_norm, rotate
-from runtime.kernels.triton.argmax import route
+from runtime.kernels.reference import layer_norm, rotate
+from runtime.kernels.routing import route
+from runtime.kernels.triton import argmax
 from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
@@ -225,16 +226,12 @@ def _by_host(weights: Mixture, rows: int) -> bool:
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """The shares (T, k) of each row's experts and their numbers; below 0 in rows that are none."""
-    if weights.scoring == "softmax" and weights.correction is None:
-        share, chosen = route(scores, weights.per_token, weights.renormalize, position)
-    else:
-        odds = expert_odds(scores, weights.scoring)
-        rank = odds if weights.correction is None else odds + weights.correction
-        best = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
-        share = odds.gather(-1, best)
-        share = share / tree_sum(share).unsqueeze(-1) if weights.renormalize else share
-        chosen = torch.where(position.unsqueeze(1) < 0, -1, best)
-    return share if weights.scale == 1.0 else share * weights.scale, chosen
+    how = weights.how
+    if how.scoring == "softmax" and weights.correction is None and how.groups[0] == 1:
+        share, chosen = argmax.route(scores, how.per_token, how.renormalize, position)
+        return share if how.scale == 1.0 else share * how.scale, chosen
+    share, best = route(scores, how, weights.correction)
+    return share, torch.where(position.unsqueeze(1) < 0, -1, best)
 
 
 def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor) -> Tensor:
