@@ -206,6 +206,13 @@ def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinea
     return GroupLinear(laid_out, scale.t().contiguous(), offset, weight.perm, weight.bias, weight.input_scale)
 
 
+def first_seen(last: Tensor, window: int | None, chunked: bool) -> Tensor:
+    """The first position that rows at `last` see, or one before the text."""
+    if window is None:
+        return torch.zeros_like(last)
+    return last // window * window if chunked else last - window + 1
+
+
 def attention(
     q: Tensor,
     keys: Tensor,
@@ -215,6 +222,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Softmax attention of tiles of rows over their request's keys, which lie in order of their logical position.
 
@@ -223,7 +231,8 @@ def attention(
     q          (tiles, TILE, heads, d): rows of one request each.
     keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
                anything finite: they add exact zeros.
-    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them).
+    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them; or, `chunked`, those
+               of its own chunk of so many).
     softcap    of the scores (0: none); sinks (heads,): scores besides, which have no values.
     Returns (tiles, TILE, heads, d).
     """
@@ -237,7 +246,7 @@ def attention(
     if softcap:
         scores = capped(scores, softcap)
     last = positions.unsqueeze(2).expand(-1, -1, per_kv).reshape(tiles, 1, rows * per_kv, 1)
-    first = torch.zeros_like(last) if window is None else last - window + 1
+    first = first_seen(last, window, chunked)
     at = torch.arange(blocks * KEY_BLOCK, device=q.device)
     scores = torch.where((first <= at) & (at <= last), scores, torch.full_like(scores, float("-inf")))
     scores = torch.nn.functional.pad(scores, (0, splits * SPLIT - blocks * KEY_BLOCK), value=float("-inf"))

@@ -34,6 +34,7 @@ class Attention:
     q_norm, k_norm  weights of norms over heads, (d,), (heads, d) or (heads · d,), as query_key_span says.
     sinks           (heads,) float32.
     rotary          the number of its rotary table (RotaryTables.of).
+    grows           whether its queries are multiplied by what grows with their position.
     """
 
     qkv: Joined
@@ -43,6 +44,7 @@ class Attention:
     window: int | None
     sinks: Tensor | None = None
     rotary: int | None = 0
+    grows: bool = True
 
 
 @dataclass(frozen=True)

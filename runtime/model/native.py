@@ -212,6 +212,7 @@ class _Native:
             norm_of_heads=a.query_key_span == "heads",
             norm_rotated=a.query_key_norm_rotated,
             tables=len({kind for kind in a.rotations if kind is not None}),
+            chunked=a.chunked,
             norm_eps=a.norm_eps,
             embedding_scale=a.embedding_scale,
             attention_scaling=a.scaling,
@@ -241,7 +242,7 @@ class _Native:
         layer.qkv = self._projection(attention.qkv)
         layer.out = pointer(_weight(attention.out).struct)
         layer.window = attention.window or 0
-        layer.rotary = -1 if attention.rotary is None else attention.rotary
+        layer.rotary, layer.grows = -1 if attention.rotary is None else attention.rotary, attention.grows
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
             layer.parameters = _address(block.mlp.experts[0].parameters)
@@ -272,6 +273,7 @@ class _Native:
         routing = RoutingStruct(
             *(count, how.per_token, how.renormalize, SCORINGS[how.scoring], *how.groups, how.scale, how.tolerance),
             _address(mixture.correction),
+            how.scaled_inputs,
         )
         shared, gate = mixture.shared, mixture.shared_gate
         struct = MixtureStruct(

@@ -6,7 +6,7 @@ so its bits are the same whatever shares the call (kernels/exact.py). Positions,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -87,17 +87,19 @@ class BaseDecoder(ABC):
 
 
 def sum_of_experts(
-    x: Tensor, shares: Tensor, chosen: Tensor, experts: Sequence[Mlp], run: Callable[[Tensor, Mlp], Tensor]
+    x: Tensor, shares: Tensor, chosen: Tensor, weights: Mixture, run: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
     """Each row's experts of x (T, hidden) times their shares (T, k), added in order of their number; float32.
 
     chosen (T, k) int64: experts' numbers, below 0: none. run: an expert's output of some rows. Waits for the device.
     """
     out = torch.zeros_like(x)
-    for number, expert in enumerate(experts):
+    for number, expert in enumerate(weights.experts):
         at, place = (chosen == number).nonzero(as_tuple=True)
         if len(at):
-            out[at] = out[at] + run(x[at], expert) * shares[at, place].unsqueeze(-1)
+            share = shares[at, place].unsqueeze(-1)
+            made = run(x[at] * share, expert) if weights.how.scaled_inputs else run(x[at], expert) * share
+            out[at] = out[at] + made
     return out
 
 
@@ -166,7 +168,7 @@ class LlamaDecoder(BaseDecoder):
             q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
         if a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
-        return q if turns.growth is None else q * turns.growth.view(-1, 1, 1), k, v
+        return q if turns.growth is None or not weights.grows else q * turns.growth.view(-1, 1, 1), k, v
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""
@@ -201,7 +203,7 @@ class LlamaDecoder(BaseDecoder):
             keys, values = keys_and_values(layout, cache, layer, tiles)
             places = layout.gather[tiles.start : tiles.stop].to(self.device)
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
-            how = weights.window, a.softcap, weights.sinks
+            how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
         mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
         return weights.out(mixed.reshape(count, -1))
@@ -214,7 +216,7 @@ class LlamaDecoder(BaseDecoder):
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
         """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
         share, chosen = route(weights.router(x), weights.how, weights.correction)
-        mixed = sum_of_experts(x, share, chosen, weights.experts, self._mlp)
+        mixed = sum_of_experts(x, share, chosen, weights, self._mlp)
         if weights.shared is None:
             return mixed
         whole = self._mlp(x, weights.shared)

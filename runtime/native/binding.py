@@ -55,6 +55,7 @@ class RoutingStruct(Structure):
         *_all(c_int64, "experts", "chosen", "renormalize", "scoring", "groups", "groups_chosen", "group_best"),
         *_all(c_float, "scale", "tolerance"),
         ("correction", c_void_p),
+        ("scaled_inputs", c_int64),
     ]
 
 
@@ -86,7 +87,7 @@ class LayerStruct(Structure):
         *_all(c_void_p, "query_norm", "key_norm", "sinks"),
         ("qkv", ProjectionStruct),
         ("out", POINTER(WeightsStruct)),
-        *_all(c_int64, "window", "rotary"),
+        *_all(c_int64, "window", "rotary", "grows"),
         ("gate_up", ProjectionStruct),
         ("down", POINTER(WeightsStruct)),
         ("parameters", c_void_p),
@@ -108,7 +109,7 @@ class ModelStruct(Structure):
         *_all(
             c_int64, "layers", "hidden", "intermediate", "vocabulary", "activation", "gated", "layer_norm", "parallel"
         ),
-        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables"),
+        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables", "chunked"),
         *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "residual_scale", "logits_scale"),
         *_all(c_float, "softcap", "final_softcap"),
         ("layer", POINTER(LayerStruct)),

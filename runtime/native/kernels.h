@@ -89,6 +89,7 @@ struct Routing {
     int64_t groups, groups_chosen, group_best;
     float scale, tolerance;
     const float* correction;
+    int64_t scaled_inputs;  // a share multiplies what its expert reads
 };
 
 struct AttentionCall {
@@ -102,7 +103,13 @@ struct AttentionCall {
     float* out;            // [rows][heads * dim]
     float softcap;         // of the scores; 0: none
     const float* sinks;    // [heads] scores that have no values; or null
+    int64_t chunked;       // windows do not slide: a row sees the chunk of so many positions that it is in
 };
+// The first position that a row sees.
+inline int64_t first_seen(const AttentionCall& c, int64_t position) {
+    if (!c.window) return 0;
+    return c.chunked ? position / c.window * c.window : position >= c.window ? position - c.window + 1 : 0;
+}
 
 // A piece of attention: rows first..first+count of one request and one key head; heads of the queries from..to.
 struct AttentionUnit {
@@ -116,7 +123,7 @@ struct Reach {
 inline Reach reach(const AttentionCall& c, const AttentionUnit& u) {
     Reach all = {INT64_MAX, -1};
     for (int64_t row = u.row; row < u.row + u.rows; row++) {
-        const int64_t last = c.batch->position[row], first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        const int64_t last = c.batch->position[row], first = first_seen(c, last);
         all.first = first < all.first ? first : all.first;
         all.last = last > all.last ? last : all.last;
     }

@@ -100,6 +100,52 @@ def glm4_moe(config: Config) -> Architecture | None:
     )
 
 
+def llama4(config: Config) -> Architecture | None:
+    """Chunks, layers without positions whose queries grow, experts of which a share multiplies the input."""
+    layers = count(config, "num_hidden_layers")
+    every = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+    step = config.get("interleave_moe_layer_step", 1)
+    mixed = config.get("moe_layers")
+    mixed = range(step - 1, layers, step) if mixed is None else mixed
+    if len(rotated) < layers:
+        raise UserError(f"config.json: no_rope_layers must tell of {layers} layers, found {len(rotated)}")
+    kinds = config.get("layer_types") or ["chunked_attention" if it else "full_attention" for it in rotated[:layers]]
+    growth = None
+    if config.get("attn_temperature_tuning", True):
+        growth = float(config.get("attn_scale", 0.1)), count({"floor_scale": 8192} | config, "floor_scale"), 1
+    experts = _experts(config, "num_local_experts", "intermediate_size", False)
+    return llama(
+        config,
+        activation(config),
+        names=replace(
+            Names(), gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"
+        ),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        intermediate=config.get("intermediate_size_mlp", 16384),
+        rotary=tuple("" if it else None for it in rotated[:layers]),
+        rotary_neighbours=True,
+        query_key_norm=bool(config.get("use_qk_norm", True)),
+        query_key_norm_rotated=True,
+        query_key_weights=False,
+        query_key_norm_layers="rotated",
+        query_growth=growth,
+        query_growth_layers="not rotated",
+        windows=windows(config | {"layer_types": kinds}, "chunked_attention", "attention_chunk_size"),
+        chunked=True,
+        experts=replace(
+            experts,
+            names=("feed_forward",),
+            routers=("router",),
+            scoring="sigmoid",
+            scaled_inputs=True,
+            shared=experts.hidden,
+            transposed=True,
+        ),
+        dense_layers=tuple(i for i in range(layers) if i not in mixed),
+    )
+
+
 def phimoe(config: Config) -> Architecture | None:
     """Layer norms, and two experts, each with its share of a softmax among those that come near to it."""
     if count(config, "num_experts_per_tok") != 2:

@@ -101,9 +101,9 @@ def hidden_states(
             *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
             *(*norms, a.norm_eps),
         )
-        q = q if growth is None else q * growth
+        q = q * growth if growth is not None and weights.grows else q
         mixed = torch.empty_like(q)
-        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor)
+        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor, a.chunked)
         keys = (memory.store, layer, memory.kind, own)
         if prompt:
             attend_many(q, *keys, places, mixed)
@@ -220,8 +220,8 @@ def waits(parts: Parts, rows: int) -> bool:
 
 def _by_host(weights: Mixture, rows: int) -> bool:
     """Whether the host sends rows to their experts: those of a prompt, so that each expert multiplies all of its rows
-    in wide tiles; and any where the experts are not alike."""
-    return rows > WIDEST or weights.stacked is None
+    in wide tiles; and any where the experts are not alike, or where shares multiply what they read."""
+    return rows > WIDEST or weights.stacked is None or weights.how.scaled_inputs
 
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,6 +247,6 @@ def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position:
         x = x + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(normed)))
     kind = a.activation
     if _by_host(weights, len(x)) or kind not in ("silu", "gelu_tanh"):
-        return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
+        return x + sum_of_experts(normed, shares, chosen, weights, run)
     assert isinstance(weights.stacked, StackedExperts)
     return weights.stacked.mixed(normed, shares, Picks(chosen), kind, x)

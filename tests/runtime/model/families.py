@@ -127,6 +127,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    # Layers of each kind: a chunk or all of the text, dense or a mixture.
+    "llama4_text": {
+        **_QUARTERED,
+        "num_hidden_layers": 3,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 88,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1, 2],
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 8,
+        "attn_scale": 0.4,
+    },
     "phimoe": {
         **_DIVIDED,
         "num_local_experts": 5,
