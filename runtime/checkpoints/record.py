@@ -118,8 +118,8 @@ class Architecture:
     rotary: tuple[str | None, ...] = ()
     # Dimensions 2i and 2i + 1 rotate together, not i and i + half.
     rotary_neighbours: bool = False
-    # Queries are multiplied by 1 + a · ln(1 + floor((position + c) / b)): (a, b, c); in all layers, or those that do not
-    # rotate.
+    # Queries are multiplied by 1 + a · ln(1 + floor((position + c) / b)): (a, b, c); in all layers, or in those that
+    # do not rotate.
     query_growth: tuple[float, int, int] | None = None
     query_growth_layers: Literal["all", "not rotated"] = "all"
     # Learned positions begin with this row of their table.

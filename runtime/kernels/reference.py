@@ -231,8 +231,8 @@ def attention(
     q          (tiles, TILE, heads, d): rows of one request each.
     keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
                anything finite: they add exact zeros.
-    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them; or, `chunked`, those
-               of its own chunk of so many).
+    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them; or, `chunked`,
+               those of its own chunk of so many).
     softcap    of the scores (0: none); sinks (heads,): scores besides, which have no values.
     Returns (tiles, TILE, heads, d).
     """
