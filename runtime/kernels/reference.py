@@ -197,7 +197,7 @@ def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinea
     size = size or k
     codes, scale = weight.codes, weight.scale
     if kind.levels:
-        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / 127.0
+        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / kind.levels
     exact = torch.float32 if 127 * kind.largest * size < _EXACT_FLOAT else torch.float64
     groups = -(-k // size)
     codes = torch.nn.functional.pad(codes, (0, groups * size - k))

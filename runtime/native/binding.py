@@ -38,7 +38,7 @@ class WeightsStruct(Structure):
 
     _fields_ = [
         *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
-        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale"),
+        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale", "levels"),
     ]
 
 

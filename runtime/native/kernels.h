@@ -28,6 +28,7 @@ struct Weights {
     const float* bias;     // [outputs padded to 32] or null
     const int32_t* perm;   // [inputs] or null: codes[:, j] belongs to input perm[j]
     const float* input_scale;  // static activations, or null
+    const int8_t* levels;      // [16] what codes stand for, of nf4 and what is stored alike; else null
 };
 
 // Bytes of one plane of a nested layer; the lower plane follows the upper one.
