@@ -15,7 +15,7 @@ from setuptools.errors import BaseError, CCompilerError, ExecError, OptionError,
 
 HERE = "runtime/native"
 # Compiled for each path …
-KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "cache", "attention", "path"]
+KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "routing", "cache", "attention", "path"]
 # … and once.
 COMMON = ["api", "decoder", "draft", "noise", "pool", "pack"]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.

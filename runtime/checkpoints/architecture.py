@@ -3,6 +3,7 @@
 families/ has who says what a family is.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,12 @@ from runtime.checkpoints.families import FAMILIES
 from runtime.checkpoints.record import Architecture
 from runtime.errors import UserError, fault_of
 
-__all__ = ["Architecture", "configuration", "describe", "transformers_configuration"]
+__all__ = ["Architecture", "configuration", "describe", "in_towers", "language_model", "transformers_configuration"]
+
+# Checkpoints with towers for images, whose language model alone says what follows a text; and where they have it: its
+# parts, its head.
+COMPOSITES = ("gemma3", "llama4", "mistral3")
+_PLACES = (("language_model.model.", "language_model.lm_head"), ("model.language_model.", "lm_head"))
 
 # A Llama file with these keys leaves nothing to a default that only transformers knows …
 _KEYS = (
@@ -67,3 +73,24 @@ def describe(config: dict[str, Any]) -> Architecture | None:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     return None if family is None else family(config)
+
+
+def language_model(config: Any) -> Any:
+    """The configuration of the language model in a composite that our decoders take apart; any other as it is."""
+    composite = getattr(config, "model_type", None) in COMPOSITES
+    return config.get_text_config(decoder=True) if composite else config
+
+
+def in_towers(a: Architecture, checkpoint: Checkpoint) -> Architecture | None:
+    """The language model `a` as a composite's checkpoint names its tensors; None where it does so in another way.
+
+    Whether it is tied is what the file says: the configurations of the whole and of its part may contradict each other.
+    """
+    held = set(checkpoint.names())
+    for prefix, head in _PLACES:
+        parts = {key: getattr(a.names, key) for key in ("embedding", "block", "norm")}
+        moved = {key: name.replace("model.", prefix, 1) for key, name in parts.items()}
+        if f"{moved['norm']}.weight" in held:
+            tied = not any(name.startswith(f"{head}.") for name in held)
+            return replace(a, names=replace(a.names, **moved, head=head), tied=tied)
+    return None

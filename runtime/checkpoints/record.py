@@ -44,15 +44,21 @@ class Experts:
     # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
     names: tuple[str, ...] = ("mlp", "block_sparse_moe")
     routers: tuple[str, ...] = ("gate",)
-    # What makes shares of the router's scores; what is added to the shares to choose by (a tensor's name), and only to
-    # choose; the shares are multiplied by `scale` in the end.
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    # What makes shares of the router's scores (kernels/routing.py); what is added to them to choose by (a tensor), and
+    # only to choose; the shares are multiplied by `scale` in the end.
+    scoring: Literal["softmax", "sigmoid", "sparse mixer"] = "softmax"
     correction: str | None = None
     scale: float = 1.0
+    # Of the sparse mixer: by which part of the larger of the two a score may lie below the best and share with it.
+    tolerance: float = 0.0
+    # Experts stand in so many groups, of which so many are chosen from: those whose best so many add up to most.
+    groups: tuple[int, int, int] = (1, 1, 1)
     # An MLP that every token goes through besides, of so many channels (0: none), where it is, and what gates it.
     shared: int = 0
     shared_name: str = "shared_expert"
     shared_gate: str | None = None
+    # A share multiplies what its expert reads, not what it makes.
+    scaled_inputs: bool = False
     # Of experts in one tensor: its names, one pair or another; whether it is (inputs, outputs); whether gate and factor
     # take turns.
     fused: tuple[tuple[str, str], ...] = (("experts.gate_up_proj", "experts.down_proj"),)
@@ -83,8 +89,10 @@ class Architecture:
     embedding_scale: float = 1.0
     query_key_norm: bool = False
     fused: bool = False
-    # Sliding window in tokens per layer; None: the layer sees everything.
+    # Window in tokens per layer; None: the layer sees everything. It slides; or texts are cut into chunks of so many
+    # tokens, and a row sees those of its own.
     windows: tuple[int | None, ...] = ()
+    chunked: bool = False
     experts: Experts | None = None
     # Layers whose MLP is dense although the model has experts.
     dense_layers: tuple[int, ...] = ()
@@ -102,13 +110,18 @@ class Architecture:
     # Queries and keys are normed head by head, each head by a weight of its own, or all heads as one vector.
     query_key_span: Literal["head", "each head", "heads"] = "head"
     query_key_norm_rotated: bool = False
+    # Those norms have weights; and are in all layers, or in those that rotate.
+    query_key_weights: bool = True
+    query_key_norm_layers: Literal["all", "rotated"] = "all"
     # For each layer the set of rotary parameters (a key of rope_parameters, "": the only one); None: not rotated. ():
     # the only one everywhere.
     rotary: tuple[str | None, ...] = ()
     # Dimensions 2i and 2i + 1 rotate together, not i and i + half.
     rotary_neighbours: bool = False
-    # Queries are multiplied by 1 + a · ln(1 + floor(position / b)): (a, b).
-    query_growth: tuple[float, int] | None = None
+    # Queries are multiplied by 1 + a · ln(1 + floor((position + c) / b)): (a, b, c); in all layers, or in those that
+    # do not rotate.
+    query_growth: tuple[float, int, int] | None = None
+    query_growth_layers: Literal["all", "not rotated"] = "all"
     # Learned positions begin with this row of their table.
     first_position: int = 0
     # Rows of fused queries, keys and values: all of each, or those of one key head after the other.

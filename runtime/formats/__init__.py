@@ -88,7 +88,7 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
-            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, or bitnet"
+            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, or bitnet"
         )
     import_module(READERS[method]).check(quantization)
 

@@ -41,7 +41,8 @@ class CodeKind:
     layout       compressed-tensors' name for how it is stored; `expert_layout` in experts ("": experts cannot be).
     no_experts   why fused experts stay as they are, where they do.
     nibbles      files have two codes in a byte, counted from `ranges[0][0]`.
-    levels       codes are places in the format file's LEVELS, and in its INT8_LEVELS, which are in 127ths.
+    levels       codes are places in the format file's LEVELS, and in its INT8_LEVELS, which are in so many parts of
+                 them; 0: codes are numbers themselves.
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
     outputs      the library takes multiples of so many outputs (bitsandbytes on processors with AVX-512).
@@ -57,7 +58,7 @@ class CodeKind:
     expert_layout: str = ""
     no_experts: str = ""
     nibbles: bool = False
-    levels: bool = False
+    levels: int = 0
     is_float: bool = False
     has_planes: bool = False
     outputs: int = 1
@@ -118,10 +119,19 @@ KINDS: Mapping[Kind, CodeKind] = {
         ((0, 15),),
         no_experts="bitsandbytes leaves fused experts alone",
         nibbles=True,
-        levels=True,
+        levels=127,
         outputs=32,
         scale_bytes=1 + 4 / 256,
         more_bytes=4 * (16 + 256),
+    ),
+    "mxfp4": CodeKind(
+        "runtime.formats.mxfp4",
+        "mxfp4",
+        ((0, 15),),
+        nibbles=True,
+        levels=2,
+        product="nf4",
+        scale_bytes=1,
     ),
     "ternary": CodeKind(
         "runtime.formats.ternary",
@@ -140,6 +150,7 @@ READERS: Mapping[str, str] = {
     "bitnet": "runtime.formats.ternary",
     "gptq": "runtime.formats.gptq",
     "awq": "runtime.formats.awq",
+    "mxfp4": "runtime.formats.mxfp4",
 }
 
 

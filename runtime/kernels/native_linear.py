@@ -125,8 +125,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     groups = -(-k // group)
     struct = _struct("nested" if weight.planes else product, n, k, group, groups)
     scale = _per_group("scale", weight.scale, n, groups)
-    # Levels are held as level · 127.
-    scale = scale / 127.0 if row.levels else scale
+    # Levels are held as integers, in so many parts.
+    scale = scale / row.levels if row.levels else scale
     # In 16 bits where those hold them: scales are read with every product.
     scale = scale if (narrow := in_first(scale, torch.bfloat16, torch.float16)) is None else narrow
     offset = None if weight.offset is None else _per_group("offset", weight.offset, n, groups)
@@ -139,6 +139,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     sums = torch.empty((-(-n // BLOCK), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
     packed = _lay_out_codes(weight, struct, sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
+    # The table is the format's own, and stays.
+    struct.levels = row.format.INT8_LEVELS.data_ptr() if row.levels else None
     tensors = [packed, scale]
     for name, values in (("sums", sums), ("offset", offset), ("bias", bias), ("perm", perm), ("input_scale", static)):
         if values is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.kernels.exact import exp, ordered_sum, tree_sum
 from runtime.kernels.joined import HoldsTensors
-from runtime.kernels.reference import capped
+from runtime.kernels.reference import capped, first_seen
 from runtime.kernels.tiles import batched_product, lay_out, product
 from runtime.kv_store import KEY_BLOCK
 
@@ -42,6 +42,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """What reference.attention does, in products of one cache block: all weights share a maximum."""
     tiles, rows, heads, d = q.shape
@@ -54,9 +55,7 @@ def attention(
         scores = capped(scores, softcap)
     at = torch.arange(blocks * KEY_BLOCK, device=q.device).view(1, blocks, 1, 1, 1, KEY_BLOCK)
     last = positions.view(tiles, 1, 1, rows, 1, 1)
-    seen = at <= last
-    if window is not None:
-        seen = seen & (at > last - window)
+    seen = (first_seen(last, window, chunked) <= at) & (at <= last)
     scores = torch.where(seen, scores, torch.full_like(scores, float("-inf")))
     highest = scores.amax(dim=(1, 5), keepdim=True)
     if sinks is not None:

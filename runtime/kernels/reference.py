@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
-from runtime.kernels.exact import exp, ordered_sum, sigmoid, tanh, tree_sum
+from runtime.kernels.exact import exp, ordered_sum, tanh, tree_sum
 from runtime.kernels.fused import fused_sum, product
 from runtime.kernels.joined import HoldsTensors
 from runtime.kv_store import KEY_BLOCK, SPLIT
@@ -45,14 +45,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def capped(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap)."""
     return tanh(x / cap) * cap
-
-
-def expert_odds(scores: Tensor, scoring: str) -> Tensor:
-    """Shares of all experts by a router's scores (T, E): by a softmax, or by a sigmoid each by itself."""
-    if scoring == "sigmoid":
-        return sigmoid(scores)
-    odds = exp(scores - scores.amax(dim=-1, keepdim=True))
-    return odds / tree_sum(odds).unsqueeze(-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -205,13 +197,20 @@ def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinea
     size = size or k
     codes, scale = weight.codes, weight.scale
     if kind.levels:
-        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / 127.0
+        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / kind.levels
     exact = torch.float32 if 127 * kind.largest * size < _EXACT_FLOAT else torch.float64
     groups = -(-k // size)
     codes = torch.nn.functional.pad(codes, (0, groups * size - k))
     laid_out = codes.view(n, groups, size).permute(1, 2, 0).to(exact).contiguous()
     offset = None if weight.offset is None else weight.offset.t().contiguous()
     return GroupLinear(laid_out, scale.t().contiguous(), offset, weight.perm, weight.bias, weight.input_scale)
+
+
+def first_seen(last: Tensor, window: int | None, chunked: bool) -> Tensor:
+    """The first position that rows at `last` see, or one before the text."""
+    if window is None:
+        return torch.zeros_like(last)
+    return last // window * window if chunked else last - window + 1
 
 
 def attention(
@@ -223,6 +222,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Softmax attention of tiles of rows over their request's keys, which lie in order of their logical position.
 
@@ -231,7 +231,8 @@ def attention(
     q          (tiles, TILE, heads, d): rows of one request each.
     keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
                anything finite: they add exact zeros.
-    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them).
+    positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them; or, `chunked`,
+               those of its own chunk of so many).
     softcap    of the scores (0: none); sinks (heads,): scores besides, which have no values.
     Returns (tiles, TILE, heads, d).
     """
@@ -245,7 +246,7 @@ def attention(
     if softcap:
         scores = capped(scores, softcap)
     last = positions.unsqueeze(2).expand(-1, -1, per_kv).reshape(tiles, 1, rows * per_kv, 1)
-    first = torch.zeros_like(last) if window is None else last - window + 1
+    first = first_seen(last, window, chunked)
     at = torch.arange(blocks * KEY_BLOCK, device=q.device)
     scores = torch.where((first <= at) & (at <= last), scores, torch.full_like(scores, float("-inf")))
     scores = torch.nn.functional.pad(scores, (0, splits * SPLIT - blocks * KEY_BLOCK), value=float("-inf"))

@@ -90,8 +90,10 @@ def _attention(reader: TensorReader, a: Architecture, prefix: str, number: int, 
         orders[:2] = [_halves(count, a.head_dim, rotary.width) for count in (a.heads, a.kv_heads)]
     if a.grouped_rows:
         orders = [_ungrouped(a)]
+    rotates = rotary.of[number] is not None
+    normed = a.query_key_norm and (rotates or a.query_key_norm_layers == "all")
     query, key = (
-        _head_norm(reader, a, f"{prefix}.{name}", count, rotary.width) if a.query_key_norm else None
+        _head_norm(reader, a, f"{prefix}.{name}", count, rotary.width) if normed else None
         for name, count in ((names.query_norm, a.heads), (names.key_norm, a.kv_heads))
     )
     return Attention(
@@ -102,11 +104,14 @@ def _attention(reader: TensorReader, a: Architecture, prefix: str, number: int, 
         window=a.windows[number],
         sinks=reader.vector(f"{prefix}.{names.sinks}", a.heads) if a.sinks else None,
         rotary=rotary.of[number],
+        grows=a.query_growth_layers == "all" or not rotates,
     )
 
 
 def _head_norm(reader: TensorReader, a: Architecture, name: str, heads: int, rotated: int) -> Tensor:
     """The weight of queries' or keys' norm, in the order of their rows."""
+    if not a.query_key_weights:
+        return torch.ones(a.head_dim, device=reader.device)
     if a.query_key_span == "each head":
         found = [reader.norm(name.format(head), heads=heads) for head in range(heads)]
         weight = torch.stack([norm.weight for norm in found if norm is not None])

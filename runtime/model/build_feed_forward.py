@@ -7,9 +7,10 @@ from torch import Tensor
 
 from runtime.checkpoints.record import Architecture, Experts
 from runtime.errors import UserError
+from runtime.formats import mxfp4
 from runtime.kernels.dispatch import Kernel, join, linear
 from runtime.model.layers import Mixture, Mlp
-from runtime.model.tensor_reader import TensorReader, take_rows
+from runtime.model.tensor_reader import TensorReader, Weight, take_rows
 
 
 def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
@@ -63,11 +64,8 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
     return Mixture(
         reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
         _experts(reader, a, experts, base),
-        experts.per_token,
-        experts.renormalize,
-        scoring=experts.scoring,
+        experts,
         correction=reader.vector(f"{base}.{experts.correction}", experts.count) if experts.correction else None,
-        scale=experts.scale,
         shared=_expert(reader, a, shared, experts.shared, ("gate_proj", "up_proj", "down_proj"))
         if experts.shared
         else None,
@@ -82,7 +80,8 @@ def _expert(reader: TensorReader, a: Architecture, prefix: str, size: int, names
 
 def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
-    fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in reader.names), None)
+    held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
+    fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in held), None)
     if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
         names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
@@ -109,8 +108,10 @@ def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str)
     )
 
 
-def _stack(reader: TensorReader, experts: Experts, name: str) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights (N, K) and biases of one layer of every expert."""
+def _stack(reader: TensorReader, experts: Experts, name: str) -> tuple[list[Weight], list[Tensor | None]]:
+    """Weights (N, K) and biases of one layer of every expert; packed ones carry theirs."""
+    if mxfp4.holds(reader.names, name):
+        return reader.blocks(name, experts.count), [None] * experts.count
     weights = reader.stack(name)
     if experts.transposed:
         weights = weights.transpose(1, 2)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from runtime.checkpoints.record import Experts
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined, Linear
@@ -33,6 +34,7 @@ class Attention:
     q_norm, k_norm  weights of norms over heads, (d,), (heads, d) or (heads · d,), as query_key_span says.
     sinks           (heads,) float32.
     rotary          the number of its rotary table (RotaryTables.of).
+    grows           whether its queries are multiplied by what grows with their position.
     """
 
     qkv: Joined
@@ -42,6 +44,7 @@ class Attention:
     window: int | None
     sinks: Tensor | None = None
     rotary: int | None = 0
+    grows: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,15 @@ class Stacked(Protocol):
 class Mixture:
     """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it.
 
-    scoring, correction (experts,), scale  as record.Experts has them.
-    shared, shared_gate                    what every row goes through besides, times the sigmoid of its gate.
+    how                  what the record says; correction (experts,) float32 as kernels/routing.py takes it.
+    shared, shared_gate  what every row goes through besides, times the sigmoid of its gate.
     """
 
     router: Linear
     experts: tuple[Mlp, ...]
-    per_token: int
-    renormalize: bool
+    how: Experts
     stacked: Stacked | None = None
-    scoring: str = "softmax"
     correction: Tensor | None = None
-    scale: float = 1.0
     shared: Mlp | None = None
     shared_gate: Linear | None = None
 

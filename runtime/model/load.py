@@ -7,7 +7,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints import model_config
-from runtime.checkpoints.architecture import Architecture, configuration, describe, transformers_configuration
+from runtime.checkpoints.architecture import (
+    Architecture,
+    configuration,
+    describe,
+    in_towers,
+    language_model,
+    transformers_configuration,
+)
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import inside
 from runtime.contract import Decoder
@@ -70,7 +77,11 @@ class Model:
 
 
 def own_architecture(config: Any) -> Architecture | None:
-    """The architecture of a configuration, where our own decoder runs it; None where transformers has to."""
+    """The architecture of a configuration, where our own decoder runs it; None where transformers has to.
+
+    Of a composite that of its language model, as if it were alone.
+    """
+    config = language_model(config)
     found = describe(vars(config) if isinstance(config, SimpleNamespace) else config.to_dict())
     return found if rope_types(config) <= set(STATIC_TYPES) else None
 
@@ -110,6 +121,8 @@ def load(
     checkpoint = open_checkpoint(path)
     config = configuration(checkpoint)
     architecture = own_architecture(config)
+    if architecture is not None and language_model(config) is not config:
+        architecture = in_towers(architecture, checkpoint)
     if adapter or architecture is None:
         from runtime.model.hf_adapter import FLOAT32, adapt
 
@@ -132,5 +145,5 @@ def load(
         size = checkpoint.path.stat().st_size if checkpoint.path.is_file() else checkpoint.bytes_on_disk()
         require_room(checkpoint.path.name, needed(architecture, size), free_bytes(where))
     with explaining():
-        made = build(checkpoint, architecture, config, kernel, where, planes)
+        made = build(checkpoint, architecture, language_model(config), kernel, where, planes)
     return Model(made, checkpoint.path, config)

@@ -25,6 +25,7 @@ from runtime.native.binding import (
     ACTIVATIONS,
     CACHES,
     PATHS,
+    SCORINGS,
     AnglesStruct,
     BatchStruct,
     HeadsStruct,
@@ -211,6 +212,7 @@ class _Native:
             norm_of_heads=a.query_key_span == "heads",
             norm_rotated=a.query_key_norm_rotated,
             tables=len({kind for kind in a.rotations if kind is not None}),
+            chunked=a.chunked,
             norm_eps=a.norm_eps,
             embedding_scale=a.embedding_scale,
             attention_scaling=a.scaling,
@@ -240,7 +242,7 @@ class _Native:
         layer.qkv = self._projection(attention.qkv)
         layer.out = pointer(_weight(attention.out).struct)
         layer.window = attention.window or 0
-        layer.rotary = -1 if attention.rotary is None else attention.rotary
+        layer.rotary, layer.grows = -1 if attention.rotary is None else attention.rotary, attention.grows
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
             layer.parameters = _address(block.mlp.experts[0].parameters)
@@ -267,9 +269,11 @@ class _Native:
         count = len(mixture.experts)
         gate_up = (ProjectionStruct * count)(*[self._projection(e.gate_up) for e in mixture.experts])
         down = (WeightPointer * count)(*[pointer(_weight(e.down).struct) for e in mixture.experts])
+        how = mixture.how
         routing = RoutingStruct(
-            *(count, mixture.per_token, mixture.renormalize, mixture.scoring == "sigmoid", mixture.scale),
+            *(count, how.per_token, how.renormalize, SCORINGS[how.scoring], *how.groups, how.scale, how.tolerance),
             _address(mixture.correction),
+            how.scaled_inputs,
         )
         shared, gate = mixture.shared, mixture.shared_gate
         struct = MixtureStruct(

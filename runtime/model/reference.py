@@ -6,7 +6,7 @@ so its bits are the same whatever shares the call (kernels/exact.py). Positions,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,7 +21,8 @@ from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, R
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
 from runtime.kernels.dispatch import Kernel
-from runtime.kernels.exact import sigmoid, tree_sum
+from runtime.kernels.exact import sigmoid
+from runtime.kernels.routing import route
 from runtime.model.layers import Attention, Block, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
 from runtime.model.rotary import RotaryTables
 
@@ -86,17 +87,19 @@ class BaseDecoder(ABC):
 
 
 def sum_of_experts(
-    x: Tensor, shares: Tensor, chosen: Tensor, experts: Sequence[Mlp], run: Callable[[Tensor, Mlp], Tensor]
+    x: Tensor, shares: Tensor, chosen: Tensor, weights: Mixture, run: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
     """Each row's experts of x (T, hidden) times their shares (T, k), added in order of their number; float32.
 
     chosen (T, k) int64: experts' numbers, below 0: none. run: an expert's output of some rows. Waits for the device.
     """
     out = torch.zeros_like(x)
-    for number, expert in enumerate(experts):
+    for number, expert in enumerate(weights.experts):
         at, place = (chosen == number).nonzero(as_tuple=True)
         if len(at):
-            out[at] = out[at] + run(x[at], expert) * shares[at, place].unsqueeze(-1)
+            share = shares[at, place].unsqueeze(-1)
+            made = run(x[at] * share, expert) if weights.how.scaled_inputs else run(x[at], expert) * share
+            out[at] = out[at] + made
     return out
 
 
@@ -165,7 +168,7 @@ class LlamaDecoder(BaseDecoder):
             q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
         if a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
-        return q if turns.growth is None else q * turns.growth.view(-1, 1, 1), k, v
+        return q if turns.growth is None or not weights.grows else q * turns.growth.view(-1, 1, 1), k, v
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""
@@ -200,7 +203,7 @@ class LlamaDecoder(BaseDecoder):
             keys, values = keys_and_values(layout, cache, layer, tiles)
             places = layout.gather[tiles.start : tiles.stop].to(self.device)
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
-            how = weights.window, a.softcap, weights.sinks
+            how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
         mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
         return weights.out(mixed.reshape(count, -1))
@@ -212,15 +215,8 @@ class LlamaDecoder(BaseDecoder):
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
         """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
-        odds = reference.expert_odds(weights.router(x), weights.scoring)
-        rank = odds if weights.correction is None else odds + weights.correction
-        # Of equal ones the first, which torch's topk does not promise.
-        chosen = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
-        share = odds.gather(-1, chosen)
-        if weights.renormalize:
-            share = share / tree_sum(share).unsqueeze(-1)
-        share = share if weights.scale == 1.0 else share * weights.scale
-        mixed = sum_of_experts(x, share, chosen, weights.experts, self._mlp)
+        share, chosen = route(weights.router(x), weights.how, weights.correction)
+        mixed = sum_of_experts(x, share, chosen, weights, self._mlp)
         if weights.shared is None:
             return mixed
         whole = self._mlp(x, weights.shared)

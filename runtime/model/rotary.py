@@ -126,10 +126,10 @@ class RotaryTables:
         """What queries of all positions up to this one and maybe more are multiplied by, (P,); None: by nothing."""
         if self._growth is None:
             return None
-        factor, start = self._growth
+        factor, stretch, offset = self._growth
         while len(self._grown) <= position:
             first = len(self._grown)
             # Logarithms of few numbers, in float64: see _Base.
-            new = [1.0 + factor * math.log1p(at // start) for at in range(first, first + _BLOCK)]
+            new = [1.0 + factor * math.log1p((at + offset) // stretch) for at in range(first, first + _BLOCK)]
             self._grown = torch.cat((self._grown, torch.tensor(new, dtype=torch.float32, device=self._device)))
         return self._grown

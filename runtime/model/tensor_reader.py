@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.record import Architecture
 from runtime.errors import UserError
+from runtime.formats import mxfp4
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
 from runtime.kernels.dispatch import Kernel, join, linear
@@ -73,6 +74,15 @@ class TensorReader:
                 " fused experts are read plain, so use a checkpoint that has them one by one"
             )
         return found.to(self.device)
+
+    def blocks(self, name: str, experts: int) -> list[Weight]:
+        """Each expert's weight, and bias where there is one, of experts that are fused in mxfp4."""
+        found = mxfp4.read_experts(self.checkpoint.shards, name, unpack=not self.kernel.backend.repacks)
+        self._check(f"{name}_blocks", (len(found),), (experts,))
+        if f"{name}_bias" in self.names:
+            biases = self.table(f"{name}_bias", (experts, found[0].shape[0])).float()
+            found = [replace(weight, bias=bias) for weight, bias in zip(found, biases, strict=True)]
+        return [_to(weight, self.device) for weight in found]
 
     def linear(self, prefix: str, shape: tuple[int, int]) -> Linear:
         return linear(self.weight(prefix, shape), self.bias(prefix, shape[0]), self.kernel)

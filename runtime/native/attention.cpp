@@ -338,7 +338,7 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
     for (int64_t m = 0; m < count; m++) {
         // −1: all of the split lies behind this row, which another row of the unit sees.
         const int64_t here = b.position[u.row + m / per_row] - base, last = here < 0 ? -1 : here;
-        const int64_t first = c.window && last + base >= c.window ? last - c.window + 1 : 0;
+        const int64_t first = last < 0 ? 0 : first_seen(c, last + base) - base;
         out.highest[m] = soften(weights + m * SPLIT, scored, first < 0 ? 0 : first < scored ? first : scored,
                                 last < scored ? last : scored - 1, out.sum + m);
     }
@@ -364,7 +364,7 @@ static void join(const AttentionCall& c, const AttentionUnit& u, int64_t split, 
     const int64_t wide = padded(c.heads.dim), per_row = u.head_to - u.head_from, base = split * SPLIT;
     for (int64_t m = 0; m < u.rows * per_row; m++) {
         const int64_t last = c.batch->position[u.row + m / per_row];
-        const int64_t first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        const int64_t first = first_seen(c, last);
         if (last < base || first >= base + SPLIT) continue;  // this row sees nothing of the split
         float* to = into.values + m * wide;
         const float* part = from.values + m * wide;

@@ -26,6 +26,7 @@ _LACKS = {
 }
 CACHES = {"float32": 0, "int8": 1, "int4": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "xielu": 5, "clamped_swiglu": 6}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
 
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -37,7 +38,7 @@ class WeightsStruct(Structure):
 
     _fields_ = [
         *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
-        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale"),
+        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale", "levels"),
     ]
 
 
@@ -51,9 +52,10 @@ class RoutingStruct(Structure):
     """kernels.h, Routing."""
 
     _fields_ = [
-        *_all(c_int64, "experts", "chosen", "renormalize", "sigmoid"),
-        ("scale", c_float),
+        *_all(c_int64, "experts", "chosen", "renormalize", "scoring", "groups", "groups_chosen", "group_best"),
+        *_all(c_float, "scale", "tolerance"),
         ("correction", c_void_p),
+        ("scaled_inputs", c_int64),
     ]
 
 
@@ -85,7 +87,7 @@ class LayerStruct(Structure):
         *_all(c_void_p, "query_norm", "key_norm", "sinks"),
         ("qkv", ProjectionStruct),
         ("out", POINTER(WeightsStruct)),
-        *_all(c_int64, "window", "rotary"),
+        *_all(c_int64, "window", "rotary", "grows"),
         ("gate_up", ProjectionStruct),
         ("down", POINTER(WeightsStruct)),
         ("parameters", c_void_p),
@@ -107,7 +109,7 @@ class ModelStruct(Structure):
         *_all(
             c_int64, "layers", "hidden", "intermediate", "vocabulary", "activation", "gated", "layer_norm", "parallel"
         ),
-        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables"),
+        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables", "chunked"),
         *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "residual_scale", "logits_scale"),
         *_all(c_float, "softcap", "final_softcap"),
         ("layer", POINTER(LayerStruct)),

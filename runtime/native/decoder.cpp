@@ -101,6 +101,9 @@ bool sound(const Model& model) {
         const Mixture& m = *layer.mixture;
         const Routing& to = m.routing;
         if (to.chosen < 1 || to.chosen > to.experts || to.experts > most_experts || !fits(m.router, to.experts, model.hidden)) return false;
+        if (to.groups < 1 || to.groups > to.experts || to.experts % to.groups || to.groups_chosen < 1 || to.groups_chosen > to.groups) return false;
+        if (to.group_best < 1 || to.group_best > to.experts / to.groups || to.chosen > to.groups_chosen * (to.experts / to.groups)) return false;
+        if (to.scoring < SOFTMAX || to.scoring > SPARSE_MIXER) return false;
         if (m.shared_down && !mlp(m.shared_gate_up, m.shared_down)) return false;
         if (m.shared_gate && !fits(m.shared_gate, 1, model.hidden)) return false;
         for (int64_t e = 0; e < to.experts; e++)
@@ -338,7 +341,7 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
             path_.rotate(q, h.heads + h.kv_heads, h.dim, half, angles.cos[layer.rotary] + at, angles.sin[layer.rotary] + at);
         }
         if (model_.norm_rotated) norm();
-        if (angles.growth)
+        if (angles.growth && layer.grows)
             for (int64_t i = 0; i < h.heads * h.dim; i++) q[i] = q[i] * angles.growth[batch.position[row]];
         if (h.cache_kind != CACHE_INT4) path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
@@ -354,7 +357,7 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
             }
         });
     }
-    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks};
+    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
     attend_all(path_, pool_, call, units_, text_, [&](int thread) { return scratch(thread); });
 }
 
@@ -429,12 +432,19 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
                 if (chosen_[row * to.chosen + i] == e) members.push_back(row);
         if (members.empty()) continue;
         const int64_t count = static_cast<int64_t>(members.size());
-        feed(m.gate_up[e], m.down[e], layer.parameters, count, [&](int thread, int64_t i) { return row_of(thread, members[i]); });
+        feed(m.gate_up[e], m.down[e], layer.parameters, count, [&](int thread, int64_t i) {
+            const float* x = row_of(thread, members[i]);
+            if (!to.scaled_inputs) return x;
+            const float share = share_[members[i] * experts + e];
+            float* out = scratch(thread) + widest_;
+            for (int64_t d = 0; d < hidden; d++) out[d] = x[d] * share;
+            return static_cast<const float*>(out);
+        });
         const Projection down = {1, &m.down[e]};
         multiply(down, count, expert_.data(), hidden, false);
         for (int64_t i = 0; i < count; i++) {
             float* sum = sum_.data() + members[i] * hidden;
-            const float share = share_[members[i] * experts + e];
+            const float share = to.scaled_inputs ? 1.0f : share_[members[i] * experts + e];
             for (int64_t d = 0; d < hidden; d++) sum[d] = sum[d] + expert_[i * hidden + d] * share;
         }
     }

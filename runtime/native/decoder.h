@@ -42,6 +42,7 @@ struct Layer {
     const Weights* out;
     int64_t window;
     int64_t rotary;           // which table rotates it; below 0: none
+    int64_t grows;            // whether queries are multiplied by Angles::growth
     Projection gate_up;       // unused with a mixture
     const Weights* down;
     const float* parameters;  // of the activation, or null
@@ -55,6 +56,7 @@ struct Model {
     int64_t layer_norm, parallel;          // by mean and variance; attention and MLP read the same
     int64_t norm_of_heads, norm_rotated;   // queries and keys are normed all heads as one; after they are rotated
     int64_t tables;                        // of rotary angles
+    int64_t chunked;                       // AttentionCall has it
     float norm_eps, embedding_scale, attention_scaling, residual_scale, logits_scale, softcap, final_softcap;
     const Layer* layer;
     Norm norm;

@@ -28,6 +28,7 @@ struct Weights {
     const float* bias;     // [outputs padded to 32] or null
     const int32_t* perm;   // [inputs] or null: codes[:, j] belongs to input perm[j]
     const float* input_scale;  // static activations, or null
+    const int8_t* levels;      // [16] what codes stand for, of nf4 and what is stored alike; else null
 };
 
 // Bytes of one plane of a nested layer; the lower plane follows the upper one.
@@ -82,12 +83,14 @@ struct Batch {
 // What follows a gate, or stands between two layers. binding.py has the same numbers.
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 = 4, XIELU = 5, CLAMPED_SWIGLU = 6 };
 
-// How a mixture chooses: shares by a softmax over the experts or each by itself; `correction` [experts] is added to them
-// to choose by, or null.
+// How a mixture chooses (kernels/routing.py); `correction` [experts] is added to choose by, or null.
+enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, SPARSE_MIXER = 2 };
 struct Routing {
-    int64_t experts, chosen, renormalize, sigmoid;
-    float scale;
+    int64_t experts, chosen, renormalize, scoring;
+    int64_t groups, groups_chosen, group_best;
+    float scale, tolerance;
     const float* correction;
+    int64_t scaled_inputs;  // a share multiplies what its expert reads
 };
 
 struct AttentionCall {
@@ -101,7 +104,13 @@ struct AttentionCall {
     float* out;            // [rows][heads * dim]
     float softcap;         // of the scores; 0: none
     const float* sinks;    // [heads] scores that have no values; or null
+    int64_t chunked;       // windows do not slide: a row sees the chunk of so many positions that it is in
 };
+// The first position that a row sees.
+inline int64_t first_seen(const AttentionCall& c, int64_t position) {
+    if (!c.window) return 0;
+    return c.chunked ? position / c.window * c.window : position >= c.window ? position - c.window + 1 : 0;
+}
 
 // A piece of attention: rows first..first+count of one request and one key head; heads of the queries from..to.
 struct AttentionUnit {
@@ -115,7 +124,7 @@ struct Reach {
 inline Reach reach(const AttentionCall& c, const AttentionUnit& u) {
     Reach all = {INT64_MAX, -1};
     for (int64_t row = u.row; row < u.row + u.rows; row++) {
-        const int64_t last = c.batch->position[row], first = c.window && last >= c.window ? last - c.window + 1 : 0;
+        const int64_t last = c.batch->position[row], first = first_seen(c, last);
         all.first = first < all.first ? first : all.first;
         all.last = last > all.last ? last : all.last;
     }

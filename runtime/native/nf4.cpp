@@ -1,16 +1,13 @@
-// nf4: nibbles are indices of sixteen levels, rounded to int8 (level · 127), looked up by a byte shuffle. Layout as int4.
+// nf4, mxfp4: nibbles are indices of sixteen integer levels (Weights::levels), looked up by a byte shuffle. Layout as int4.
 #include "linear.h"
 
 namespace SPECPRESS_PATH {
-
-// bitsandbytes' table (formats/nf4.py) times 127, rounded to the nearest integer.
-constexpr int8_t LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 struct Nf4 : IntegerScheme<Nf4, 8> {
     B64 levels;
     explicit Nf4(const Weights& w) : IntegerScheme(w) {
         uint8_t sixteen[16];
-        for (int i = 0; i < 16; i++) sixteen[i] = static_cast<uint8_t>(LEVELS[i] + (UNSIGNED_DOT ? 128 : 0));
+        for (int i = 0; i < 16; i++) sixteen[i] = static_cast<uint8_t>(w.levels[i] + (UNSIGNED_DOT ? 128 : 0));
         levels = table(sixteen);
     }
     // With an unsigned operand the levels carry 128, which adds 128 Σ x.

@@ -236,59 +236,6 @@ void widen(const Weights& w, const int8_t* codes, int16_t* wide, int32_t* pairs)
 }
 #endif
 
-// Σ of `size` values, halving; the values are lost.
-static float tree_sum(float* x, int64_t size) {
-    int64_t width = 1;
-    while (width < size) width *= 2;
-    while (width > 1) {
-        width /= 2;
-        for (int64_t i = 0; i < width && i + width < size; i++) x[i] = x[i] + x[i + width];
-        size = width < size ? width : size;
-    }
-    return x[0];
-}
-
-// Shares of the experts by a softmax or each by itself, then the best; of equal ones the first.
-void choose(float* scores, int64_t rows, const specpress::Routing& r, int64_t* which) {
-    constexpr int64_t MOST = 1024;
-    const int64_t experts = r.experts, chosen = r.chosen;
-    float odds[MOST], halves[MOST];
-    bool taken[MOST];
-    for (int64_t row = 0; row < rows; row++, scores += experts, which += chosen) {
-        if (r.sigmoid) {
-            std::memcpy(odds, scores, static_cast<size_t>(experts) * 4);
-            sigmoid(odds, experts);
-        } else {
-            float highest = scores[0];
-            for (int64_t e = 1; e < experts; e++) highest = scores[e] > highest ? scores[e] : highest;
-            for (int64_t e = 0; e < experts; e += LANES) {
-                float lanes[LANES] = {};
-                const int64_t here = experts - e < LANES ? experts - e : LANES;
-                for (int64_t i = 0; i < here; i++) lanes[i] = scores[e + i] - highest;
-                store(lanes, exp(load(lanes)));
-                for (int64_t i = 0; i < here; i++) odds[e + i] = halves[e + i] = lanes[i];
-            }
-            const float total = tree_sum(halves, experts);
-            for (int64_t e = 0; e < experts; e++) odds[e] = odds[e] / total;
-        }
-        for (int64_t e = 0; e < experts; e++) halves[e] = r.correction ? odds[e] + r.correction[e] : odds[e], scores[e] = 0.0f, taken[e] = false;
-        for (int64_t i = 0; i < chosen; i++) {
-            // NaNs compare with nothing: the first that is left is taken, and none twice.
-            int64_t best = -1;
-            for (int64_t e = 0; e < experts; e++)
-                if (!taken[e] && (best < 0 || halves[e] > halves[best])) best = e;
-            which[i] = best, scores[best] = odds[best], taken[best] = true;
-        }
-        if (r.renormalize) {
-            for (int64_t i = 0; i < chosen; i++) halves[i] = scores[which[i]];
-            const float of = tree_sum(halves, chosen);
-            for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] / of;
-        }
-        if (r.scale != 1.0f)
-            for (int64_t i = 0; i < chosen; i++) scores[which[i]] = scores[which[i]] * r.scale;
-    }
-}
-
 // As sampling.finite_choices, over all logits and then over the first `limit`.
 int64_t largest(const float* x, int64_t size, int64_t limit) {
     // Stretches of this many: only in the one with the maximum is the place looked for.

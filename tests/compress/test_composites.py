@@ -86,7 +86,8 @@ def check_loads(folder: Path, name: str) -> None:
     ours = load(folder, threads=1)
     cache = ours.decoder.new_cache()
     found = ours.decoder.forward(TOKENS, Rows.chains([(cache.open(8), 0, 8)]), cache).logits
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    # Our kernels round what packed layers read to int8, which transformers does not.
+    assert (found - expected).norm() < 0.05 * expected.norm()
     plain, drafted = (
         Speculator(ours, drafter, draft_length=3).generate([TOKENS.tolist() * 2], max_new_tokens=8, stop=())[0].tokens
         for drafter in (None, LookupDrafter())

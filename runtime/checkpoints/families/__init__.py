@@ -42,6 +42,8 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "qwen2_moe": mixtures.qwen2_moe,
     "granitemoe": mixtures.granitemoe,
     "glm4_moe": mixtures.glm4_moe,
+    "llama4_text": mixtures.llama4,
+    "phimoe": mixtures.phimoe,
     "minimax_m2": mixtures.minimax_m2,
     "gpt_oss": mixtures.gpt_oss,
 }

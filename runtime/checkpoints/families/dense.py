@@ -98,7 +98,7 @@ def ministral3(config: Config) -> Architecture | None:
     """Queries grow with their position."""
     rope = config.get("rope_parameters") or {}
     beta, start = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    growth = (float(beta), int(start)) if beta and start else None
+    growth = (float(beta), int(start), 0) if beta and start else None
     return llama(config, activation(config), windows=windows(config), query_growth=growth)
 
 

@@ -20,6 +20,20 @@ def _total(config: Config, *names: str) -> str:
     return next((name for name in names if name in config), names[0])
 
 
+def _groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
+    """What record.Experts has of groups; `best` of each add up. Raises UserError where they do not fit."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if groups == 1:
+        return 1, 1, 1
+    size, rest = divmod(experts.count, groups)
+    if rest or size < best or chosen > groups or experts.per_token > chosen * size:
+        raise UserError(
+            f"config.json: n_group {groups} and topk_group {chosen} do not fit {experts.count} experts, of which"
+            f" {experts.per_token} are chosen: groups are of one size, {best} or more, and hold the chosen ones"
+        )
+    return groups, chosen, best
+
+
 def olmoe(config: Config) -> Architecture | None:
     """Queries and keys are normed as one vector."""
     if config.get("clip_qkv") is not None:
@@ -65,9 +79,7 @@ def granitemoe(config: Config) -> Architecture | None:
 
 
 def glm4_moe(config: Config) -> Architecture | None:
-    """Sigmoids choose, with a correction; some experts are everyone's; the first layers are dense."""
-    if config.get("n_group", 1) > 1:
-        return None
+    """Sigmoids choose, with a correction and in groups; some experts are everyone's; the first layers are dense."""
     total = _total(config, "n_routed_experts", "num_local_experts")
     experts = _experts(config, total, "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
     return llama(
@@ -79,11 +91,78 @@ def glm4_moe(config: Config) -> Architecture | None:
             experts,
             scoring="sigmoid",
             correction="gate.e_score_correction_bias",
+            groups=_groups(config, experts, 2),
             scale=float(config.get("routed_scaling_factor", 1.0)),
             shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
             shared_name="shared_experts",
         ),
         dense_layers=tuple(range(min(config.get("first_k_dense_replace", 1), count(config, "num_hidden_layers")))),
+    )
+
+
+def llama4(config: Config) -> Architecture | None:
+    """Chunks, layers without positions whose queries grow, experts of which a share multiplies the input."""
+    layers = count(config, "num_hidden_layers")
+    every = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+    step = config.get("interleave_moe_layer_step", 1)
+    mixed = config.get("moe_layers")
+    mixed = range(step - 1, layers, step) if mixed is None else mixed
+    if len(rotated) < layers:
+        raise UserError(f"config.json: no_rope_layers must tell of {layers} layers, found {len(rotated)}")
+    kinds = config.get("layer_types") or ["chunked_attention" if it else "full_attention" for it in rotated[:layers]]
+    growth = None
+    if config.get("attn_temperature_tuning", True):
+        growth = float(config.get("attn_scale", 0.1)), count({"floor_scale": 8192} | config, "floor_scale"), 1
+    experts = _experts(config, "num_local_experts", "intermediate_size", False)
+    return llama(
+        config,
+        activation(config),
+        names=replace(
+            Names(), gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"
+        ),
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        intermediate=config.get("intermediate_size_mlp", 16384),
+        rotary=tuple("" if it else None for it in rotated[:layers]),
+        rotary_neighbours=True,
+        query_key_norm=bool(config.get("use_qk_norm", True)),
+        query_key_norm_rotated=True,
+        query_key_weights=False,
+        query_key_norm_layers="rotated",
+        query_growth=growth,
+        query_growth_layers="not rotated",
+        windows=windows(config | {"layer_types": kinds}, "chunked_attention", "attention_chunk_size"),
+        chunked=True,
+        experts=replace(
+            experts,
+            names=("feed_forward",),
+            routers=("router",),
+            scoring="sigmoid",
+            scaled_inputs=True,
+            shared=experts.hidden,
+            transposed=True,
+        ),
+        dense_layers=tuple(i for i in range(layers) if i not in mixed),
+    )
+
+
+def phimoe(config: Config) -> Architecture | None:
+    """Layer norms, and two experts, each with its share of a softmax among those that come near to it."""
+    if count(config, "num_experts_per_tok") != 2:
+        return None
+    experts = _experts(config, "num_local_experts", "intermediate_size", False)
+    return llama(
+        config,
+        activation(config),
+        norm="layer",
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        windows=windows(config),
+        experts=replace(
+            experts,
+            routers=("router", "gate"),
+            scoring="sparse mixer",
+            tolerance=2.0 * float(config.get("router_jitter_noise", 0.01)),
+        ),
     )
 
 

@@ -51,7 +51,7 @@ class Heads:
     """How a layer attends: query heads, key and value heads, dimensions of each, the scores' factor, the window.
 
     factor  (kv_heads, head_dim) float32 that the cache's keys were divided by; None: 1.
-    window  a row sees this many last keys; None: all.
+    window  a row sees this many last keys; None: all. chunked: those of its own chunk of so many positions.
     """
 
     queries: int
@@ -60,6 +60,7 @@ class Heads:
     scaling: float
     window: int | None = None
     factor: Tensor | None = None
+    chunked: bool = False
 
 
 def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sharing: int) -> Shape:
@@ -79,6 +80,7 @@ def shape_for(count: int, dim: int, kind: CacheKind, heads: Heads, tile: int, sh
         block=64 if padded(dim) <= (64 if kind == "float32" else 128) else 32,
         split=SPLIT,
         window=heads.window or 0,
+        chunked=heads.chunked,
         kind=kind,
         interpreted=interpreted(),
     )
@@ -152,6 +154,6 @@ def attend(
     if splits > 1:
         combine_kernel[(rows, count)](
             mixed, sums, out, places.position, splits, HEADS=count, DIM=dim, PADDED=padded(dim), SPLIT=SPLIT,
-            WINDOW=heads.window or 0, AT_ONCE=_AT_ONCE, num_warps=1, enable_fp_fusion=False,
+            WINDOW=heads.window or 0, CHUNKED=heads.chunked, AT_ONCE=_AT_ONCE, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out

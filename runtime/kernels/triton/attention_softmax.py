@@ -23,7 +23,7 @@ class Shape:
     tile             rows of a tile: `in_tile` query heads of `tile_rows` rows of the forward.
     dim              dimensions of a head; `wide` as they are stored, `padded` as a tile holds them.
     block, split     keys of one step, and logical positions of one split.
-    window           last keys that a row sees; 0: all.
+    window           last keys that a row sees; 0: all. chunked: those of its own chunk of so many positions.
     """
 
     heads: int
@@ -38,6 +38,7 @@ class Shape:
     block: int
     split: int
     window: int
+    chunked: bool
     kind: CacheKind
     interpreted: bool
 

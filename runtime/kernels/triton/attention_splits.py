@@ -25,7 +25,10 @@ def load_tile(tile, places, rows, SHAPE: tl.constexpr):
     last = tl.load(position + row, mask=valid, other=-1)
     first = tl.zeros_like(last)
     if SHAPE.window:
-        first = tl.maximum(last - SHAPE.window + 1, 0)
+        if SHAPE.chunked:
+            first = tl.maximum(last, 0) // SHAPE.window * SHAPE.window
+        else:
+            first = tl.maximum(last - SHAPE.window + 1, 0)
     request_of = tl.load(request + row, mask=valid, other=-1)
     return row, member, kv_head * group + in_group, valid, request_of, first, last, kv_head
 
@@ -153,13 +156,13 @@ def finish(out, mixed, total, to, dimension, valid, kept, within, held, DIM: tl.
 def combine_kernel(
     mixed_in, sums_in, out, position, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    CHUNKED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(position + row)
     first = 0
     if WINDOW:
-        first = tl.maximum(last - WINDOW + 1, 0)
+        first = tl.maximum(last, 0) // WINDOW * WINDOW if CHUNKED else tl.maximum(last - WINDOW + 1, 0)
     d = tl.arange(0, PADDED)
     kept = d < DIM
     s = tl.arange(0, AT_ONCE)

@@ -72,6 +72,9 @@ def gpu_weight(weight: PackedWeight | Tensor, bias: Tensor | None, device: torch
             if weight.scheme.kind != "fp8":
                 return _float(dequantize(weight), weight.bias, where)
             return _fp8(weight, where)
+        if weight.scheme.kind == "mxfp4":
+            # Its levels times powers of two are bfloat16.
+            return _float(dequantize(weight).bfloat16(), weight.bias, where)
         return _packed(weight, where)
     return _float(weight, bias, where)
 
@@ -159,7 +162,7 @@ def _packed(weight: PackedWeight, device: torch.device) -> GpuWeight:
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
     levels = row.levels
-    scale = _by_group("scale", weight.scale / 127.0 if levels else weight.scale, n, shape, device)
+    scale = _by_group("scale", weight.scale / levels if levels else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
     pairs = _pairs(row.format.INT8_LEVELS).to(device) if levels else None

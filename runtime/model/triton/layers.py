@@ -12,10 +12,11 @@ from torch import Tensor
 from runtime.checkpoints.record import Architecture
 from runtime.contract import CacheKind
 from runtime.kernels.activations import activate
-from runtime.kernels.exact import sigmoid, tree_sum
+from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
-from runtime.kernels.reference import expert_odds, layer_norm, rotate
-from runtime.kernels.triton.argmax import route
+from runtime.kernels.reference import layer_norm, rotate
+from runtime.kernels.routing import route
+from runtime.kernels.triton import argmax
 from runtime.kernels.triton.attention_decode import Heads, Places, attend, splits_for, workspace
 from runtime.kernels.triton.attention_prefill import attend_many
 from runtime.kernels.triton.elementwise import embed, gated, rms_norm
@@ -100,9 +101,9 @@ def hidden_states(
             *(q, k, v, *angles, inputs.position, inputs.slot, memory.store, layer, memory.kind, a.head_dim, factor),
             *(*norms, a.norm_eps),
         )
-        q = q if growth is None else q * growth
+        q = q * growth if growth is not None and weights.grows else q
         mixed = torch.empty_like(q)
-        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor)
+        own = Heads(a.heads, a.kv_heads, a.head_dim, a.scaling, weights.window, factor, a.chunked)
         keys = (memory.store, layer, memory.kind, own)
         if prompt:
             attend_many(q, *keys, places, mixed)
@@ -219,22 +220,18 @@ def waits(parts: Parts, rows: int) -> bool:
 
 def _by_host(weights: Mixture, rows: int) -> bool:
     """Whether the host sends rows to their experts: those of a prompt, so that each expert multiplies all of its rows
-    in wide tiles; and any where the experts are not alike."""
-    return rows > WIDEST or weights.stacked is None
+    in wide tiles; and any where the experts are not alike, or where shares multiply what they read."""
+    return rows > WIDEST or weights.stacked is None or weights.how.scaled_inputs
 
 
 def _shares(weights: Mixture, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """The shares (T, k) of each row's experts and their numbers; below 0 in rows that are none."""
-    if weights.scoring == "softmax" and weights.correction is None:
-        share, chosen = route(scores, weights.per_token, weights.renormalize, position)
-    else:
-        odds = expert_odds(scores, weights.scoring)
-        rank = odds if weights.correction is None else odds + weights.correction
-        best = rank.sort(dim=-1, descending=True, stable=True).indices[:, : weights.per_token]
-        share = odds.gather(-1, best)
-        share = share / tree_sum(share).unsqueeze(-1) if weights.renormalize else share
-        chosen = torch.where(position.unsqueeze(1) < 0, -1, best)
-    return share if weights.scale == 1.0 else share * weights.scale, chosen
+    how = weights.how
+    if how.scoring == "softmax" and weights.correction is None and how.groups[0] == 1:
+        share, chosen = argmax.route(scores, how.per_token, how.renormalize, position)
+        return share if how.scale == 1.0 else share * how.scale, chosen
+    share, best = route(scores, how, weights.correction)
+    return share, torch.where(position.unsqueeze(1) < 0, -1, best)
 
 
 def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position: Tensor) -> Tensor:
@@ -250,6 +247,6 @@ def _mix(x: Tensor, normed: Tensor, weights: Mixture, a: Architecture, position:
         x = x + (whole if weights.shared_gate is None else whole * sigmoid(weights.shared_gate(normed)))
     kind = a.activation
     if _by_host(weights, len(x)) or kind not in ("silu", "gelu_tanh"):
-        return x + sum_of_experts(normed, shares, chosen, weights.experts, run)
+        return x + sum_of_experts(normed, shares, chosen, weights, run)
     assert isinstance(weights.stacked, StackedExperts)
     return weights.stacked.mixed(normed, shares, Picks(chosen), kind, x)

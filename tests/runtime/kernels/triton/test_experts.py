@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.checkpoints.record import Experts
 from runtime.formats import fp8
 from runtime.formats.packed import PackedWeight
 from runtime.model.layers import Mixture, Mlp
@@ -68,7 +69,7 @@ def mixture(name: str, count: int, packed: Packed, device: torch.device, joined:
         down = triton_linear(weight(name, HIDDEN, INSIDE, seed + 2, packed, device))
         return Mlp(TritonJoined(tuple(triton_linear(part) for part in parts), (INSIDE, INSIDE)), down)
 
-    return Mixture(lambda x: x, tuple(expert(10 * i + 1) for i in range(EXPERTS)), count, True)
+    return Mixture(lambda x: x, tuple(expert(10 * i + 1) for i in range(EXPERTS)), Experts(EXPERTS, count, 1, True))
 
 
 def inputs(rows: int, seed: int = 1) -> Tensor:

@@ -1,0 +1,68 @@
+"""Language models inside of checkpoints with towers for images, on our own decoders: text as transformers has it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime import load
+from runtime.checkpoints.architecture import COMPOSITES
+from runtime.errors import UserError
+from runtime.model.native import NativeDecoder
+from runtime.model.reference import BaseDecoder
+from runtime.models.tiny import tiny_model
+from tests.runtime.model.test_families import relative, run, text
+
+CLASSES = {"gemma3": "Gemma3", "llama4": "Llama4", "mistral3": "Mistral3"}
+
+
+def make(kind: str, out: Path) -> torch.Tensor:
+    """Writes a composite, its norms random; the logits of 40 tokens by transformers."""
+    torch.manual_seed(3)
+    model = tiny_model(kind, f"{CLASSES[kind]}ForConditionalGeneration").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.1))
+    model.set_attn_implementation("eager")
+    model.save_pretrained(out)
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=tokens(model.config)[None]).logits[0]
+    return found
+
+
+def tokens(config: object) -> torch.Tensor:
+    size = min(config.get_text_config().vocab_size, 256)  # type: ignore[attr-defined]
+    return text(40) % (size - 100) + 1
+
+
+def test_all_are_here() -> None:
+    assert set(CLASSES) == set(COMPOSITES)
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_the_language_model_runs_alone(kind: str, tmp_path: Path) -> None:
+    want = make(kind, tmp_path / "whole")
+    # As transformers writes it and as it is on the hub, in the older names.
+    held, renamed = load_file(tmp_path / "whole" / "model.safetensors"), {}
+    for name, tensor in held.items():
+        old = name.replace("model.language_model.", "language_model.model.")
+        renamed[f"language_model.{old}" if old.startswith("lm_head") else old] = tensor
+    assert set(renamed) != set(held) or any(name.startswith("language_model.model.") for name in held)
+    (tmp_path / "older").mkdir()
+    save_file(renamed, tmp_path / "older" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "older" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    for folder in ("whole", "older"):
+        decoder = load(tmp_path / folder, threads=1).decoder
+        assert isinstance(decoder, BaseDecoder) and (decoder.exact or not isinstance(decoder, NativeDecoder))
+        found = run(decoder, tokens(load(tmp_path / folder, threads=1).config), 40)
+        assert relative(found, want) < 1e-4, folder
+
+
+def test_a_composite_of_other_names_is_refused(tmp_path: Path) -> None:
+    make("mistral3", tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    mixed = {name.replace("language_model", "text_model"): tensor for name, tensor in held.items()}
+    save_file(mixed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError):
+        load(tmp_path)
