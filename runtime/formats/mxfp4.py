@@ -60,7 +60,7 @@ def read_experts(tensors: Tensors, name: str, unpack: bool = True) -> list[Packe
 
 def _weight(codes: Tensor, exponents: Tensor, unpack: bool) -> PackedWeight:
     """An expert of codes (N, K / 2) two a byte and exponents (N, K / 32)."""
-    scale = torch.ldexp(torch.ones(1), exponents.to(torch.int32) - 127)
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 127)
     if not unpack:
         return PackedWeight(_SCHEME, codes, scale, nibbles="low")
     return PackedWeight(_SCHEME, unpack_nibbles(codes), scale)
