@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from runtime.formats.patterns import trouble
-from runtime.formats.schemes import GRIDS, SCHEMES
+from runtime.formats.schemes import FITTED, GRIDS, SCHEMES
 
 if TYPE_CHECKING:
     SchemeName = str
@@ -23,8 +23,11 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "sensitivity": {},
     "per-layer": {},
 }
+# Of those, what a trellis with method gptq has.
+_TRELLIS_KEYS = {"damping": DAMPING}
 # What compressed-tensors holds beside each other in one model, and rounding needs no more than the layer's name for.
 _MIXABLE = ("int8-dynamic", *GRIDS)
+_TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -159,6 +162,8 @@ class Quantize(Strict):
         grouped = data.get("scheme") in GRIDS
         method = data.get("method", "rtn")
         known = _METHOD_KEYS.get(method, {}) if isinstance(method, str) and grouped else {}
+        if data.get("scheme") in _TRELLISES and method == "gptq":
+            known = _TRELLIS_KEYS
         filled = {key: value for key, value in known.items() if data.get(key) is None}
         if grouped and data.get("symmetric") is None:
             filled["symmetric"] = method != "hqq"
@@ -189,14 +194,18 @@ class Quantize(Strict):
         # `sensitivity` chooses the schemes itself; the others have grids to choose codes of, or nearest codes alone.
         choosing = ("sensitivity", "per-layer")
         methods = [name for name in _METHOD_KEYS if name not in choosing] if self.scheme in GRIDS else ["rtn"]
+        methods += ["gptq"] if self.scheme in _TRELLISES else []
         if self.method not in methods:
             expected = " or ".join(methods)
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
         check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         if self.symmetric is not None and self.scheme not in GRIDS:
             raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {self.scheme}")
+        known = _METHOD_KEYS[self.method] if self.scheme in GRIDS else {}
+        if self.scheme in _TRELLISES and self.method == "gptq":
+            known = _TRELLIS_KEYS
         for key in ("act_order", "damping", "search"):
-            if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GRIDS):
+            if getattr(self, key) is not None and key not in known:
                 owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
                 raise ValueError(
                     f"{key}: expected with method {owners} and scheme {', '.join(GRIDS)} only, found method "
