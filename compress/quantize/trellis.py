@@ -11,7 +11,7 @@ In the code the names are those of gptq.py: columns = Wᵀ (K, N), error = Eᵀ,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,14 @@ from compress.quantize.grid import expect_finite
 from compress.quantize.refine import spans
 from runtime.formats.packed import PackedWeight, Tiles
 from runtime.formats.tensors import round_scale
-from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme, states
+from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme
 from runtime.native.trellis import encode_tiles
 
-# Levels are fitted to so many columns of weights, so many times.
-_SAMPLE = 1 << 18
-_FITS = 4
-# Largest level of a table.
-_REACH = 127
+# Sizes of levels over that of the weights, of which the best is taken, by so many tiles of outputs.
+_REACHES = (1.0, 1.1, 1.2, 1.3, 1.45)
+_JUDGES = 8
+# How far a channel's factor may go from the others' middle: e to the power of this.
+_FARTHEST = 5.0
 
 
 @dataclass
@@ -101,12 +101,7 @@ def _quantize(
     passes: int,
 ) -> Rounded:
     columns = weight.float().T.contiguous()
-    k, n = columns.shape
-    scale = row_scale(columns, LEVELS[bits], dtype)
-    levels = fit_levels(columns / scale, bits)
-    scale = row_scale(columns, levels, dtype)
-    found = torch.zeros(k, n, dtype=torch.int8)
-    state = _State(bits, columns, columns.clone(), found, empty_tiles(n, k, bits), levels, scale)
+    state = _start(columns, bits, _reach(columns, factor, spreads, bits, dtype))
     _feed_back(state, factor, spreads)
     for _ in range(passes):
         _refit(state, hessian, ridge, dtype)
@@ -115,42 +110,54 @@ def _quantize(
     whole = float(output_energy(columns, hessian).sum())
     lost = float(output_energy(state.error, hessian).sum())
     packed = PackedWeight(
-        scheme(bits), state.found.T.contiguous(), state.scale.unsqueeze(1), tiles=Tiles(state.tiles, levels)
+        scheme(bits),
+        state.found.T.contiguous(),
+        state.scale.unsqueeze(1),
+        tiles=Tiles(state.tiles, state.levels.clone()),
     )
     error = math.sqrt(max(lost, 0.0) / whole) if whole > 0 else 0.0
     return Rounded(packed, error, ridge / (float(hessian.diagonal().mean()) or 1.0))
 
 
-def fit_levels(units: Tensor, bits: int, start: Tensor | None = None, fits: int = _FITS) -> Tensor:
-    """Levels (128,) int8 for weights (K, N) that were divided by their rows' scales: Lloyd's rule on a trellis.
+def channel_factors(weights: Sequence[Tensor], tie: Callable[[Tensor], Tensor]) -> Tensor:
+    """Factors (K,) float32 that give the weights (N, K) of every input one size: a trellis is made for numbers alike.
 
-    In turns the sequences take the levels, and each level becomes the mean of the weights that took it, those of the
-    state with the other sign turned around. `start` is `LEVELS` where none is given.
+    Weights are to be multiplied by them, and inputs divided. (To weigh columns by what they count instead, as AWQ does,
+    made errors larger on the pair: the sizes of a row's weights then differ more.)
+
+    tie  makes a statistic (K,) equal for channels that must share a factor. An input without weights has factor 1.
     """
-    levels = (LEVELS[bits] if start is None else start).clone()
-    every = max(1, units.numel() // _SAMPLE)
-    sample = units[: len(units) // TILE * TILE if len(units) >= TILE else len(units)]
-    sample = sample.unflatten(0, (-1, min(TILE, len(sample))))[::every].flatten(0, 1).contiguous()
-    one, spreads = torch.ones(sample.shape[1]), torch.ones(TILE)
-    for _ in range(fits):
-        total, count = torch.zeros(128, dtype=torch.float64), torch.zeros(128, dtype=torch.float64)
-        for first, last in spans(0, len(sample), TILE):
-            some = sample[first:last].contiguous()
-            tiles, found = empty_tiles(some.shape[1], len(some), bits)[:, 0], torch.empty(some.shape, dtype=torch.int8)
-            corner = torch.eye(len(some))
-            encode_tiles(bits, levels, some, torch.zeros_like(some), one, corner, spreads[: len(some)], tiles, found)
-            _count(tiles, some, bits, total, count)
-        means = torch.where(count > 0, total / count.clamp(min=1), levels.double())
-        levels = (means * (_REACH / means.abs().max())).round().to(torch.int8)
-    return levels
+    squares = tie(torch.stack([weight.float().square().sum(dim=0) for weight in weights]).sum(dim=0))
+    exponents = -squares.log() / 2
+    usable = torch.isfinite(exponents)
+    if not bool(usable.any()):
+        return torch.ones_like(exponents)
+    middle = exponents[usable].mean()
+    return torch.where(usable, (exponents - middle).clamp(-_FARTHEST, _FARTHEST), 0.0).exp()
 
 
-def _count(tiles: Tensor, weights: Tensor, bits: int, total: Tensor, count: Tensor) -> None:
-    """Adds the weights (16, N) of a column of tiles to those of the states that they took."""
-    own = states(tiles, bits).view(-1, 4, TILE, 4).permute(1, 3, 0, 2).reshape(TILE, -1)
-    own = own[: len(weights), : weights.shape[1]].long()
-    total.index_add_(0, (own & 127).flatten(), torch.where(own > 127, -weights, weights).double().flatten())
-    count.index_add_(0, (own & 127).flatten(), torch.ones(own.numel(), dtype=torch.float64))
+def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """(N,) scales: levels of the weights' size times what suits some outputs of the layer best.
+
+    Above 1, because what earlier columns leave makes targets larger than the weights, and what lies beyond the largest
+    level is clipped.
+    """
+    n, scale = columns.shape[1], row_scale(columns, LEVELS[bits], dtype)
+    tiles = -(-n // TILE)
+    some = [i for tile in range(0, tiles, -(-tiles // _JUDGES)) for i in range(tile * TILE, min(n, (tile + 1) * TILE))]
+    part, own = columns[:, some].contiguous(), scale[some]
+    losses = []
+    for reach in _REACHES:
+        state = _start(part, bits, round_scale(own * reach, dtype))
+        _feed_back(state, factor, spreads)
+        losses.append(float(((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum()))
+    return round_scale(scale * _REACHES[losses.index(min(losses))], dtype)
+
+
+def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
+    k, n = columns.shape
+    found = torch.zeros(k, n, dtype=torch.int8)
+    return _State(bits, columns, columns.clone(), found, empty_tiles(n, k, bits), LEVELS[bits], scale)
 
 
 def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:

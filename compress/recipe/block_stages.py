@@ -24,7 +24,7 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "per-layer": {},
 }
 # Of those, what a trellis with method gptq has.
-_TRELLIS_KEYS = {"damping": DAMPING}
+_TRELLIS_KEYS = {"damping": DAMPING, "fold": True}
 # What compressed-tensors holds beside each other in one model, and rounding needs no more than the layer's name for.
 _MIXABLE = ("int8-dynamic", *GRIDS)
 _TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
@@ -127,6 +127,8 @@ class Quantize(Strict):
                 and layers that none matches stay as they are.
     act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
+    fold        gptq on a trellis: whether input channels are scaled beforehand, where the layer before can take the
+                factor. Of families whose structure is known (compress/quantize/folding.py).
     observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
                 float ones; minmax, moving_average, percentile (99.99 % of the values), mse, entropy: by its inputs
                 alone (calib/observers.py).
@@ -146,6 +148,7 @@ class Quantize(Strict):
     act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
+    fold: StrictBool | None = None
     observer: Literal["search", "minmax", "moving_average", "percentile", "mse", "entropy"] | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
@@ -204,11 +207,12 @@ class Quantize(Strict):
         known = _METHOD_KEYS[self.method] if self.scheme in GRIDS else {}
         if self.scheme in _TRELLISES and self.method == "gptq":
             known = _TRELLIS_KEYS
-        for key in ("act_order", "damping", "search"):
+        for key in ("act_order", "damping", "search", "fold"):
             if getattr(self, key) is not None and key not in known:
-                owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
+                owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys) or "gptq"
+                schemes = (*(GRIDS if key != "fold" else ()), *(_TRELLISES if key in _TRELLIS_KEYS else ()))
                 raise ValueError(
-                    f"{key}: expected with method {owners} and scheme {', '.join(GRIDS)} only, found method "
+                    f"{key}: expected with method {owners} and scheme {', '.join(schemes)} only, found method "
                     f"{self.method} and scheme {self.scheme}"
                 )
         if self.observer is not None and self.scheme != "int8-static":
@@ -222,7 +226,7 @@ class Quantize(Strict):
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
-        for key in ("scheme", "symmetric", "act_order", "damping", "search", "observer"):
+        for key in ("scheme", "symmetric", "act_order", "damping", "search", "fold", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
         check_group(self.group_size, SCHEMES["int4"].group_sizes, "method sensitivity")
@@ -235,6 +239,7 @@ class Quantize(Strict):
             "act_order",
             "damping",
             "search",
+            "fold",
             "observer",
             "bits_per_weight",
         ):

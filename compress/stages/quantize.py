@@ -20,7 +20,7 @@ from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
 from compress.stages.prune import MaskPrune, width_prune
-from compress.stages.ranges import AwqRound, AwqScale, SmoothRanges, StaticRanges
+from compress.stages.ranges import AwqRound, AwqScale, SmoothRanges, StaticRanges, TrellisScale
 from compress.stages.rounding import chosen, grid_of, round_to_nearest, scale_dtype, sharing
 from runtime.formats.schemes import FITTED, GRIDS, SCHEMES
 
@@ -72,7 +72,8 @@ def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -
             for made in _quantisers(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
         ]
     if stage.method in ("gptq", "sensitivity"):
-        return [Gptq(stage, layers)]
+        scales = [TrellisScale(layers, model_type)] if stage.fold else []
+        return [*scales, Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
     if _is_static(stage):

@@ -8,8 +8,7 @@ from compress.quantize import gptq, trellis
 from compress.quantize.grid import Grid
 from runtime import native
 from runtime.formats import dequantize, to_tensors
-from runtime.formats.trellis import BITS, decode, pack
-from runtime.formats.trellis_levels import LEVELS
+from runtime.formats.trellis import BITS, decode
 
 pytestmark = pytest.mark.skipif(not native.usable("portable")[0], reason=native.usable("portable")[1])
 
@@ -63,25 +62,26 @@ def test_together_is_as_alone_whatever_the_threads() -> None:
         assert torch.equal(alone.packed.codes, found.packed.codes)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_levels_fit_what_they_are_fitted_to(bits: int) -> None:
-    """Weights with heavy tails: fitted levels lose less than those for normal weights."""
+def test_weights_of_one_size_are_nearer() -> None:
     g = torch.Generator().manual_seed(2)
-    weight = torch.randn(64, 64, generator=g) * torch.rand(64, 64, generator=g).pow(2)
-    scale = pack(weight, bits=bits).scale
-    levels = trellis.fit_levels((weight / scale).T.contiguous(), bits)
-    assert levels.shape == (128,) and int(levels.abs().max()) == 127
-    assert not torch.equal(levels, LEVELS[bits])
+    sizes = torch.rand(96, generator=g) * 3 + 0.1
+    weight, hessian = problem(48, 96)
+    weight = weight * sizes
+    factor = trellis.channel_factors([weight], lambda statistic: statistic)
+    assert torch.allclose(
+        (weight * factor).square().sum(dim=0).log(), (weight[:, :1] * factor[:1]).square().sum().log()
+    )
+    (plain,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+    scaled = hessian / factor / factor.unsqueeze(1)
+    (better,) = trellis.quantize_together([weight * factor], scaled, 3, torch.bfloat16)
+    assert better.error < 0.95 * plain.error
 
 
-def test_the_levels_are_what_lloyds_rule_finds_of_normal_weights() -> None:
-    """A few more turns over other normal weights change little."""
-    g = torch.Generator().manual_seed(4)
-    for bits in BITS:
-        size = LEVELS[bits].float().square().mean().sqrt()
-        units = torch.randn(16, 4096, generator=g) * size
-        again = trellis.fit_levels(units, bits, fits=1)
-        assert float((again.float() - LEVELS[bits].float()).square().mean().sqrt() / size) < 0.1
+def test_inputs_without_weights_keep_their_size() -> None:
+    weight = torch.randn(16, 4) * torch.tensor([1.0, 0.0, 4.0, 1.0])
+    factor = trellis.channel_factors([weight], lambda statistic: statistic)
+    assert float(factor[1]) == 1 and float(factor[2]) < float(factor[0])
+    assert torch.equal(trellis.channel_factors([weight * 0], lambda statistic: statistic), torch.ones(4))
 
 
 def test_bad_input_is_refused() -> None:
