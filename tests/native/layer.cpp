@@ -13,7 +13,7 @@ using namespace specpress;
 namespace {
 
 // bitsandbytes' sixteen levels times 127, rounded.
-constexpr int NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+constexpr int8_t NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 int64_t step_of(int64_t kind) {
     const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8};
@@ -112,6 +112,7 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
         }
     w.scale = s.scale_type == SCALE_F32 ? static_cast<const void*>(scale32_.data()) : scale16_.data();
     if (s.offset) w.offset = offset_.data();
+    if (s.kind == NF4) w.levels = NF4_LEVELS;
     if (s.permuted) {
         perm_ = random.order(s.inputs);
         w.perm = perm_.data();

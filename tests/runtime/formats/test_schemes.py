@@ -22,7 +22,6 @@ def test_a_row_says_what_its_format_packs_and_how_large_that_is(name: str, symme
     scheme = row.scheme(symmetric=symmetric)
     options = {"bits": row.bits, "symmetric": symmetric} if row.is_grid else {}
     options |= {"input_scale": 0.5} if row.is_static else {}
-    options |= {"bits": row.bits} if row.codes.has_tiles else {}
     packed = row.codes.format.pack(torch.randn(64, 256), scheme.group_size, **options)
     assert packed.scheme == scheme
     tensors = formats.to_tensors(packed, "layer", torch.bfloat16)
@@ -34,7 +33,7 @@ def test_a_row_says_what_its_format_packs_and_how_large_that_is(name: str, symme
 
 
 def test_codes_lie_in_their_ranges() -> None:
-    for kind in (row.codes for row in SCHEMES.values()):
+    for kind in {row.codes for row in SCHEMES.values()}:
         packed = kind.format.pack(torch.randn(16, 256))
         low, high = (int(v) for v in torch.aminmax(packed.codes.float()))
         assert kind.ranges[0][0] <= low and high <= kind.ranges[0][1]
