@@ -4,6 +4,8 @@
 // side by side.
 #include "trellis.h"
 
+#include <vector>
+
 #include "linear.h"
 
 #if defined(SPECPRESS_TWIN)
@@ -59,6 +61,69 @@ struct Decoder {
         return {_mm512_mask_sub_epi8(levels, _mm512_movepi8_mask(states), _mm512_setzero_si512(), levels)};
     }
 };
+#elif defined(__AVX2__)
+template <int BITS>
+struct Decoder {
+    static constexpr int BYTES = 32 * BITS, PART = 8 * BITS;
+    __m256i table[8], spread[2], lift;
+
+    explicit Decoder(const int8_t* levels) {
+        for (int t = 0; t < 8; t++)
+            table[t] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels + 16 * t)));
+        // A word for each of 16 weights: the two bytes in which its window lies, and what lifts it into the upper one.
+        alignas(32) uint8_t own[2][32];
+        alignas(32) uint16_t by[16];
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < 16; j++) {
+                const int weight = 16 * (j / 8) + 8 * half + j % 8, bit = BITS * weight, from = j / 8 * 2 * BITS;
+                own[half][2 * j] = static_cast<uint8_t>(bit / 8 - from);
+                own[half][2 * j + 1] = static_cast<uint8_t>(bit / 8 - from + 1);
+                by[j] = static_cast<uint16_t>(1 << (8 - bit % 8));
+            }
+        for (int half = 0; half < 2; half++) spread[half] = _mm256_load_si256(reinterpret_cast<const __m256i*>(own[half]));
+        lift = _mm256_load_si256(reinterpret_cast<const __m256i*>(by));
+    }
+
+    // States of 32 weights, whose bits begin at p and end before p + 32.
+    __m256i states(const uint8_t* p) const {
+        const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+                                                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * BITS)), 1);
+        const __m256i first = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(raw, spread[0]), lift), 8);
+        const __m256i second = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(raw, spread[1]), lift), 8);
+        return _mm256_packus_epi16(first, second);
+    }
+
+    // One of eight tables of sixteen has an index without its upper bit; the others give zeros.
+    __m256i look_up_states(__m256i states) const {
+        const __m256i index = _mm256_and_si256(states, _mm256_set1_epi8(127)), above = _mm256_set1_epi8(0x70);
+        __m256i found = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int t = 0; t < 8; t++) {
+            const __m256i at = _mm256_adds_epu8(_mm256_xor_si256(index, _mm256_set1_epi8(static_cast<char>(16 * t))), above);
+            found = _mm256_or_si256(found, _mm256_shuffle_epi8(table[t], at));
+        }
+        found = _mm256_sign_epi8(found, _mm256_or_si256(states, _mm256_set1_epi8(1)));
+        return UNSIGNED_DOT ? _mm256_xor_si256(found, _mm256_set1_epi8(static_cast<char>(0x80))) : found;
+    }
+
+    B64 both(const uint8_t* p) const {
+        const __m256i first = look_up_states(states(p)), second = look_up_states(states(p + PART / 2));
+#if defined(__AVX512F__)
+        return {_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)};
+#else
+        return {first, second};
+#endif
+    }
+
+    template <int I>
+    B64 part(const uint8_t* p) const {
+        if constexpr (I < 3) return both(p + I * PART);
+        // The last windows end in the beginning.
+        uint8_t end[PART + 16];
+        std::memcpy(end, p + 3 * PART, PART), std::memcpy(end + PART, p, 16);
+        return both(end);
+    }
+};
 #else
 template <int BITS>
 struct Decoder {
@@ -91,6 +156,14 @@ struct Decoder {
 };
 #endif
 
+inline I16 dot_levels(I16 acc, B64 w, X4 x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return dot_weights_unsigned(acc, w, x);
+#else
+    return dot_signed(acc, w, x);
+#endif
+}
+
 template <int BITS>
 struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     static constexpr int64_t BYTES = 64 * BITS;
@@ -102,14 +175,53 @@ struct Trellis : IntegerScheme<Trellis<BITS>, 16> {
     B64 part(Sequence raw) const {
         return decoder.template part<I>(raw.p);
     }
-    I16 dot(I16 acc, B64 w, X4 x) const {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-        return dot_weights_unsigned(acc, w, x);
-#else
-        return dot_signed(acc, w, x);
-#endif
-    }
+    I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
 };
+
+// A block's levels as the decoder gives them: a byte each, 16 outputs by four inputs in 64 of them.
+struct Levels : IntegerScheme<Levels, 4> {
+    using IntegerScheme::IntegerScheme;
+    int above(const Weights&) const { return RAISED; }
+    template <int I>
+    B64 part(B64 raw) const {
+        return raw;
+    }
+    I16 dot(I16 acc, B64 w, X4 x) const { return dot_levels(acc, w, x); }
+};
+
+template <int BITS, int I = 0>
+inline void write_levels(const Decoder<BITS>& decoder, const uint8_t* left, const uint8_t* right, uint8_t* to) {
+    if constexpr (I < 4) {
+        const B64 a = decoder.template part<I>(left), b = decoder.template part<I>(right);
+        std::memcpy(to + I * 128, &a, 64), std::memcpy(to + I * 128 + 64, &b, 64);
+        write_levels<BITS, I + 1>(decoder, left, right, to);
+    }
+}
+
+// A few rows take levels from the registers in which they were decoded; for more each block is decoded once, into memory.
+template <int BITS>
+void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
+    if (in.rows <= MAX_ROWS) return integer_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
+#if defined(__AMX_INT8__)
+    // Its tiles are filled once for all rows, too.
+    if (in.rows >= TILED_ROWS) return integer_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
+#endif
+    thread_local std::vector<uint8_t> memory;
+    const int64_t size = w.group * specpress::BLOCK;
+    memory.resize(static_cast<size_t>(size + 63));
+    uint8_t* levels = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+    const Decoder<BITS> decoder(w.levels);
+    for (int64_t block = first; block < last; block++) {
+        const uint8_t* tiles = w.codes + block * (w.group / 16) * 64 * BITS;
+        for (int64_t k = 0; k < w.group; k += 16, tiles += 64 * BITS) {
+            prefetch(tiles + AHEAD), prefetch(tiles + AHEAD + 32 * BITS);
+            write_levels<BITS>(decoder, tiles, tiles + 32 * BITS, levels + k * specpress::BLOCK);
+        }
+        Weights decoded = w;
+        decoded.codes = levels - block * size;
+        integer_linear<Levels>(decoded, in, block, block + 1, y, stride, add_to);
+    }
+}
 
 void linear_trellis(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
 #if defined(SPECPRESS_TWIN)
@@ -117,9 +229,9 @@ void linear_trellis(const Weights& w, const Inputs& in, int64_t first, int64_t l
     if (shuffles) return SPECPRESS_TWIN::linear_trellis(w, in, first, last, y, stride, add_to);
 #endif
     switch (w.bits) {
-        case 2: return integer_linear<Trellis<2>>(w, in, first, last, y, stride, add_to);
-        case 3: return integer_linear<Trellis<3>>(w, in, first, last, y, stride, add_to);
-        default: return integer_linear<Trellis<4>>(w, in, first, last, y, stride, add_to);
+        case 2: return linear_of<2>(w, in, first, last, y, stride, add_to);
+        case 3: return linear_of<3>(w, in, first, last, y, stride, add_to);
+        default: return linear_of<4>(w, in, first, last, y, stride, add_to);
     }
 }
 
