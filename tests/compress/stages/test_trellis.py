@@ -93,5 +93,5 @@ def test_what_it_may_not(wrong: dict[str, Any]) -> None:
 
 
 def test_a_family_of_unknown_structure_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="scales cannot be folded into a phi layer"):
-        compress(tiny("phi"), Recipe.load("trellis-3"), tmp_path / "run", samples=2, seq_len=32, report=lambda *_: None)
+    with pytest.raises(UserError, match="scales cannot be folded into a gpt2 layer"):
+        compress(tiny("gpt2"), Recipe.load("trellis-3"), tmp_path / "run", samples=2, seq_len=32, report=lambda *_: None)
