@@ -1,6 +1,7 @@
 """What is known of a model, what it predicts of an assignment, and the assignments that it predicts to be the best."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -57,6 +58,14 @@ class Known:
         row = [float(self.sizes.cache_share(option)) for option in CACHES[: len(self.caches)]]
         return rest, [*([float(x) for x in one] for one in shares), row]
 
+    def by_library(self) -> Iterator["Known"]:
+        """The same of the options of each library, which alone fit into one model."""
+        libraries = dict.fromkeys(one.library for unit in self.units for one in unit.options if not one.keeps)
+        for library in libraries:
+            units = tuple(replace(unit, options=_held_by(unit, library)) for unit in self.units)
+            sizes, quality = replace(self.sizes, units=units), self.quality.limited(units)
+            yield replace(self, units=units, sizes=sizes, quality=quality)
+
     def predict(self, assignment: Assignment) -> "Predicted":
         """All figures of an assignment."""
         memory = sum(self.costs.memory(unit, assignment[unit.name]) for unit in self.units)
@@ -92,6 +101,10 @@ class Predicted:
         return {"speed": 1e3 / self.pace.tokens_per_second, "size": float(self.disk), "quality": self.figure}[goal]
 
 
+def _held_by(unit: Unit, library: str) -> tuple[Option, ...]:
+    return tuple(one for one in unit.options if one.keeps or one.library == library)
+
+
 def key_of(assignment: Assignment) -> str:
     """A name for an assignment: equal ones have the same."""
     return sha256("\n".join(f"{name}: {assignment[name]}" for name in sorted(assignment)).encode()).hexdigest()[:12]
@@ -103,6 +116,12 @@ def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predic
     damage  the most that damages may sum up to; None: as much as may be. The budget of quality itself is the caller's,
             who knows what was measured.
     """
+    found = {one.key: one for part in known.by_library() for one in _propose(part, budgets, damage)}
+    return sorted(found.values(), key=lambda one: (one.objective(budgets.goal), one.disk))
+
+
+def _propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predicted]:
+    """Those among options that one model can hold, in no order."""
     found: dict[str, Predicted] = {}
     for cost, more in _questions(known, budgets):
         with_damage = [] if damage is None else [(known.damages, damage)]
@@ -115,7 +134,7 @@ def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predic
             continue
         if budgets.latency is None or 1e3 / one.pace.tokens_per_second <= budgets.latency:
             found.setdefault(one.key, one)
-    return sorted(found.values(), key=lambda one: (one.objective(budgets.goal), one.disk))
+    return list(found.values())
 
 
 def limits_of(known: Known, budgets: Budgets) -> list[tuple[Table, float]]:
@@ -209,11 +228,13 @@ def _least(known: Known, budgets: Budgets, damage: float | None, goal: str) -> P
     """The assignment that is best for a goal within these budgets; None where nothing is within them."""
     if goal != "memory":
         return next(iter(propose(known, replace(budgets, goal=goal), damage)), None)
-    more = [] if damage is None else [(known.damages, damage)]
-    try:
-        return known.predict(_assignment(known, _solved(known, known.held, [*limits_of(known, budgets), *more])))
-    except InfeasibleError:
-        return None
+    found = []
+    for part in known.by_library():
+        more = [] if damage is None else [(part.damages, damage)]
+        with suppress(InfeasibleError):
+            solution = _solved(part, part.held, [*limits_of(part, budgets), *more])
+            found.append(part.predict(_assignment(part, solution)))
+    return min(found, key=lambda one: one.memory, default=None)
 
 
 def require_reachable(known: Known, budgets: Budgets, damage: float | None) -> None:

@@ -25,9 +25,9 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
 }
 # Of those, what a trellis with method gptq has.
 _TRELLIS_KEYS = {"damping": DAMPING, "fold": True}
-# What compressed-tensors holds beside each other in one model, and rounding needs no more than the layer's name for.
-_MIXABLE = ("int8-dynamic", *GRIDS)
 _TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
+# What rounding needs no more than the layer's name for; one model holds what is of one library beside each other.
+_MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -80,13 +80,14 @@ class LayerScheme(Strict):
     @model_validator(mode="after")
     def _fit(self) -> "LayerScheme":
         if self.scheme not in _MIXABLE:
-            raise ValueError(
-                f"scheme: expected one of {', '.join(_MIXABLE)}, which one model can hold together, found {self.scheme}"
-            )
-        if self.method == "gptq" and self.scheme not in GRIDS:
+            raise ValueError(f"scheme: expected one of {', '.join(_MIXABLE)}, found {self.scheme}")
+        if self.method == "gptq" and self.scheme not in FITTED:
             raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
-        if self.act_order and self.method != "gptq":
-            raise ValueError(f"act_order: expected with method gptq only, found method {self.method}")
+        if self.act_order and (self.method != "gptq" or self.scheme not in GRIDS):
+            raise ValueError(
+                f"act_order: expected with method gptq and scheme {', '.join(GRIDS)} only, found method {self.method} "
+                f"and scheme {self.scheme}"
+            )
         check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         return self
 
@@ -247,6 +248,12 @@ class Quantize(Strict):
                 raise ValueError(f"{key}: expected none with method per-layer, whose layers say it, found one")
         if self.head == "int8":
             raise ValueError("head: expected keep with method per-layer, found int8: it is no layer of a block")
+        libraries: dict[str, str] = {}
+        for one in self.layers or ():
+            libraries.setdefault(SCHEMES[one.scheme].codes.library, one.scheme)
+        if len(libraries) > 1:
+            apart = " and ".join(libraries.values())
+            raise ValueError(f"layers: expected schemes that one model can hold together, found {apart}")
 
     def of(self, module: str) -> "Quantize | None":
         """The stage that rounds a layer: itself, or with method per-layer what says it of this one; None: nothing."""

@@ -66,14 +66,21 @@ def _is_static(stage: Quantize) -> bool:
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
     if stage.layers is not None:
         parts = {prefix: stage.of(layer.module) for prefix, layer in layers.items()}
-        return [
+        folded = {name: layers[name] for name, part in parts.items() if part is not None and part.fold}
+        # A factor goes into the layer before, which another part may round: all are folded before any is rounded.
+        scales: list[BlockStage] = [TrellisScale(folded, model_type)] if folded else []
+        return scales + [
             made
             for part in dict.fromkeys(part.stage for part in stage.layers)
-            for made in _quantisers(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
+            for made in _rounders(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
         ]
+    return [*([TrellisScale(layers, model_type)] if stage.fold else []), *_rounders(stage, layers, model_type)]
+
+
+def _rounders(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
+    """What rounds these layers, all as one stage says."""
     if stage.method in ("gptq", "sensitivity"):
-        scales = [TrellisScale(layers, model_type)] if stage.fold else []
-        return [*scales, Gptq(stage, layers)]
+        return [Gptq(stage, layers)]
     if stage.method == "awq":
         return [AwqScale(layers, model_type), AwqRound(layers)]
     if _is_static(stage):

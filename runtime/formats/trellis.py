@@ -115,6 +115,17 @@ def pack(
     )
 
 
+def random_weight(shape: tuple[int, int], bits: int) -> PackedWeight:
+    """Random sequences for a layer (N, K): its product takes as long as any other's."""
+    drawn = torch.Generator().manual_seed(0)
+    tiles = torch.randint(0, 256, empty_tiles(*shape, bits).shape, dtype=torch.uint8, generator=drawn)
+    scale = torch.rand(shape[0], 1, generator=drawn).add_(0.5).div_(64 * shape[1] ** 0.5)
+    codes = decode(tiles, LEVELS[bits], bits, shape)
+    return PackedWeight(
+        scheme(bits), codes, round_scale(scale, torch.bfloat16), tiles=Tiles(tiles, LEVELS[bits].clone())
+    )
+
+
 def row_scale(columns: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """(N,) float32 of `dtype`: the scale that gives levels the size of a row's weights; `columns` is (K, N) float32."""
     size = columns.square().mean(dim=0).sqrt() / levels.float().square().mean().sqrt()

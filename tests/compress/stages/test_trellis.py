@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compress import Recipe, compress
-from compress.errors import UserError
 from compress.export import refusal, run
 from compress.recipe import Quantize
 from runtime import load, native
@@ -92,6 +91,24 @@ def test_what_it_may_not(wrong: dict[str, Any]) -> None:
         Quantize.model_validate(wrong)
 
 
-def test_a_family_of_unknown_structure_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="scales cannot be folded into a gpt2 layer"):
-        compress(tiny("gpt2"), Recipe.load("trellis-3"), tmp_path / "run", samples=2, seq_len=32, report=lambda *_: None)
+def test_layers_of_other_bits_are_folded_before_any_is_rounded(tiny: Tiny, tmp_path: Path) -> None:
+    """A factor of down_proj goes into up_proj, which another part of the stage rounds first."""
+    parts = [("trellis-4", "up_proj"), ("trellis-3", "down_proj|o_proj"), ("trellis-4", ".*")]
+    layers = [{"scheme": scheme, "method": "gptq", "targets": [target]} for scheme, target in parts]
+    recipe = Recipe.model_validate(
+        {"name": "mixed", "stages": [{"quantize": {"method": "per-layer", "layers": layers}}]}
+    )
+    made = compress(tiny("llama"), recipe, tmp_path / "run", samples=2, seq_len=32, report=lambda *_: None).model
+    bits = (open_checkpoint(made).quantization or {})["bits"]
+    assert {name: bits[f"model.layers.1.mlp.{name}_proj"] for name in ("up", "down")} == {"up": 4, "down": 3}
+    assert torch.equal(logits(made, "portable"), logits(made, "reference"))
+    # As a whole it is near the original; a factor that was lost would leave nothing of it.
+    original = logits(tiny("llama"), "reference")
+    assert float((logits(made, "reference") - original).norm() / original.norm()) < 0.45
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-dynamic"])
+def test_a_model_has_one_format(scheme: str) -> None:
+    layers = [{"scheme": "trellis-3", "method": "gptq", "targets": ["a"]}, {"scheme": scheme, "targets": ["b"]}]
+    with pytest.raises(ValueError, match=f"hold together, found trellis-3 and {scheme}"):
+        Quantize.model_validate({"method": "per-layer", "layers": layers})
