@@ -11,7 +11,7 @@ from compress.best.costs import WIDTHS, Costs
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes
 from compress.best.solve import InfeasibleError, Solution, solve
-from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit
+from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit, by_library
 from compress.errors import UserError
 
 # Among options of one cost the less damaging: all damages together weigh so much of the cheapest choice's cost.
@@ -60,9 +60,7 @@ class Known:
 
     def by_library(self) -> Iterator["Known"]:
         """The same of the options of each library, which alone fit into one model."""
-        libraries = dict.fromkeys(one.library for unit in self.units for one in unit.options if not one.keeps)
-        for library in libraries:
-            units = tuple(replace(unit, options=_held_by(unit, library)) for unit in self.units)
+        for units in by_library(self.units):
             sizes, quality = replace(self.sizes, units=units), self.quality.limited(units)
             yield replace(self, units=units, sizes=sizes, quality=quality)
 
@@ -99,10 +97,6 @@ class Predicted:
     def objective(self, goal: str) -> float:
         """What is to be small for a goal."""
         return {"speed": 1e3 / self.pace.tokens_per_second, "size": float(self.disk), "quality": self.figure}[goal]
-
-
-def _held_by(unit: Unit, library: str) -> tuple[Option, ...]:
-    return tuple(one for one in unit.options if one.keeps or one.library == library)
 
 
 def key_of(assignment: Assignment) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import UserError
@@ -100,6 +100,16 @@ class Unit:
 Assignment = Mapping[str, Option]
 """What each unit becomes, by its name; and by the name CACHE what keys and values do (KEEP where it is absent)."""
 CACHE = "keys and values"
+
+
+def by_library(units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
+    """The units with the options of each library alone, which fit into one model."""
+    libraries = dict.fromkeys(one.library for unit in units for one in unit.options if not one.keeps)
+    return [tuple(replace(unit, options=_held_by(unit, library)) for unit in units) for library in libraries]
+
+
+def _held_by(unit: Unit, library: str) -> tuple[Option, ...]:
+    return tuple(one for one in unit.options if one.keeps or one.library == library)
 
 
 def library_of(assignment: Assignment) -> str | None:
