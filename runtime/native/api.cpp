@@ -141,7 +141,10 @@ SPECPRESS_API void specpress_unpack_nibbles(Pool* pool, const uint8_t* packed, i
     unpack_nibbles(*pool, packed, bytes, high_first != 0, static_cast<int8_t>(minus), codes);
 }
 
-SPECPRESS_API void specpress_encode_tiles(Pool* pool, const TrellisTask* task) { encode_tiles(*pool, *task); }
+SPECPRESS_API void specpress_encode_tiles(int64_t path, Pool* pool, const TrellisTask* task) {
+    const int64_t tiles = (task->outputs + TRELLIS_TILE - 1) / TRELLIS_TILE;
+    pool->run(tiles, 1, [&](int, int64_t begin, int64_t end) { path_of(path)->encode(*task, begin, end); });
+}
 
 // Null where the model's sizes do not belong together.
 SPECPRESS_API Decoder* specpress_decoder_new(const Model* model, int64_t path, Pool* pool) {

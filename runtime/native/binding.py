@@ -153,7 +153,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (_I, [_P]),
     "pack": (_I, [_P, _P, _P, _I, _P, _P]),
     "unpack_nibbles": (None, [_P, _P, _I, _I, _I, _P]),
-    "encode_tiles": (None, [_P, _P]),
+    "encode_tiles": (None, [_I, _P, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
     "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),

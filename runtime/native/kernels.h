@@ -137,6 +137,8 @@ constexpr int64_t KEYS = 64;     // keys of a cache block
 constexpr int64_t SPLIT = 512;   // positions whose weights share a maximum: a fixed split, by logical position
 
 // What a path offers.
+struct TrellisTask;
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -166,6 +168,8 @@ struct Path {
     // Where the first `limit` of `size` logits are largest, the first of equals; -1: among all of them is a NaN or +inf, or
     // among the first nothing above -inf.
     int64_t (*largest)(const float* x, int64_t size, int64_t limit);
+    // The sequences of tiles begin..end of a column of a trellis (trellis_encode.cpp).
+    void (*encode)(const TrellisTask& task, int64_t begin, int64_t end);
     bool unsigned_dot;
 };
 

@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "pool.h"
-
 namespace specpress {
 
 constexpr int64_t TRELLIS_TILE = 16;    // outputs and inputs of a tile
@@ -25,8 +23,5 @@ struct TrellisTask {
     uint8_t* tiles;
     int8_t* found;            // [inputs][outputs]: the levels
 };
-
-// The sequence of each tile: Viterbi's algorithm, in which each survivor carries its errors on to later inputs.
-void encode_tiles(Pool& pool, const TrellisTask& task);
 
 }  // namespace specpress

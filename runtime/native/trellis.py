@@ -31,6 +31,7 @@ def encode_tiles(
     spreads: Tensor,
     tiles: Tensor,
     found: Tensor,
+    path: str | None = None,
 ) -> None:
     """The sequences of one column of tiles, by Viterbi's algorithm with GPTQ's feedback inside each tile.
 
@@ -44,7 +45,9 @@ def encode_tiles(
     tiles             (ceil(N / 16), 32 · bits) uint8, written; rows may lie apart, bytes of a row may not.
     found             (C, N) int8, written: the levels.
 
-    The result does not depend on the number of threads. Raises ValueError for tensors that are not so, and UserError
+    path  the instructions that are used; None: the fastest that this machine has.
+
+    The result does not depend on the path, nor on the number of threads. Raises ValueError for tensors that are not so, and UserError
     where the native library is missing.
     """
     count, n = weights.shape
@@ -76,4 +79,5 @@ def encode_tiles(
     stride = tiles.stride(0) if len(tiles) > 1 else tiles.shape[1]
     task = _Task(bits, n, count, stride, *(tensor.data_ptr() for tensor in (*held, tiles, found)))
     pool = binding.pool(binding.default_threads())
-    library.specpress_encode_tiles(pool.handle, byref(task))
+    path = path or next(name for name in binding.PATHS if binding.usable(name)[0])
+    library.specpress_encode_tiles(binding.PATHS[path], pool.handle, byref(task))

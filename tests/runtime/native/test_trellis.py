@@ -134,3 +134,17 @@ def test_shapes_and_types_are_checked() -> None:
             encode_tiles(2, **(tile | {name: value}))
     with pytest.raises(ValueError, match="2 to 4 bits"):
         encode_tiles(5, **(tile | {"tiles": torch.empty(1, 160, dtype=torch.uint8)}))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_every_path_finds_the_same_sequences(bits: int) -> None:
+    paths = [path for path in native.PATHS if native.usable(path)[0]]
+    corner = torch.eye(13) + torch.triu(0.3 * torch.randn(13, 13, generator=generator(7)), 1)
+    found = []
+    for path in paths:
+        task = one_tile(bits, 3, rows=45, inputs=13, corner=corner)
+        encode_tiles(bits, **task, path=path)
+        found.append((task["tiles"], task["found"]))
+    assert len(found) > 1 and len(torch.unique(found[0][1])) > 20
+    for tiles, levels in found[1:]:
+        assert torch.equal(tiles, found[0][0]) and torch.equal(levels, found[0][1])
