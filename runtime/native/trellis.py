@@ -47,8 +47,8 @@ def encode_tiles(
 
     path  the instructions that are used; None: the fastest that this machine has.
 
-    The result does not depend on the path, nor on the number of threads. Raises ValueError for tensors that are not so, and UserError
-    where the native library is missing.
+    The result does not depend on the path, nor on the number of threads. Raises ValueError for tensors that are not so,
+    and UserError where the native library is missing.
     """
     count, n = weights.shape
     library, why = binding.library()
