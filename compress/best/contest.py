@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 ORIGINAL = "original"
-# Drafters of each finalist that are timed, of those that are predicted to pay at all.
-_DRAFTERS = 2
+# The most drafters of each finalist that are timed, of those that are predicted to pay at all: fewer where decoding all
+# prompts in every way would take longer than there is time for.
+_DRAFTERS = 3
 # How often a long prompt is read, and no repeat is begun that would take longer than this.
 _PREFILLS, _PREFILL_SECONDS = 5, 30.0
 
@@ -61,10 +62,11 @@ def hold(
     Each drafter twice: γ chosen every round, and γ as it is predicted to pay the most, which costs no choosing.
     """
     ways: dict[tuple[str, str, int | None], Speculator] = {(ORIGINAL, PLAIN, None): Speculator(original)}
+    count = _drafters(list(finalists), measured, work)
     for key, model in finalists.items():
         ways[key, PLAIN, None] = Speculator(model)
         drafting = Drafting(model, draft)
-        for one in _promising(measured[key].forward_ms, drafts, beyond):
+        for one in _promising(measured[key].forward_ms, drafts, beyond)[:count]:
             for length in (None, one.draft_length):
                 ways[key, one.drafter, length] = drafting.speculator(one.drafter, length)
     timed = time_interleaved({str(key): way for key, way in ways.items()}, work, progress)
@@ -79,10 +81,18 @@ def first_tokens(models: Mapping[str, "Model"], prompt: Sequence[int], progress:
 
 
 def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[Pace]:
-    """The drafters with the highest predicted pace, on the forwards that were measured."""
+    """The drafters that are predicted to pay, the fastest first, on the forwards that were measured."""
     rounds = {width: forward_ms[width] + more for width, more in zip(WIDTHS, beyond, strict=True)}
     paying = [found for one in drafts if (found := pace(rounds, [one])).drafter != PLAIN]
-    return sorted(paying, key=lambda found: -found.tokens_per_second)[:_DRAFTERS]
+    return sorted(paying, key=lambda found: -found.tokens_per_second)
+
+
+def _drafters(keys: Sequence[str], measured: Mapping[str, Measured], work: Work) -> int:
+    """How many drafters of each finalist there is time for, if none makes decoding faster: at least one."""
+    once = 1e-3 * len(work.prompts) * work.new_tokens * max(measured[key].forward_ms[1] for key in keys)
+    ways = int(work.seconds / once / len(keys))
+    # Plain decoding, and two ways for each drafter.
+    return min(_DRAFTERS, max(1, (ways - 1) // 2))
 
 
 def fastest(ways: Sequence[Way], model: str) -> Way:

@@ -92,7 +92,9 @@ def rounded(
     if option.has_tiles:
         by = torch.ones(len(hessian)) if factor is None else factor
         scaled = [weight * by for weight in weights.values()]
-        tiled = trellis.quantize_together(scaled, hessian / by / by.unsqueeze(1), option.bits, torch.bfloat16)
+        # A second pass takes a third of the time, and a fiftieth off the damage.
+        own = hessian / by / by.unsqueeze(1)
+        tiled = trellis.quantize_together(scaled, own, option.bits, torch.bfloat16, passes=1)
         return {name: dequantize(one.packed) / by for name, one in zip(weights, tiled, strict=True)}
     if option.method != "gptq":
         return {
