@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--draft")
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument("--grid", type=Path, help="grid.json of an earlier run, whose models are taken, not made again")
     parser.add_argument("--lengths", default="1,2,4,8")
     parser.add_argument("--eval-tokens", type=int, default=16_384)
     parser.add_argument("--options", type=int, default=len(OPTIONS), help="so many of them for each kind of layer")
@@ -145,9 +146,7 @@ def main() -> None:
     draft = None if inputs.draft is None else load(inputs.draft.path, threads=asked.threads)
     prompts = make_prompts(inputs.text.corpus, original, inputs.text.windows, context.new_tokens, context.seed)
     bench = Bench(original, draft, prompts, context.new_tokens, asked.threads)
-    began = perf_counter()
-    points = measure_grid(bench, units, inputs, asked)
-    grid_seconds = perf_counter() - began
+    points, grid_seconds = measured_before(asked.grid) if asked.grid else measure_grid(bench, units, inputs, asked)
     say(f"grid: {len(points)} models × {len(points[0].rates)} ways of decoding in {grid_seconds:.0f} s")
     rows = [against_grid(bench, points, dict(budget), grid_seconds, asked) for budget in BUDGETS[: asked.budgets]]
     show(rows, len(points), grid_seconds)
@@ -159,8 +158,18 @@ def settings(asked: argparse.Namespace) -> dict[str, Any]:
     return {"eval_tokens": asked.eval_tokens, "threads": asked.threads, "baselines": "none", "speed": False}
 
 
-def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked: argparse.Namespace) -> list[Point]:
-    """Every choice compressed, measured, and decoded in every way."""
+def measured_before(grid: Path) -> tuple[list[Point], float]:
+    """The points of an earlier grid, whose models still lie beside the file, and the seconds that it took."""
+    data = json.loads(grid.read_text(encoding="utf-8"))
+    points = [Point(**{**one, "folder": str((grid.parent / one["folder"]).resolve())}) for one in data["points"]]
+    return points, float(data["grid_seconds"])
+
+
+def measure_grid(
+    bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked: argparse.Namespace
+) -> tuple[list[Point], float]:
+    """Every choice compressed, measured, and decoded in every way; and the seconds that all of it took."""
+    began = perf_counter()
     lengths = [int(length) for length in asked.lengths.split(",")]
     beside = bytes_of_draft(bench.draft, CONTEXT) + bytes_of(bench.original, CONTEXT)[0]
     points = []
@@ -194,7 +203,7 @@ def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked
             f"{number + 1:3d}  {attention} / {mlp}: {100 * one.quality:+.2f} %, KL {one.kl:.4f}, "
             f"{one.disk / 1e6:.2f} MB, {one.memory / 1e6:.2f} MB in memory, {one.rate:.0f} tokens/s by {one.way}"
         )
-    return points
+    return points, perf_counter() - began
 
 
 def fitting(unit: Unit, option: Option) -> Option:

@@ -1,5 +1,6 @@
 """How many drafted tokens each drafter gets accepted, by depth: measured once, on the original, with long drafts."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -31,6 +32,12 @@ class Drafts:
     accepted: tuple[float, ...]
     milliseconds: float
     beside: float = 0.0
+
+    def shares(self, length: int) -> list[float]:
+        """Of rounds with drafts of 0, 1, … `length` tokens, where that is the most: long ones and none cost otherwise
+        than as many of the mean length."""
+        reached = [1.0, *self.drafted[:length], 0.0]
+        return [max(0.0, at - above) for at, above in itertools.pairwise(reached)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ def pace(rounds: Mapping[int, float], drafts: Sequence[Drafts]) -> Pace:
     for one in drafts:
         for length in range(1, LENGTH + 1):
             drafted, gained = sum(one.drafted[:length]), 1.0 + sum(one.accepted[:length])
-            spent = one.milliseconds * drafted + one.beside + rounds[1] * width_cost(over, 1 + drafted)
+            forwards = sum(share * width_cost(over, 1 + n) for n, share in enumerate(one.shares(length)))
+            spent = one.milliseconds * drafted + one.beside + rounds[1] * forwards
             if (rate := 1e3 * gained / spent) > best.tokens_per_second:
                 best = Pace(one.drafter, length, rate)
     return best

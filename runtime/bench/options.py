@@ -41,7 +41,8 @@ class LayerOptions:
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="f32, bf16, int8, int4, nf4 or ternary (decode also: nested); may be repeated.", show_default="all"
+            help="f32, bf16, int8, int4, nf4, ternary or trellis-2 to -4 (decode also: nested); may be repeated.",
+            show_default="all",
         ),
     ] = None
     head: Annotated[str, typer.Option(help="int8: a packed output head; keep: as the architecture has it, plain.")] = (
@@ -88,7 +89,9 @@ class JobOptions:
 
     target: Annotated[str | None, typer.Option(help="A model directory or run folder; or name a --shape.")] = None
     shape: Annotated[str | None, typer.Option(help="A shape with random weights instead: speed only.")] = None
-    scheme: Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, nf4 or ternary.")] = "int4"
+    scheme: Annotated[str, typer.Option(help="Of --shape: f32, bf16, int8, int4, nf4, ternary or trellis-2 to -4.")] = (
+        "int4"
+    )
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -161,7 +164,7 @@ class OracleOptions:
 
     shape: ShapeName = "llama-3.1-8b"
     draft: Annotated[str, typer.Option(help="The draft's shape.")] = "llama-3.1-8b-tenth"
-    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4 or ternary.")] = "int4"
+    scheme: Annotated[str, typer.Option(help="Of both: bf16, int8, int4, nf4, ternary or trellis-2 to -4.")] = "int4"
     alpha: Alpha = 0.8
     draft_lengths: Annotated[str, typer.Option(help="Tokens drafted a round, with commas between them.")] = "2,4,6,8"
     prompts: Annotated[int, typer.Option(help="Prompts of 64 random tokens.")] = 4

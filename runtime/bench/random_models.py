@@ -19,18 +19,20 @@ from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
-from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors
+from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors, trellis
 from runtime.formats.nf4 import Nf4Weight, double_quantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import group_width, round_scale
 
-SCHEMES = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
-# fp8 is for GPUs: the CPU benchmarks' shapes do without.
-DEVICE_SCHEMES = (*SCHEMES, "fp8")
+_BOTH = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
+TRELLISES = {f"trellis-{bits}": bits for bits in (2, 3, 4)}
+# fp8 is for GPUs, a trellis for CPUs.
+SCHEMES, DEVICE_SCHEMES = (*_BOTH, *TRELLISES), (*_BOTH, "fp8")
 HEADS = ("int8", "keep")
 # The first and last code of each packed scheme: symmetric, as a mean other than 0 would add the same vector to every
 # row, layer after layer.
 DESCRIBED = {"int8": int8.scheme(), "int4": int4.scheme(128), "nf4": nf4.scheme(), "ternary": ternary.scheme()}
+DESCRIBED |= {name: trellis.scheme(bits) for name, bits in TRELLISES.items()}
 CODES = {"int8": (-127, 127), "int4": (-7, 7), "nf4": (0, 15), "ternary": (-1, 1)}
 MARK = "specpress_random_weights"
 """Key of config.json that says a model is one of these."""
@@ -135,8 +137,8 @@ def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", se
 
     shape, scheme  names of SHAPES and SCHEMES. Embedding and norms are bfloat16 (f32: float32).
     head           "int8": a packed head of its own, also where the published model ties it to the embedding.
-                   "keep": as published, plain. Beside nf4 or ternary layers no other library knows an int8 head;
-                   `runtime.load` does.
+                   "keep": as published, plain. Beside nf4, ternary or trellis layers no other library knows an int8
+                   head; `runtime.load` does.
     seed           the same arguments give the same bytes.
 
     Raises UserError for a name that is not offered, an `out` that exists, or a disk that refuses.
@@ -172,8 +174,8 @@ def model_config(shape: str, scheme: str, head: str = "int8") -> dict[str, Any]:
     config = dict(chosen.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
     if head == "int8":
         config["tie_word_embeddings"] = False
-    if head == "keep" or scheme in ("nf4", "ternary"):
-        # bitsandbytes and bitnet cannot say that a layer is int8: the head's tensors do.
+    if head == "keep" or scheme in ("nf4", "ternary", *TRELLISES):
+        # bitsandbytes, bitnet and a trellis cannot say that a layer is int8: the head's tensors do.
         plain.append("lm_head")
     else:
         packed["lm_head"] = int8.scheme()
@@ -201,16 +203,19 @@ def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Gener
     """A weight (outputs, inputs) of variance 1 / inputs, so that a layer's outputs vary as much as its inputs.
 
     Drawn on the generator's device: codes are uniform, scales within a quarter of one another. Float weights come as
-    they are stored (f32, bf16). Raises ValueError for a scheme that is not in DEVICE_SCHEMES, or groups that do not
-    divide the inputs.
+    they are stored (f32, bf16). Raises ValueError for a scheme that is in neither SCHEMES nor DEVICE_SCHEMES, or groups
+    that do not divide the inputs.
     """
     device = generator.device
     if scheme in ("f32", "bf16"):
         dtype = torch.float32 if scheme == "f32" else torch.bfloat16
         spread = (3.0 / inputs) ** 0.5
         return torch.empty(outputs, inputs, dtype=dtype, device=device).uniform_(-spread, spread, generator=generator)
+    if scheme in TRELLISES:
+        return trellis.random_weight((outputs, inputs), TRELLISES[scheme], generator)
     if scheme not in DEVICE_SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(DEVICE_SCHEMES)}, found {scheme!r}")
+        offered = dict.fromkeys((*SCHEMES, *DEVICE_SCHEMES))
+        raise ValueError(f"scheme must be one of {', '.join(offered)}, found {scheme!r}")
     if scheme == "fp8":
         drawn = random_weight("bf16", outputs, inputs, generator)
         assert isinstance(drawn, Tensor)

@@ -115,9 +115,9 @@ def read(
         packed: PackedWeight | None = import_module(READERS[method]).read(quantization, tensors, prefix, unpack)
         if packed is not None:
             return packed
-        # These two libraries have no word for int8 rows with scales, which heads are: the tensors speak for them.
+        # These libraries have no word for int8 rows with scales, which heads are: the tensors speak for them.
         rows = f"{prefix}.weight_scale" in tensors and name in tensors and tensors[name].dtype == torch.int8
-        if rows and method in ("bitsandbytes", "bitnet"):
+        if rows and method in ("bitsandbytes", "bitnet", "specpress-trellis"):
             return int8.from_tensors(tensors, prefix)
     plain = take(tensors, name)
     if plain.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):

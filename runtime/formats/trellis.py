@@ -115,15 +115,13 @@ def pack(
     )
 
 
-def random_weight(shape: tuple[int, int], bits: int) -> PackedWeight:
-    """Random sequences for a layer (N, K): its product takes as long as any other's."""
-    drawn = torch.Generator().manual_seed(0)
-    tiles = torch.randint(0, 256, empty_tiles(*shape, bits).shape, dtype=torch.uint8, generator=drawn)
-    scale = torch.rand(shape[0], 1, generator=drawn).add_(0.5).div_(64 * shape[1] ** 0.5)
-    codes = decode(tiles, LEVELS[bits], bits, shape)
-    return PackedWeight(
-        scheme(bits), codes, round_scale(scale, torch.bfloat16), tiles=Tiles(tiles, LEVELS[bits].clone())
-    )
+def random_weight(shape: tuple[int, int], bits: int, generator: torch.Generator) -> PackedWeight:
+    """Random sequences for a layer (N, K), of variance 1 / K; scales lie within a quarter of one another."""
+    tiles = torch.randint(0, 256, empty_tiles(*shape, bits).shape, dtype=torch.uint8, generator=generator)
+    levels = LEVELS[bits].clone()
+    size = float(levels.float().square().mean().sqrt()) * shape[1] ** 0.5
+    scale = round_scale(torch.empty(shape[0], 1).uniform_(0.75, 1.25, generator=generator) / size, torch.bfloat16)
+    return PackedWeight(scheme(bits), decode(tiles, levels, bits, shape), scale, tiles=Tiles(tiles, levels))
 
 
 def row_scale(columns: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:

@@ -201,7 +201,7 @@ inline void write_levels(const Decoder<BITS>& decoder, const uint8_t* left, cons
 // A few rows take levels from the registers in which they were decoded; for more each block is decoded once, into memory.
 template <int BITS>
 void linear_of(const Weights& w, const Inputs& in, int64_t first, int64_t last, float* y, int64_t stride, bool add_to) {
-    if (in.rows <= MAX_ROWS) return integer_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
+    if (in.rows <= MAX_ROWS) return linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);
 #if defined(__AMX_INT8__)
     // Its tiles are filled once for all rows, too.
     if (in.rows >= TILED_ROWS) return integer_linear<Trellis<BITS>>(w, in, first, last, y, stride, add_to);

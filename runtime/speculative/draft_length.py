@@ -169,7 +169,8 @@ class Controller:
             other = longer = self._longer(batch, best, rates)
         if other is None:
             longest = _LONGEST_HOLD if best else _LONGEST_REST
-            self._hold = min(2 * self._hold, longest) if (batch, best) == (held_batch, held) else _HOLD
+            settled = (batch, best) == (held_batch, held) and self._knows_longer(best, most)
+            self._hold = min(2 * self._hold, longest) if settled else _HOLD
             self._held = (batch, most, best, self._rounds + self._hold)
             return DraftBudget(best, batch)
         self._look = _Look(rates[best], longer is not None)
@@ -285,6 +286,11 @@ class Controller:
             return None
         self._longer_at = self._rounds
         return DraftBudget(longer, batch)
+
+    def _knows_longer(self, best: int, most: int) -> bool:
+        """Whether drafts twice as long as those that look best have been looked at often enough."""
+        longer = min(2 * best, most)
+        return longer == best or any(curve.counts.get(longer, 0) >= _LOOK for curve in self._draft.values())
 
     def _expected(self, most: int) -> tuple[list[float], list[float]]:
         """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""
