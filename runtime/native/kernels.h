@@ -47,8 +47,8 @@ struct Inputs {
     const int32_t* pairs;  // [rows][groups]
 };
 
-// Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
-// padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
+// Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][their
+// dimensions padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
 // i + dim/2), with one scale per key and head, [layers][blocks][heads][64].
 struct Store {
     void* keys;
@@ -65,7 +65,11 @@ struct Heads {
     int64_t rotated;      // dimensions that rotate, even
     int64_t cache_kind;
     const float* key_factor;  // [layers][kv_heads][dim]: keys are divided by it before they are quantised; null: 1
+    int64_t value_dim = 0;    // dimensions of values; 0: as many as of keys
 };
+inline int64_t values_of(const Heads& h) { return h.value_dim ? h.value_dim : h.dim; }
+// Queries, keys and values of a row, side by side.
+inline int64_t row_of_heads(const Heads& h) { return (h.heads + h.kv_heads) * h.dim + h.kv_heads * values_of(h); }
 
 // One forward's rows. A row sees keys first..position of its request (first by the window).
 struct Batch {
@@ -101,10 +105,10 @@ struct AttentionCall {
     const Batch* batch;
     const float* queries;  // [rows][stride], rotated
     int64_t stride;
-    float* out;            // [rows][heads * dim]
+    float* out;            // [rows][heads * values_of(heads)]
     float softcap;         // of the scores; 0: none
     const float* sinks;    // [heads] scores that have no values; or null
-    int64_t chunked;       // windows do not slide: a row sees the chunk of so many positions that it is in
+    int64_t chunked = 0;   // windows do not slide: a row sees the chunk of so many positions that it is in
 };
 // The first position that a row sees.
 inline int64_t first_seen(const AttentionCall& c, int64_t position) {
