@@ -90,11 +90,11 @@ enum Activation : int64_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 =
 // How a mixture chooses (kernels/routing.py); `correction` [experts] is added to choose by, or null.
 enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, SPARSE_MIXER = 2 };
 struct Routing {
-    int64_t experts, chosen, renormalize, scoring;
-    int64_t groups, groups_chosen, group_best;
-    float scale, tolerance;
-    const float* correction;
-    int64_t scaled_inputs;  // a share multiplies what its expert reads
+    int64_t experts, chosen, renormalize, scoring = SOFTMAX;
+    int64_t groups = 1, groups_chosen = 1, group_best = 1;
+    float scale = 1.0f, tolerance = 0.0f;
+    const float* correction = nullptr;
+    int64_t scaled_inputs = 0;  // a share multiplies what its expert reads
 };
 
 struct AttentionCall {

@@ -13,7 +13,7 @@ using namespace specpress;
 namespace {
 
 // bitsandbytes' sixteen levels times 127, rounded.
-constexpr int NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+constexpr int8_t NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 int64_t step_of(int64_t kind) {
     const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8};
@@ -83,6 +83,7 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
     packed.resize(static_cast<size_t>(packed_bytes(w)));
     packed.shrink_to_fit();
     w.codes = packed.data();
+    if (s.kind == NF4) w.levels = NF4_LEVELS;
     if (!sums_.empty()) w.sums = sums_.data();
     if (s.bias) {
         bias_ = random.reals(blocks * BLOCK, -1.0f, 1.0f);

@@ -130,9 +130,11 @@ def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
     decoder = load(path, threads=2).decoder
     assert isinstance(decoder, BaseDecoder)
     plain = transformers_logits(made(kind, scheme, plain=True), tokens)
-    # Packed layers round their inputs to int8, which transformers' do not; and a sparse mixer's shares change by steps.
-    rounded = 0.25 if kind == "phimoe" else 0.1
-    assert relative(run(decoder, tokens, 64), plain) < (1e-4 if scheme == "float32" else rounded)
+    found = run(decoder, tokens, 64)
+    if scheme == "float32":
+        assert relative(found, plain) < 1e-4
+    # Packed layers round their inputs to int8, which transformers' do not: of a mixture some rows go to other experts.
+    assert float(((found - plain).norm(dim=1) / plain.norm(dim=1)).median()) < 0.1
     for cached in KINDS:
         contiguous, paged = CacheOptions(cached), CacheOptions(cached, 12)
         whole = run(decoder, tokens, len(tokens), contiguous)
