@@ -15,22 +15,41 @@ from setuptools.errors import BaseError, CCompilerError, ExecError, OptionError,
 
 HERE = "runtime/native"
 # Compiled for each path …
-KERNELS = ["int8", "int4", "nf4", "ternary", "nested", "bf16", "f32", "rows", "routing", "cache", "attention", "path"]
+KERNELS = [
+    "int8",
+    "int4",
+    "nf4",
+    "ternary",
+    "nested",
+    "trellis",
+    "trellis_encode",
+    "bf16",
+    "f32",
+    "rows",
+    "routing",
+    "cache",
+    "attention",
+    "path",
+]
 # … and once.
 COMMON = ["api", "decoder", "draft", "noise", "pool", "pack"]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
+# Byte shuffles of whole registers: processors with AMX have them all, those with AVX-512 VNNI but for the first.
+_VBMI = "-mavx512vbmi"
 _DOTPROD = "-march=armv8.2-a+dotprod"
 # Each path of an architecture, and what it is compiled with.
 X86 = {
-    "amx_int8": [*_AVX512, "-mamx-tile", "-mamx-int8"],
+    "amx_int8": [*_AVX512, _VBMI, "-mamx-tile", "-mamx-int8"],
     "avx512": _AVX512,
     "avxvnni": [*_AVX2, "-mavxvnni"],
     "avx2": _AVX2,
     "portable": [],
 }
+# Kernels that a path has a second time, with more instructions, in a namespace of their own; they choose when they run.
+TWINS = {"avx512": ("avx512_vbmi", ["trellis"], [_VBMI])}
 ARM = {"neon_i8mm": [f"{_DOTPROD}+i8mm"], "neon_dotprod": [_DOTPROD], "portable": []}
 
 
@@ -85,8 +104,13 @@ class BuildKernels(build_ext):
         for name, flags in PATHS.items():
             if name not in self.chosen:
                 continue
+            own: list[tuple[str, str | None]] = [("SPECPRESS_PATH", name)]
             try:
-                objects += self._compile(KERNELS, temporary / name, [("SPECPRESS_PATH", name)], flags)
+                if name in TWINS and not sysconfig.get_platform().startswith("macosx"):
+                    twin, kernels, more = TWINS[name]
+                    objects += self._compile(kernels, temporary / twin, [("SPECPRESS_PATH", twin)], [*flags, *more])
+                    own.append(("SPECPRESS_TWIN", twin))
+                objects += self._compile(KERNELS, temporary / name, own, flags)
             except CCompilerError:
                 if name == "portable":
                     raise
@@ -135,6 +159,7 @@ setup(
                     "cache",
                     "pool",
                     "pack",
+                    "trellis",
                     "decoder",
                     "noise",
                 )

@@ -37,7 +37,7 @@ from compress.report.files import read_report
 from compress.report.pairing import Drafting, is_tree
 from compress.report.schema_speed import PLAIN
 from compress.report.size import weight_bytes as files_bytes
-from compress.report.timing import Work, time_interleaved
+from compress.report.timing import REPEATS, Work, time_interleaved
 from runtime import Speculator, load
 from runtime.model.layers import weight_bytes
 from runtime.model.load import Model
@@ -48,6 +48,7 @@ OPTIONS = {
         Option("int8-dynamic"),
         *(Option(scheme, group, "gptq") for scheme, group in (("int4", 128), ("int4", 32), ("int3", 64), ("int3", 32))),
         Option("int2", 64, "gptq"),
+        *(Option(f"trellis-{bits}", method="gptq") for bits in (4, 3)),
     )
 }
 # What compress.best is asked for. The last two were added when nothing was changed any more.
@@ -164,7 +165,9 @@ def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked
     beside = bytes_of_draft(bench.draft, CONTEXT) + bytes_of(bench.original, CONTEXT)[0]
     points = []
     tried = list(OPTIONS)[: asked.options]
-    for number, (attention, mlp) in enumerate(itertools.product(tried, tried)):
+    # One model holds what is of one library.
+    pairs = [pair for pair in itertools.product(tried, tried) if len({OPTIONS[one].library for one in pair}) == 1]
+    for number, (attention, mlp) in enumerate(pairs):
         assignment = {
             unit.name: fitting(unit, OPTIONS[attention if ".self_attn" in unit.name else mlp]) for unit in units
         }
@@ -183,7 +186,7 @@ def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked
                 float(quality.kl_divergence.mean),
                 files_bytes(artifact.model),
                 beside + weight_bytes(decoder.parts),
-                bench.rates(bench.ways(model, lengths), 1),
+                bench.rates(bench.ways(model, lengths), REPEATS),
             )
         )
         one = points[-1]
@@ -196,7 +199,8 @@ def measure_grid(bench: Bench, units: tuple[Unit, ...], inputs: RunInputs, asked
 
 def fitting(unit: Unit, option: Option) -> Option:
     """The option; a finer group where its own does not divide the unit's rows."""
-    return option if option in unit.options else next(one for one in unit.options if one.bits == option.bits)
+    same = (one for one in unit.options if one.bits == option.bits and one.library == option.library)
+    return option if option in unit.options else next(same)
 
 
 def against_grid(
@@ -229,9 +233,9 @@ def against_grid(
     kept = sorted((point for point in points if point.keeps(budgets)), key=lambda point: -point.rate)[:_AGAIN]
     ways = {}
     model = load(out / "best" / "model", threads=asked.threads)
-    drafter = winner["fastest"]["drafter"]
+    drafter, length = winner["fastest"]["drafter"], winner["fastest"]["draft_length"]
     drafting = Drafting(model, bench.draft, threads=asked.threads)
-    ways["plan"] = Speculator(model) if drafter == PLAIN else drafting.speculator(drafter, None)
+    ways["plan"] = Speculator(model) if drafter == PLAIN else drafting.speculator(drafter, length)
     for point in kept:
         found = bench.ways(load(asked.out / point.folder / "model", threads=asked.threads), [_length(point.way)])
         ways[f"{point.attention} / {point.mlp}: {point.way}"] = found[point.way]
@@ -242,7 +246,7 @@ def against_grid(
         "grid_best": best,
         "grid_rate": None if best is None else rates[best],
         "plan_rate": rates["plan"],
-        "plan_drafter": drafter,
+        "plan_drafter": drafter if length is None else f"{drafter} {length}",
         "holds": winner["broke"] is None,
         "disk": winner["measured"]["disk"],
         "memory": winner["measured"]["memory"],

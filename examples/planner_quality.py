@@ -11,7 +11,7 @@ import argparse
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from compress.best import quality
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes, read_sizes
 from compress.best.solve import solve
-from compress.best.space import Assignment, Unit, find_units, make_recipe
+from compress.best.space import Assignment, Unit, by_library, find_units, make_recipe
 from compress.context import RunContext
 from compress.pipeline.inputs import open_inputs
 from compress.progress import silent
@@ -64,7 +64,9 @@ def study(asked: argparse.Namespace, folder: Path) -> None:
     generator = random.Random(asked.seed)
     forecast, measured = [], []
     for number in range(asked.count):
-        assignment = {unit.name: generator.choice(unit.options) for unit in units}
+        # One model holds what is of one library: they take turns.
+        held = by_library(units)[number % len(by_library(units))]
+        assignment = {unit.name: generator.choice(unit.options) for unit in held}
         found = kl(make_recipe(units, assignment, "random", {}), folder / str(number), asked)
         forecast.append(known.total(assignment))
         measured.append(found)
@@ -82,17 +84,16 @@ def against_one_for_all(
     """The planner's choices at the bytes, and at the KL, of int4-gptq."""
     theirs = kl(Recipe.load("int4-gptq"), folder / "int4", asked)
     size = weight_bytes(Artifact(folder / "int4").model)
-    rest, shares = sizes.shares()
-    damages = [list(row) for row in known.damages]
-    bytes_of = [[float(one) for one in row] for row in shares]
-    same = chosen(units, solve(damages, [bytes_of], [float(size - rest)]).picks)
+    rest, _ = sizes.shares()
+    space = [Held.of(known, sizes, held) for held in by_library(units)]
+    same = min((one.least_damage(size - rest) for one in space), key=known.total)
     found = kl(make_recipe(units, same, "same bytes", {}), folder / "same", asked)
     say(
         f"int4-gptq: {size} bytes, KL {theirs:.4f}; at {sizes.exact(same)} bytes KL {found:.4f}: {found / theirs:.3f} x"
     )
     aim = theirs / factor
     for _ in range(6):
-        small = chosen(units, solve(bytes_of, [damages], [aim]).picks)
+        small = min((one.least_bytes(aim) for one in space), key=sizes.exact)
         found = kl(make_recipe(units, small, "same KL", {}), folder / f"small{aim:.6f}", asked)
         now = sizes.exact(small)
         say(f"aimed at a sum of {aim:.4f}: {now} bytes ({now / size:.3f} x), KL {found:.4f}")
@@ -101,8 +102,31 @@ def against_one_for_all(
         aim *= 0.97 * theirs / found
 
 
-def chosen(units: Sequence[Unit], picks: Sequence[int]) -> Assignment:
-    return {unit.name: unit.options[pick] for unit, pick in zip(units, picks, strict=True)}
+@dataclass(frozen=True)
+class Held:
+    """Units with the options of one library, and what each of them damages and takes."""
+
+    units: tuple[Unit, ...]
+    damages: list[list[float]]
+    bytes_of: list[list[float]]
+
+    @classmethod
+    def of(cls, known: QualityModel, sizes: Sizes, units: tuple[Unit, ...]) -> "Held":
+        """Of what is known of all units."""
+        shares = replace(sizes, units=units).shares()[1]
+        damages = [list(row) for row in known.limited(units).damages]
+        return cls(units, damages, [[float(one) for one in row] for row in shares])
+
+    def least_damage(self, most: float) -> Assignment:
+        """Within so many bytes."""
+        return self._chosen(solve(self.damages, [self.bytes_of], [float(most)]).picks)
+
+    def least_bytes(self, most: float) -> Assignment:
+        """Within so much damage."""
+        return self._chosen(solve(self.bytes_of, [self.damages], [most]).picks)
+
+    def _chosen(self, picks: Sequence[int]) -> Assignment:
+        return {unit.name: unit.options[pick] for unit, pick in zip(self.units, picks, strict=True)}
 
 
 def settings(asked: argparse.Namespace) -> dict[str, Any]:

@@ -117,7 +117,15 @@ def interrupts_wait_for_imports() -> Iterator[None]:
 def _unless_importing(_number: int, frame: FrameType | None) -> None:
     if not any(one.f_code.co_filename.startswith("<frozen importlib") for one, _ in walk_stack(frame)):
         raise KeyboardInterrupt
-    threading.Timer(0.05, interrupt_main).start()
+    threading.Timer(0.05, _interrupt).start()
+
+
+def _interrupt() -> None:
+    """Ctrl-C again. A real signal, where there is one for a thread: it also ends what the main thread waits in."""
+    if sys.platform == "win32":
+        interrupt_main()
+    else:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 # What names and texts that no file can have come to, deep in Python or a library: class, part of its message, sentence.

@@ -19,6 +19,7 @@ _LOADERS = {
     "gptq": "gptqmodel optimum",
     "awq": "gptqmodel",
     "bitnet": None,
+    "specpress-trellis": "specpress",
 }
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -105,12 +106,13 @@ def _figures(report: Report) -> str:
 def _loading(repo: str, method: str | None, has_draft: bool) -> str:
     """How to load it with transformers and with Specpress."""
     needs, name = _LOADERS.get(method or ""), repo.partition("/")[2]
+    registers = "import runtime.formats.transformers  # of specpress\n" if needs == "specpress" else ""
     return f"""## How to load it
 
 With transformers (`pip install transformers{f" {needs}" if needs else ""}`):
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{registers}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")

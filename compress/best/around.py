@@ -114,10 +114,15 @@ def _upgrades(known: Known, chosen: Predicted) -> tuple[Upgrade, ...]:
     found = []
     for unit in known.units:
         before = chosen.assignment[unit.name]
-        offers = [_upgrade(known, chosen, unit, after) for after in unit.options if after != before]
+        offers = [_upgrade(known, chosen, unit, after) for after in unit.options if _goes_with(after, before)]
         gaining = [one for one in offers if one.bytes > 0 and one.gain > 0]
         found += sorted(gaining, key=lambda one: -one.per_megabyte)[:1]
     return tuple(sorted(found, key=lambda one: -one.per_megabyte)[:_UPGRADES])
+
+
+def _goes_with(after: Option, before: Option) -> bool:
+    """Whether a unit may change to another option, all else as it is: one model has the files of one library."""
+    return after != before and (after.keeps or before.keeps or after.library == before.library)
 
 
 def _upgrade(known: Known, chosen: Predicted, unit: Unit, after: Option) -> Upgrade:

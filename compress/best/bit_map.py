@@ -18,6 +18,9 @@ _COLOURS = {
     "int3 g128": "#fde68a",
     "int2 g32": "#b91c1c",
     "int2 g64": "#f87171",
+    "trellis-4": "#2dd4bf",
+    "trellis-3": "#fbbf24",
+    "trellis-2": "#ef4444",
 }
 # For options that have no colour of their own, in turns.
 _OTHERS = ("#6d28d9", "#a78bfa", "#be185d", "#f9a8d4", "#4d7c0f", "#bef264")

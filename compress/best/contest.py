@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compress.best.acceptance import Drafts, pace
+from compress.best.acceptance import Drafts, Pace, pace
 from compress.best.candidates import Measured
 from compress.best.costs import WIDTHS
 from compress.progress import Progress
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from runtime.model.load import Model
 
 ORIGINAL = "original"
-# Drafters of each finalist that are timed, of those that are predicted to pay at all.
-_DRAFTERS = 2
+# The most drafters of each finalist that are timed, of those that are predicted to pay at all: fewer where decoding all
+# prompts in every way would take longer than there is time for.
+_DRAFTERS = 3
 # How often a long prompt is read, and no repeat is begun that would take longer than this.
 _PREFILLS, _PREFILL_SECONDS = 5, 30.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of decoding a model (by its key): tokens a second while decoding, the prompts' time left out."""
+    """One way of decoding a model (by its key): tokens a second while decoding, the prompts' time left out.
+
+    draft_length  γ; None: chosen every round, or nothing drafts.
+    """
 
     model: str
     drafter: str
     tokens_per_second: float
+    draft_length: int | None = None
 
     @property
     def latency_ms(self) -> float:
@@ -37,9 +42,9 @@ class Way:
         return 1e3 / max(self.tokens_per_second, 1e-9)
 
     @classmethod
-    def of(cls, model: str, drafter: str, timed: Timed) -> "Way":
+    def of(cls, model: str, drafter: str, draft_length: int | None, timed: Timed) -> "Way":
         """What was timed."""
-        return cls(model, drafter, timed.decode_tokens_per_second or timed.tokens_per_second or 0.0)
+        return cls(model, drafter, timed.decode_tokens_per_second or timed.tokens_per_second or 0.0, draft_length)
 
 
 def hold(
@@ -52,15 +57,20 @@ def hold(
     work: Work,
     progress: Progress,
 ) -> list[Way]:
-    """Every way's figures: of the original plain decoding, of each finalist (by key) drafters too."""
-    ways = {(ORIGINAL, PLAIN): Speculator(original)}
+    """Every way's figures: of the original plain decoding, of each finalist (by key) drafters too.
+
+    Each drafter twice: γ chosen every round, and γ as it is predicted to pay the most, which costs no choosing.
+    """
+    ways: dict[tuple[str, str, int | None], Speculator] = {(ORIGINAL, PLAIN, None): Speculator(original)}
+    count = _drafters(list(finalists), measured, work)
     for key, model in finalists.items():
-        ways[key, PLAIN] = Speculator(model)
+        ways[key, PLAIN, None] = Speculator(model)
         drafting = Drafting(model, draft)
-        for name in _promising(measured[key].forward_ms, drafts, beyond):
-            ways[key, name] = drafting.speculator(name, None)
-    timed = time_interleaved({f"{key} {name}": way for (key, name), way in ways.items()}, work, progress)
-    return [Way.of(key, name, timed[f"{key} {name}"]) for key, name in ways]
+        for one in _promising(measured[key].forward_ms, drafts, beyond)[:count]:
+            for length in (None, one.draft_length):
+                ways[key, one.drafter, length] = drafting.speculator(one.drafter, length)
+    timed = time_interleaved({str(key): way for key, way in ways.items()}, work, progress)
+    return [Way.of(*key, timed[str(key)]) for key in ways]
 
 
 def first_tokens(models: Mapping[str, "Model"], prompt: Sequence[int], progress: Progress) -> dict[str, float]:
@@ -70,16 +80,24 @@ def first_tokens(models: Mapping[str, "Model"], prompt: Sequence[int], progress:
     return {key: 1e3 * one.seconds for key, one in timed.items()}
 
 
-def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[str]:
-    """The drafters with the highest predicted pace, on the forwards that were measured."""
+def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[Pace]:
+    """The drafters that are predicted to pay, the fastest first, on the forwards that were measured."""
     rounds = {width: forward_ms[width] + more for width, more in zip(WIDTHS, beyond, strict=True)}
-    rates = {one.drafter: pace(rounds, [one]) for one in drafts}
-    paying = [name for name, found in rates.items() if found.drafter != PLAIN]
-    return sorted(paying, key=lambda name: -rates[name].tokens_per_second)[:_DRAFTERS]
+    paying = [found for one in drafts if (found := pace(rounds, [one])).drafter != PLAIN]
+    return sorted(paying, key=lambda found: -found.tokens_per_second)
+
+
+def _drafters(keys: Sequence[str], measured: Mapping[str, Measured], work: Work) -> int:
+    """How many drafters of each finalist there is time for, if none makes decoding faster: at least one."""
+    once = 1e-3 * len(work.prompts) * work.new_tokens * max(measured[key].forward_ms[1] for key in keys)
+    ways = int(work.seconds / once / len(keys))
+    # Plain decoding, and two ways for each drafter.
+    return min(_DRAFTERS, max(1, (ways - 1) // 2))
 
 
 def fastest(ways: Sequence[Way], model: str) -> Way:
     """A model's fastest way; a drafter must gain more than the noise over plain decoding, as the report asks for."""
-    mine = {way.drafter: way for way in ways if way.model == model}
-    best = max(mine.values(), key=lambda way: way.tokens_per_second)
-    return best if best.tokens_per_second >= WORTH * mine[PLAIN].tokens_per_second else mine[PLAIN]
+    mine = [way for way in ways if way.model == model]
+    best = max(mine, key=lambda way: way.tokens_per_second)
+    plain = next(way for way in mine if way.drafter == PLAIN)
+    return best if best.tokens_per_second >= WORTH * plain.tokens_per_second else plain

@@ -125,7 +125,10 @@ class Costs:
 
 def key_of(unit: Unit, option: Option) -> Key:
     """What the time of a unit depends on. Codes of 3 and 2 bits run in the container of 4, so their scheme is that."""
-    how = KEPT if option.keeps else f"{option.stored_as.kind} {option.group_size}"
+    if option.keeps:
+        how = KEPT
+    else:
+        how = f"{option.scheme if option.has_tiles else option.stored_as.kind} {option.group_size}"
     return (sum(n for n, _ in unit.shapes), unit.shapes[0][1], how)
 
 

@@ -137,7 +137,7 @@ def _candidate(budgets: Budgets, data: Data, place: int, one: Data) -> dict[str,
         "disk": _mb(found["disk"]),
         "ttft": "not timed" if found["ttft_ms"] is None else _ms(found["ttft_ms"]),
         "pairs": pairs,
-        "drafter": _NONE if way is None else way["drafter"],
+        "drafter": _NONE if way is None else _drafter(way),
         "verdict": verdict,
         "tone": "chosen" if chosen else "refused" if one["broke"] else "",
     }
@@ -149,7 +149,7 @@ def _figure(budgets: Budgets, figure: float) -> str:
 
 def _point(budgets: Budgets, one: Data) -> tuple[str, ...]:
     pace = one["pace"]
-    drafter = "plain" if pace["drafter"] == PLAIN else f"{pace['drafter']}, {pace['draft_length']}"
+    drafter = "plain" if pace["drafter"] == PLAIN else _drafter(pace)
     rate = f"{pace['tokens_per_second']:,.0f}"
     return (budgets.shown(one["figure"]), megabytes(one["disk"]), megabytes(one["memory"]), rate, drafter)
 
@@ -191,7 +191,12 @@ def _about(about: Data, cache: str) -> Sequence[tuple[str, str]]:
 
 
 def _drafting(way: Data) -> str:
-    return "plain decoding" if way["drafter"] == PLAIN else f"drafter {way['drafter']}"
+    return "plain decoding" if way["drafter"] == PLAIN else f"drafter {_drafter(way)}"
+
+
+def _drafter(way: Data) -> str:
+    """With γ, where it is fixed."""
+    return str(way["drafter"]) if way["draft_length"] is None else f"{way['drafter']}, {way['draft_length']}"
 
 
 def _ms(value: float | None) -> str:

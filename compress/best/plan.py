@@ -14,7 +14,7 @@ from compress.best.page import html, markdown
 from compress.best.predict import Predicted
 from compress.best.space import CACHE, KEEP, NOT_TRIED, OPTIONS, Unit
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)

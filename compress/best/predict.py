@@ -1,6 +1,7 @@
 """What is known of a model, what it predicts of an assignment, and the assignments that it predicts to be the best."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -10,7 +11,7 @@ from compress.best.costs import WIDTHS, Costs
 from compress.best.quality import QualityModel
 from compress.best.sizes import Sizes
 from compress.best.solve import InfeasibleError, Solution, solve
-from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit
+from compress.best.space import CACHE, CACHES, KEEP, Assignment, Option, Unit, by_library
 from compress.errors import UserError
 
 # Among options of one cost the less damaging: all damages together weigh so much of the cheapest choice's cost.
@@ -56,6 +57,12 @@ class Known:
         rest, shares = self.sizes.shares()
         row = [float(self.sizes.cache_share(option)) for option in CACHES[: len(self.caches)]]
         return rest, [*([float(x) for x in one] for one in shares), row]
+
+    def by_library(self) -> Iterator["Known"]:
+        """The same of the options of each library, which alone fit into one model."""
+        for units in by_library(self.units):
+            sizes, quality = replace(self.sizes, units=units), self.quality.limited(units)
+            yield replace(self, units=units, sizes=sizes, quality=quality)
 
     def predict(self, assignment: Assignment) -> "Predicted":
         """All figures of an assignment."""
@@ -103,6 +110,12 @@ def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predic
     damage  the most that damages may sum up to; None: as much as may be. The budget of quality itself is the caller's,
             who knows what was measured.
     """
+    found = {one.key: one for part in known.by_library() for one in _propose(part, budgets, damage)}
+    return sorted(found.values(), key=lambda one: (one.objective(budgets.goal), one.disk))
+
+
+def _propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predicted]:
+    """Those among options that one model can hold, in no order."""
     found: dict[str, Predicted] = {}
     for cost, more in _questions(known, budgets):
         with_damage = [] if damage is None else [(known.damages, damage)]
@@ -115,7 +128,7 @@ def propose(known: Known, budgets: Budgets, damage: float | None) -> list[Predic
             continue
         if budgets.latency is None or 1e3 / one.pace.tokens_per_second <= budgets.latency:
             found.setdefault(one.key, one)
-    return sorted(found.values(), key=lambda one: (one.objective(budgets.goal), one.disk))
+    return list(found.values())
 
 
 def limits_of(known: Known, budgets: Budgets) -> list[tuple[Table, float]]:
@@ -209,11 +222,13 @@ def _least(known: Known, budgets: Budgets, damage: float | None, goal: str) -> P
     """The assignment that is best for a goal within these budgets; None where nothing is within them."""
     if goal != "memory":
         return next(iter(propose(known, replace(budgets, goal=goal), damage)), None)
-    more = [] if damage is None else [(known.damages, damage)]
-    try:
-        return known.predict(_assignment(known, _solved(known, known.held, [*limits_of(known, budgets), *more])))
-    except InfeasibleError:
-        return None
+    found = []
+    for part in known.by_library():
+        more = [] if damage is None else [(part.damages, damage)]
+        with suppress(InfeasibleError):
+            solution = _solved(part, part.held, [*limits_of(part, budgets), *more])
+            found.append(part.predict(_assignment(part, solution)))
+    return min(found, key=lambda one: one.memory, default=None)
 
 
 def require_reachable(known: Known, budgets: Budgets, damage: float | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from compress.artifact import SHARD_BYTES, safetensors
 from compress.artifact.safetensors import Described
-from compress.best.space import CACHE, KEEP, Assignment, Option, Unit
+from compress.best.space import CACHE, KEEP, Assignment, Option, Unit, library_of
 from compress.model.plan import make_plan
 from compress.model.source import Source
 from compress.model.structure import ModelStructure
@@ -15,6 +15,7 @@ from compress.recipe.block_stages import Quantize
 from runtime.cache.scheme import scale_name
 from runtime.checkpoints.architecture import describe
 from runtime.formats.schemes import KINDS
+from runtime.formats.trellis import STATES, TILE
 
 # A place in a file of weights that takes as many digits as any.
 _FAR = 10**13
@@ -23,6 +24,14 @@ _FAR = 10**13
 def packed(prefix: str, shape: tuple[int, int], option: Option, dtype: str) -> list[Described]:
     """The tensors of a packed layer (N, K), all but its bias; `dtype` is the element type of the original's weight."""
     (n, k), scheme = shape, option.stored_as
+    if option.has_tiles:
+        tiles = (-(-n // TILE), -(-k // TILE), TILE * TILE * scheme.bits // 8)
+        return [
+            (f"{prefix}.weight_tiles", "U8", tiles),
+            (f"{prefix}.weight_levels", "I8", (STATES // 2,)),
+            (f"{prefix}.weight_scale", dtype if dtype in ("F16", "BF16") else "BF16", (n, 1)),
+            (f"{prefix}.weight_shape", "I64", (2,)),
+        ]
     scale = dtype if dtype in ("F16", "BF16") else "BF16"
     groups = k // (scheme.group_size or k)
     scales = (f"{prefix}.weight_scale", scale, (n, groups))
@@ -36,7 +45,7 @@ def packed(prefix: str, shape: tuple[int, int], option: Option, dtype: str) -> l
 class Sizes:
     """A model's tensors as a run writes them: in parts, of which each is in order; `units` are what may change.
 
-    scales  that a quantised cache adds.
+    scales  that a quantised cache adds, where the library has a place for them.
     """
 
     parts: tuple[tuple[Described, ...], ...]
@@ -46,7 +55,7 @@ class Sizes:
     def exact(self, assignment: Assignment, limit: int = SHARD_BYTES) -> int:
         """Bytes of all files of weights, headers included; `limit` is the most in one."""
         parts: Sequence[Sequence[Described]] = self.described(assignment)
-        if not assignment.get(CACHE, KEEP).keeps:
+        if not assignment.get(CACHE, KEEP).keeps and _has_scales(library_of(assignment)):
             # The scales come when the weights are written, and join them.
             parts = [*safetensors.joined(parts, limit), self.scales]
         return safetensors.joined_bytes(parts, limit)
@@ -100,8 +109,13 @@ class Sizes:
         return rest, shares
 
     def cache_share(self, option: Option) -> int:
-        """Bytes that one of CACHES adds, or a few more."""
+        """Bytes that one of CACHES adds, or a few more, where the library has a place for them."""
         return 0 if option.keeps else sum(_bytes(one, _FAR) for one in self.scales)
+
+
+def _has_scales(library: str | None) -> bool:
+    """Whether a quantised cache's scales lie in the files of this library's weights, or of plain ones (None)."""
+    return library in (None, "compressed-tensors")
 
 
 def read_sizes(source: Source, model: ModelStructure, units: Sequence[Unit]) -> Sizes:

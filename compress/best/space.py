@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import UserError
 from compress.model.plan import make_plan
 from compress.model.structure import ModelStructure
+from compress.quantize.folding import NORM_OFFSET
 from compress.recipe import Recipe
 from compress.recipe.block_stages import Quantize
 from compress.stages.sensitivity import fused_units
-from runtime.formats.schemes import SCHEMES, Scheme
+from runtime.formats.schemes import GRIDS, SCHEMES, Scheme
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Option:
         return 16 if self.keeps else SCHEMES[self.scheme].bits
 
     @property
+    def library(self) -> str:
+        """Whose files hold it: one model has those of one. Raises KeyError for a unit that stays, which all hold."""
+        return SCHEMES[self.scheme].codes.library
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether it is a trellis."""
+        return not self.keeps and SCHEMES[self.scheme].codes.has_tiles
+
+    @property
     def stored_as(self) -> Scheme:
         """How files hold it. Raises KeyError for a unit that stays."""
         return SCHEMES[self.scheme].scheme(self.group_size)
@@ -48,12 +59,14 @@ OPTIONS = (
     *(Option(scheme, 128, "gptq") for scheme in ("int6", "int5")),
     *(Option(scheme, group, "gptq") for scheme in ("int4", "int3") for group in (128, 64, 32)),
     *(Option("int2", group, "gptq") for group in (64, 32)),
+    *(Option(f"trellis-{bits}", method="gptq") for bits in (4, 3, 2)),
 )
 # What keys and values may be held as: float32, or rounded with factors that the run calibrates.
 CACHES = (KEEP, Option("int8", method="cache"), Option("int4", method="cache"))
 # What was left out of the search, and why: every plan says it.
 NOT_TRIED = (
     ("nf4, ternary, fp8", "files of another format, or for GPUs: one model holds one format (try a built-in recipe)"),
+    ("a trellis beside integers", "one model holds one format: each was searched by itself"),
     ("int6 to int2 rounded to nearest", "the bytes and the speed of gptq's codes, which are fitted to text"),
     ("int2 in groups of 128", "two bits want small groups"),
     ("awq, hqq, zero points, smoothing", "no per-layer stage of a recipe does them yet"),
@@ -89,6 +102,22 @@ Assignment = Mapping[str, Option]
 CACHE = "keys and values"
 
 
+def by_library(units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
+    """The units with the options of each library alone, which fit into one model."""
+    libraries = dict.fromkeys(one.library for unit in units for one in unit.options if not one.keeps)
+    return [tuple(replace(unit, options=_held_by(unit, library)) for unit in units) for library in libraries]
+
+
+def _held_by(unit: Unit, library: str) -> tuple[Option, ...]:
+    return tuple(one for one in unit.options if one.keeps or one.library == library)
+
+
+def library_of(assignment: Assignment) -> str | None:
+    """Whose files the model is; None where no unit changes."""
+    options = (option for name, option in assignment.items() if name != CACHE and not option.keeps)
+    return next((option.library for option in options), None)
+
+
 def find_units(
     shapes: Mapping[str, tuple[int, ...]], model: ModelStructure, options: Sequence[Option] = OPTIONS
 ) -> tuple[Unit, ...]:
@@ -98,6 +127,7 @@ def find_units(
     """
     plan = make_plan(shapes, model, Quantize(scheme="int8-dynamic"))
     layers = {layer.module: layer for layer in plan.layers.values()}
+    tiled = _trellis_layers(shapes, model)
     if any(".experts." in name for name in layers):
         raise UserError("compress.best does not take experts apart yet: use a built-in recipe for this model")
     found = []
@@ -105,9 +135,21 @@ def find_units(
         sizes = tuple((shapes[layers[m].tensor][0], shapes[layers[m].tensor][1]) for m in modules)
         number = model.block(layers[modules[0]].tensor)
         assert number is not None
-        fitting = tuple(one for one in options if all(k % (one.group_size or 1) == 0 for _, k in sizes))
+        held = [one for one in options if not one.has_tiles or tiled.issuperset(modules)]
+        fitting = tuple(one for one in held if all(k % (one.group_size or 1) == 0 for _, k in sizes))
         found.append(Unit(name, modules, tuple(layers[m].prefix for m in modules), sizes, number, fitting))
     return tuple(sorted(found, key=lambda unit: unit.block))
+
+
+def _trellis_layers(shapes: Mapping[str, tuple[int, ...]], model: ModelStructure) -> set[str]:
+    """The layers that a trellis can hold; none in families that its stage cannot scale the inputs of."""
+    if str(model.text_config.model_type) not in NORM_OFFSET:
+        return set()
+    try:
+        plan = make_plan(shapes, model, Quantize(scheme="trellis-4"))
+    except UserError:
+        return set()  # there is no layer that it can hold
+    return {layer.module for layer in plan.layers.values()}
 
 
 def make_recipe(units: Sequence[Unit], assignment: Assignment, about: str, calibration: Mapping[str, Any]) -> Recipe:
@@ -130,7 +172,7 @@ def make_recipe(units: Sequence[Unit], assignment: Assignment, about: str, calib
         entry: dict[str, Any] = {"scheme": option.scheme, "method": option.method}
         if option.group_size:
             entry["group_size"] = option.group_size
-        if option.method == "gptq":
+        if option.scheme in GRIDS and option.method == "gptq":
             entry["act_order"] = True  # no byte more, and a little less damage
         layers.append(entry | {"targets": _patterns([name for unit in chosen[option] for name in unit.layers])})
     stages = [{"quantize": {"method": "per-layer", "layers": layers}}] if layers else []

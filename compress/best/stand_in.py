@@ -7,6 +7,7 @@ import torch
 
 from compress.best.space import Assignment, Option, Unit
 from runtime.checkpoints.directory import Checkpoint
+from runtime.formats import trellis
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import round_scale
 from runtime.model.build import build
@@ -59,6 +60,8 @@ def random_weight(shape: tuple[int, int], option: Option, dtype: torch.dtype) ->
     if option.keeps:
         return torch.randn(n, k, generator=drawn).mul_(k**-0.5).to(dtype)
     scheme = option.stored_as
+    if option.has_tiles:
+        return trellis.random_weight(shape, scheme.bits)
     half = 1 << scheme.bits - 1
     codes = torch.randint(1 - half, half, (n, k), dtype=torch.int8, generator=drawn)
     scale = torch.rand(n, k // (scheme.group_size or k), generator=drawn).add_(0.5).div_(half * k**0.5)

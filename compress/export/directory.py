@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.artifact import files, safetensors
 from compress.export import Exported, Loss, Progress, check_kinds, told
-from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, survey
+from compress.export.layers import CACHE_SCALES, NOTHING_PACKED, Facts, Model, survey, weight_of
 from compress.model import directory
 from compress.quantize.rtn import relative_error
 from runtime import formats
@@ -90,7 +90,7 @@ def _write(name: str, model: Model, form: Form, out: Path, progress: Progress) -
             yield {plain: checkpoint.tensor(plain)}
         for done, layer in enumerate(model.packed):
             progress(f"export {name}", done, len(model.packed))
-            weight = checkpoint.weight(layer.prefix)
+            weight = weight_of(checkpoint, layer.prefix)
             assert isinstance(weight, PackedWeight)
             stored = _dense(layer, weight, model) if layer in form.plain else form.store(layer, weight)
             back = formats.read(form.quantization, stored, layer.prefix)

@@ -12,9 +12,10 @@ from compress.export import prefixes, told
 from compress.quantize import grid
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.open import open_checkpoint
-from runtime.formats import dequantize, int8
+from runtime.formats import dequantize, int8, trellis
 from runtime.formats.codes import whole_zeros
 from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats.schemes import KINDS
 from runtime.formats.tensors import in_first
 
 
@@ -59,6 +60,14 @@ def to_int4(packed: PackedWeight, group_size: int, dtype: torch.dtype) -> Packed
 def to_int8_rows(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """Rounded to symmetric int8 with one scale per output row, in `dtype`."""
     return int8.pack(dequantize(packed), bias=packed.bias, scale_dtype=dtype)
+
+
+def weight_of(checkpoint: Checkpoint, prefix: str) -> PackedWeight | torch.Tensor:
+    """A layer's weight as exports take it: a trellis as the int8 rows that it exactly is."""
+    weight = checkpoint.weight(prefix)
+    if isinstance(weight, PackedWeight) and KINDS[weight.scheme.kind].has_tiles:
+        return trellis.as_int8(weight)
+    return weight
 
 
 # Caches' static scales, which only compressed-tensors' loaders know.
@@ -129,7 +138,7 @@ def survey(path: Path) -> Model:
 
 
 def _facts(checkpoint: Checkpoint, prefix: str) -> Facts:
-    weight = checkpoint.weight(prefix)
+    weight = weight_of(checkpoint, prefix)
     if not isinstance(weight, PackedWeight):
         raise UserError(
             f"{checkpoint.path.name}: expected packed weights in {prefix}, which has scales, found plain ones: the"

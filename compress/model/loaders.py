@@ -20,9 +20,12 @@ def refusal(model: ModelStructure, tensor: str, parameter: Parameter, codes: Cod
         return "transformers keeps it in float32 beside bitsandbytes layers: int8-dynamic can hold it"
     if library == "bitsandbytes" and type(module) is not nn.Linear:
         return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
-    if codes.layout != "pack-quantized":
+    if codes.layout != "pack-quantized" and not codes.has_tiles:
         return None
-    if not model.names.survives(tensor, ("weight_packed", "weight_scale", "weight_shape")):
+    if codes.has_tiles and not isinstance(module, nn.Linear):
+        return f"a {kind}, which {library} does not replace: int8-dynamic can hold it"
+    stored = ("weight_tiles", "weight_levels") if codes.has_tiles else ("weight_packed",)
+    if not model.names.survives(tensor, (*stored, "weight_scale", "weight_shape")):
         return "transformers renames it as a plain weight alone: int8-dynamic can hold it"
     if not _initialises(model, parameter.module):
         return "transformers' initialisation of this model asks for its plain weight: int8-dynamic can hold it"

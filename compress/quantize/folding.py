@@ -76,7 +76,7 @@ def folds(layer: nn.Module, model_type: str) -> list[Fold]:
     if model_type not in NORM_OFFSET:
         raise UserError(
             f"scales cannot be folded into a {model_type} layer: its structure is not known (known:"
-            f" {', '.join(NORM_OFFSET)}); use gptq or rtn for this model"
+            f" {', '.join(NORM_OFFSET)}); use gptq or rtn for this model, and fold: false with a trellis"
         )
     offset = NORM_OFFSET[model_type]
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}

@@ -42,6 +42,8 @@ def quantize(
             scale, zero = grid.fit(values, wanted, stored_scale_dtype(weight.dtype), search=True)
             return grid.to_packed(grid.encode(values, scale, zero, wanted), scale, zero, wanted)
         options = {"bits": row.bits, "symmetric": symmetric}
+    if row.codes.has_tiles:
+        options = {"bits": row.bits}
     packed: PackedWeight = row.codes.format.pack(weight, described.group_size, **options)
     return packed
 

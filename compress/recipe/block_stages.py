@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from runtime.formats.patterns import trouble
-from runtime.formats.schemes import GRIDS, SCHEMES
+from runtime.formats.schemes import FITTED, GRIDS, SCHEMES
 
 if TYPE_CHECKING:
     SchemeName = str
@@ -23,8 +23,11 @@ _METHOD_KEYS: dict[str, dict[str, Any]] = {
     "sensitivity": {},
     "per-layer": {},
 }
-# What compressed-tensors holds beside each other in one model, and rounding needs no more than the layer's name for.
-_MIXABLE = ("int8-dynamic", *GRIDS)
+# Of those, what a trellis with method gptq has.
+_TRELLIS_KEYS = {"damping": DAMPING, "fold": True}
+_TRELLISES = tuple(name for name in FITTED if name not in GRIDS)
+# What rounding needs no more than the layer's name for; one model holds what is of one library beside each other.
+_MIXABLE = ("int8-dynamic", *GRIDS, *_TRELLISES)
 
 Share = Annotated[float, Field(gt=0, lt=1, strict=False)]
 # More than this of the blocks leaves no model (prune/depth.py).
@@ -77,13 +80,14 @@ class LayerScheme(Strict):
     @model_validator(mode="after")
     def _fit(self) -> "LayerScheme":
         if self.scheme not in _MIXABLE:
-            raise ValueError(
-                f"scheme: expected one of {', '.join(_MIXABLE)}, which one model can hold together, found {self.scheme}"
-            )
-        if self.method == "gptq" and self.scheme not in GRIDS:
+            raise ValueError(f"scheme: expected one of {', '.join(_MIXABLE)}, found {self.scheme}")
+        if self.method == "gptq" and self.scheme not in FITTED:
             raise ValueError(f"method: expected rtn with scheme {self.scheme}, found gptq")
-        if self.act_order and self.method != "gptq":
-            raise ValueError(f"act_order: expected with method gptq only, found method {self.method}")
+        if self.act_order and (self.method != "gptq" or self.scheme not in GRIDS):
+            raise ValueError(
+                f"act_order: expected with method gptq and scheme {', '.join(GRIDS)} only, found method {self.method} "
+                f"and scheme {self.scheme}"
+            )
         check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         return self
 
@@ -124,6 +128,8 @@ class Quantize(Strict):
                 and layers that none matches stay as they are.
     act_order   gptq: whether inputs are taken by their activations' size, the largest first.
     damping     gptq: added to the Hessian's diagonal, as a share of its mean.
+    fold        gptq on a trellis: whether input channels are scaled beforehand, where the layer before can take the
+                factor. Of families whose structure is known (compress/quantize/folding.py).
     observer    int8-static: how far each layer's input range reaches. search: where its outputs are nearest to the
                 float ones; minmax, moving_average, percentile (99.99 % of the values), mse, entropy: by its inputs
                 alone (calib/observers.py).
@@ -143,6 +149,7 @@ class Quantize(Strict):
     act_order: StrictBool | None = None
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     search: StrictBool | None = None
+    fold: StrictBool | None = None
     observer: Literal["search", "minmax", "moving_average", "percentile", "mse", "entropy"] | None = None
     bits_per_weight: Annotated[float, Field(ge=2, le=8)] | None = None
     targets: tuple[StrictStr, ...] = Field(default=(".*",), min_length=1)
@@ -159,6 +166,8 @@ class Quantize(Strict):
         grouped = data.get("scheme") in GRIDS
         method = data.get("method", "rtn")
         known = _METHOD_KEYS.get(method, {}) if isinstance(method, str) and grouped else {}
+        if data.get("scheme") in _TRELLISES and method == "gptq":
+            known = _TRELLIS_KEYS
         filled = {key: value for key, value in known.items() if data.get(key) is None}
         if grouped and data.get("symmetric") is None:
             filled["symmetric"] = method != "hqq"
@@ -189,17 +198,22 @@ class Quantize(Strict):
         # `sensitivity` chooses the schemes itself; the others have grids to choose codes of, or nearest codes alone.
         choosing = ("sensitivity", "per-layer")
         methods = [name for name in _METHOD_KEYS if name not in choosing] if self.scheme in GRIDS else ["rtn"]
+        methods += ["gptq"] if self.scheme in _TRELLISES else []
         if self.method not in methods:
             expected = " or ".join(methods)
             raise ValueError(f"method: expected {expected} with scheme {self.scheme}, found {self.method}")
         check_group(self.group_size, SCHEMES[self.scheme].group_sizes, f"scheme {self.scheme}")
         if self.symmetric is not None and self.scheme not in GRIDS:
             raise ValueError(f"symmetric: expected with {', '.join(GRIDS)} only, found scheme {self.scheme}")
-        for key in ("act_order", "damping", "search"):
-            if getattr(self, key) is not None and (key not in _METHOD_KEYS[self.method] or self.scheme not in GRIDS):
-                owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys)
+        known = _METHOD_KEYS[self.method] if self.scheme in GRIDS else {}
+        if self.scheme in _TRELLISES and self.method == "gptq":
+            known = _TRELLIS_KEYS
+        for key in ("act_order", "damping", "search", "fold"):
+            if getattr(self, key) is not None and key not in known:
+                owners = " or ".join(method for method, keys in _METHOD_KEYS.items() if key in keys) or "gptq"
+                schemes = (*(GRIDS if key != "fold" else ()), *(_TRELLISES if key in _TRELLIS_KEYS else ()))
                 raise ValueError(
-                    f"{key}: expected with method {owners} and scheme {', '.join(GRIDS)} only, found method "
+                    f"{key}: expected with method {owners} and scheme {', '.join(schemes)} only, found method "
                     f"{self.method} and scheme {self.scheme}"
                 )
         if self.observer is not None and self.scheme != "int8-static":
@@ -213,7 +227,7 @@ class Quantize(Strict):
     def _fit_budget(self) -> None:
         if self.bits_per_weight is None:
             raise ValueError("bits_per_weight: expected a number from 2 to 8 with method sensitivity, found none")
-        for key in ("scheme", "symmetric", "act_order", "damping", "search", "observer"):
+        for key in ("scheme", "symmetric", "act_order", "damping", "search", "fold", "observer"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key}: expected none with method sensitivity, which chooses it, found one")
         check_group(self.group_size, SCHEMES["int4"].group_sizes, "method sensitivity")
@@ -226,6 +240,7 @@ class Quantize(Strict):
             "act_order",
             "damping",
             "search",
+            "fold",
             "observer",
             "bits_per_weight",
         ):
@@ -233,6 +248,12 @@ class Quantize(Strict):
                 raise ValueError(f"{key}: expected none with method per-layer, whose layers say it, found one")
         if self.head == "int8":
             raise ValueError("head: expected keep with method per-layer, found int8: it is no layer of a block")
+        libraries: dict[str, str] = {}
+        for one in self.layers or ():
+            libraries.setdefault(SCHEMES[one.scheme].codes.library, one.scheme)
+        if len(libraries) > 1:
+            apart = " and ".join(libraries.values())
+            raise ValueError(f"layers: expected schemes that one model can hold together, found {apart}")
 
     def of(self, module: str) -> "Quantize | None":
         """The stage that rounds a layer: itself, or with method per-layer what says it of this one; None: nothing."""

@@ -6,20 +6,23 @@ The algorithms are free functions over tensors, in rooms of their own.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from calib.moments import Wants
 from compress.calibration.activations import Inputs, matmul_precision
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Layer, Plan
-from compress.quantize import gptq
+from compress.quantize import gptq, trellis
 from compress.recipe import Quantize, Recipe
 from compress.recipe.block_stages import DAMPING
 from compress.stages.contract import BlockStage
 from compress.stages.prune import MaskPrune, width_prune
-from compress.stages.ranges import AwqRound, AwqScale, SmoothRanges, StaticRanges
+from compress.stages.ranges import AwqRound, AwqScale, SmoothRanges, StaticRanges, TrellisScale
 from compress.stages.rounding import chosen, grid_of, round_to_nearest, scale_dtype, sharing
-from runtime.formats.schemes import GRIDS, SCHEMES
+from runtime.formats.schemes import FITTED, GRIDS, SCHEMES
 
 
 def make_stages(recipe: Recipe, plan: Plan, loader: BlockLoader) -> list[BlockStage]:
@@ -63,11 +66,19 @@ def _is_static(stage: Quantize) -> bool:
 def _quantisers(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
     if stage.layers is not None:
         parts = {prefix: stage.of(layer.module) for prefix, layer in layers.items()}
-        return [
+        folded = {name: layers[name] for name, part in parts.items() if part is not None and part.fold}
+        # A factor goes into the layer before, which another part may round: all are folded before any is rounded.
+        scales: list[BlockStage] = [TrellisScale(folded, model_type)] if folded else []
+        return scales + [
             made
             for part in dict.fromkeys(part.stage for part in stage.layers)
-            for made in _quantisers(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
+            for made in _rounders(part, {name: layers[name] for name in layers if parts[name] == part}, model_type)
         ]
+    return [*([TrellisScale(layers, model_type)] if stage.fold else []), *_rounders(stage, layers, model_type)]
+
+
+def _rounders(stage: Quantize, layers: Mapping[str, Layer], model_type: str) -> list[BlockStage]:
+    """What rounds these layers, all as one stage says."""
     if stage.method in ("gptq", "sensitivity"):
         return [Gptq(stage, layers)]
     if stage.method == "awq":
@@ -99,29 +110,41 @@ class Gptq:
     layers: Mapping[str, Layer]
 
     def wants(self, block: Block) -> Mapping[str, Wants]:
-        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in GRIDS}
+        return {path: Wants(hessian=True) for path, layer in chosen(block, self.layers) if layer.scheme in FITTED}
 
     def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
         known = dict(chosen(block, self.layers))
-        fitted = [path for path in known if known[path].scheme in GRIDS and path not in block.starved]
+        fitted = [path for path in known if known[path].scheme in FITTED and path not in block.starved]
         for path in known.keys() - set(fitted):
             round_to_nearest(block, path, known[path])
         for paths in sharing(fitted, statistics):
             # Layers that read one input may still differ in grid or type; each kind goes through by itself.
-            kinds = {path: (grid_of(known[path]), scale_dtype(block, path)) for path in paths}
+            kinds = {
+                path: (known[path].scheme, known[path].group_size, known[path].symmetric, scale_dtype(block, path))
+                for path in paths
+            }
             for kind in dict.fromkeys(kinds.values()):
                 same = [path for path in paths if kinds[path] == kind]
+                weights = [block.linears[path].weight.detach() for path in same]
                 with matmul_precision():
-                    rounded = gptq.quantize_together(
-                        [block.linears[path].weight.detach() for path in same],
-                        statistics[paths[0]].hessian,
-                        *kind,
-                        order=bool(self.stage.act_order),
-                        damping=self.stage.damping or DAMPING,
-                        search=bool(self.stage.search),
-                    )
+                    rounded = self._round(weights, statistics[paths[0]].hessian, known[same[0]], kind[-1])
                 for path, found in zip(same, rounded, strict=True):
                     block.pack(path, found.packed, known[path].scheme, found.error, found.damping)
             # A Hessian is as large as the largest weights: the last layers that read it let it go.
             for path in paths:
                 del statistics[path]
+
+    def _round(self, weights: list[Tensor], hessian: Tensor, layer: Layer, dtype: torch.dtype) -> list[gptq.Rounded]:
+        """Codes of weights that read the same inputs, all as `layer` is planned; scales of type `dtype`."""
+        damping = self.stage.damping or DAMPING
+        if layer.scheme not in GRIDS:
+            return trellis.quantize_together(weights, hessian, SCHEMES[layer.scheme].bits, dtype, damping)
+        return gptq.quantize_together(
+            weights,
+            hessian,
+            grid_of(layer),
+            dtype,
+            order=bool(self.stage.act_order),
+            damping=damping,
+            search=bool(self.stage.search),
+        )

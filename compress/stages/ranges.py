@@ -1,4 +1,4 @@
-"""Stages that move ranges between activations and weights, or fix them: AWQ, SmoothQuant, static ranges of inputs."""
+"""Stages that move ranges between activations and weights, or fix them: AWQ, SmoothQuant, static ranges, a trellis."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from compress.calibration.statistics import collect
 from compress.errors import UserError
 from compress.model.block import Block, Statistics
 from compress.model.plan import Layer
-from compress.quantize import awq, folding, grid, rtn, smoothquant
+from compress.quantize import awq, folding, grid, rtn, smoothquant, trellis
 from compress.quantize.folding import Fold
 from compress.recipe import Quantize, Smooth
 from compress.recipe.block_stages import Experts
@@ -72,6 +72,27 @@ class AwqRound:
             codes = grid.encode(weight, scale, zero, wanted)
             block.pack(path, grid.to_packed(codes, scale, zero, wanted), layer.scheme)
             del statistics[path]
+
+
+@dataclass(frozen=True)
+class TrellisScale:
+    """Gives the weights of every input channel one size, where the layer before can take the factor exactly."""
+
+    layers: Mapping[str, Layer]
+    model_type: str
+
+    def wants(self, block: Block) -> Mapping[str, Wants]:
+        return {}
+
+    def apply(self, block: Block, statistics: Statistics, inputs: Inputs | None) -> None:
+        known = dict(chosen(block, self.layers))
+        for fold, paths in _foldable(block, known, statistics, self.model_type):
+            # What a norm feeds was no nearer for it.
+            if fold.previous not in block.linears:
+                continue
+            weights = [block.linears[path].weight.detach() for path in paths]
+            factor = trellis.channel_factors(weights, partial(folding.share, fold))
+            fold_in(block, fold, factor, statistics, block.dtypes[paths[0]])
 
 
 @dataclass(frozen=True)

@@ -60,19 +60,21 @@ def hf_config(
 
     Raises ValueError for mixtures that no library reads (nf4 or ternary beside another kind).
     """
-    from runtime.formats import compressed_tensors, nf4
+    from runtime.formats import compressed_tensors, nf4, trellis
 
     kinds = {KINDS[scheme.kind] for scheme in layers.values()}
     libraries = {kind.library for kind in kinds}
     if len(libraries) > 1:
         raise ValueError(
-            "nf4 is bitsandbytes', ternary is bitnet's, and int8 and int4 are compressed-tensors': one checkpoint has"
-            " one library"
+            "nf4 is bitsandbytes', ternary is bitnet's, a trellis is our own, and int8 and int4 are"
+            " compressed-tensors': one checkpoint has one library"
         )
     if not layers or libraries == {"compressed-tensors"}:
         return compressed_tensors.hf_config(layers, ignore, reordered)
     if libraries == {"bitsandbytes"}:
         return nf4.hf_config(ignore, double_quant=double_quant, compute=compute)
+    if libraries == {trellis.METHOD}:
+        return trellis.hf_config(layers, ignore)
     # A library with one kind of codes: its format file says how it is named.
     config: dict[str, Any] = kinds.pop().format.hf_config(ignore)
     return config
@@ -88,7 +90,7 @@ def check_supported(quantization: Any) -> None:
     if not isinstance(method, str) or method not in READERS:
         raise UserError(
             f"{_WHERE}.quant_method {method!r} is not read; use a plain checkpoint, bitsandbytes nf4 or LLM.int8,"
-            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, or bitnet"
+            " compressed-tensors fp8, int8 or int6 to int2, GPTQ, AWQ, mxfp4, bitnet or specpress-trellis"
         )
     import_module(READERS[method]).check(quantization)
 

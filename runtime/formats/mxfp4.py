@@ -1,5 +1,5 @@
 """mxfp4: floats of four bits in blocks of 32 inputs that share a power of two (OCP Microscaling, MX 1.0), as gpt-oss
-has its experts. No recipe writes it.
+has its experts. Read only.
 
     NAME_blocks  uint8 [E, N, K/32, 16]: of E experts two codes a byte, the first in the low half
     NAME_scales  uint8 [E, N, K/32]: the exponents plus 127
@@ -9,7 +9,7 @@ level is a whole number, so that products of integers lose nothing of it.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +29,6 @@ INT8_LEVELS = (2 * LEVELS).to(torch.int8)
 
 _SCHEME = Scheme("mxfp4", 4, BLOCK, True, "int8-group")
 _NO_NUMBER = 255
-
-
-def pack(weight: Tensor) -> PackedWeight:
-    """Rounds (N, K) to the nearest codes; scales as the specification has them: the largest weight's power of two over
-    that of the largest level. Raises ValueError where blocks do not divide K."""
-    if weight.shape[1] % BLOCK:
-        raise ValueError(f"mxfp4 has blocks of {BLOCK} inputs, which do not divide rows of {weight.shape[1]}")
-    blocks = weight.float().unflatten(1, (-1, BLOCK))
-    highest = blocks.abs().amax(dim=-1).clamp(min=2.0**-120)
-    exponents = torch.frexp(highest).exponent - 3
-    # Of levels in order; ties go to the smaller magnitude's neighbour, as they come.
-    order = LEVELS.argsort(stable=True)
-    levels = LEVELS[order]
-    near = torch.bucketize(torch.ldexp(blocks, -exponents.unsqueeze(-1)), (levels[:-1] + levels[1:]) / 2)
-    return _weight(order[near].flatten(1).to(torch.int8), exponents + 127, None)
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -70,11 +55,12 @@ def read_experts(tensors: Tensors, name: str, unpack: bool = True) -> list[Packe
     exponents = fetch(tensors, f"{name}_scales", torch.uint8, shape=tuple(blocks.shape[:3]))
     if bool((exponents == _NO_NUMBER).any()):
         raise UserError(f"tensor {name}_scales holds {_NO_NUMBER}, which is no number; fetch the file again")
-    pairs = zip(blocks.flatten(2), exponents, strict=True)
-    return [_weight(unpack_nibbles(codes) if unpack else codes, own, None if unpack else "low") for codes, own in pairs]
+    return [_weight(codes, own, unpack) for codes, own in zip(blocks.flatten(2), exponents, strict=True)]
 
 
-def _weight(codes: Tensor, exponents: Tensor, nibbles: Literal["low"] | None) -> PackedWeight:
-    """A weight of codes as PackedWeight has them and exponents plus 127 (N, K / 32)."""
-    scale = torch.ldexp(torch.ones(1), exponents.to(torch.int32) - 127)
-    return PackedWeight(_SCHEME, codes, scale, nibbles=nibbles)
+def _weight(codes: Tensor, exponents: Tensor, unpack: bool) -> PackedWeight:
+    """An expert of codes (N, K / 2) two a byte and exponents (N, K / 32)."""
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 127)
+    if not unpack:
+        return PackedWeight(_SCHEME, codes, scale, nibbles="low")
+    return PackedWeight(_SCHEME, unpack_nibbles(codes), scale)

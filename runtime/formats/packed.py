@@ -9,6 +9,18 @@ from torch import Tensor
 from runtime.formats.schemes import Activation, Kind, Scheme
 
 
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A trellis weight as its file has it (trellis.py): what kernels decode by themselves.
+
+    sequences  (ceil(N / 16), ceil(K / 16), 32 · bits) uint8.
+    levels     (128,) int8: of the lower half of the states.
+    """
+
+    sequences: Tensor
+    levels: Tensor
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A linear layer's weight: y[n] = Σ_k value(codes[n, k]) · scale[n, k // group] · x[k] − offset·Σx (+ bias).
@@ -16,7 +28,7 @@ class PackedWeight:
     Unpacked in memory (one code a byte): bit layouts belong to the format files, and kernels repack when they load.
 
     codes   (N, K) int8: signed integers for int8/int4/ternary, of `scheme.bits` bits; for nf4 the index 0..15 of the
-            level; for fp8 the values themselves, float8_e4m3fn.
+            level; for fp8 the values themselves, float8_e4m3fn; for a trellis the levels that its sequences give.
     scale   (N, G) float32, G = ceil(K / group_size), or 1 when `group_size` is 0. For nf4: the block's absmax
             (blocks never straddle rows here; double quantisation is already undone).
     offset  (N, G) float32 or None: subtracted as offset · Σ_{k in group} x[k] (zero points: offset = scale · zero,
@@ -28,6 +40,7 @@ class PackedWeight:
             has them (int4's plus 8), the first in the "low" or the "high" half.
     planes  of int8: kernels are to lay the codes out as two planes of nibbles, so that a draft can read the upper one
             alone (`reference.upper_codes` says what it reads then). What the weight means does not change.
+    tiles   of a trellis: the sequences of bits that give `codes`; None where they are not at hand.
     """
 
     scheme: Scheme
@@ -39,6 +52,7 @@ class PackedWeight:
     input_scale: Tensor | None = None
     nibbles: Literal["low", "high"] | None = None
     planes: bool = False
+    tiles: Tiles | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,4 +82,4 @@ class PackedWeight:
         return out
 
 
-__all__ = ["Activation", "Kind", "PackedWeight", "Scheme"]
+__all__ = ["Activation", "Kind", "PackedWeight", "Scheme", "Tiles"]

@@ -36,7 +36,7 @@ class CodeKind:
     """A kind of codes: how files store them, and what kernels have to know of them.
 
     module       its format file, with `pack`, `to_tensors` and `from_tensors`.
-    library      whose `quantization_config` names it ("compressed-tensors", "bitsandbytes" or "bitnet").
+    library      whose `quantization_config` names it ("compressed-tensors", "bitsandbytes", "bitnet", or our own).
     ranges       lowest and highest code. Of several the first is what our files hold, the others what readers meet.
     layout       compressed-tensors' name for how it is stored; `expert_layout` in experts ("": experts cannot be).
     no_experts   why fused experts stay as they are, where they do.
@@ -44,6 +44,7 @@ class CodeKind:
     levels       codes are places in the format file's LEVELS, and in its INT8_LEVELS, which are in so many parts of
                  them; 0: codes are numbers themselves.
     is_float     codes are floating-point numbers: kernels multiply by the dequantised weight.
+    has_tiles    codes are levels of int8 that sequences of bits give, of as many bits as the scheme says.
     has_planes   codes of 8 bits can be laid out as two planes of nibbles, of which a draft reads the upper one.
     outputs      the library takes multiples of so many outputs (bitsandbytes on processors with AVX-512).
     product      the kind whose integer products multiply these codes; "": its own.
@@ -60,6 +61,7 @@ class CodeKind:
     nibbles: bool = False
     levels: int = 0
     is_float: bool = False
+    has_tiles: bool = False
     has_planes: bool = False
     outputs: int = 1
     product: Kind = ""
@@ -141,6 +143,15 @@ KINDS: Mapping[Kind, CodeKind] = {
         outputs=4,
         one_scale=True,
     ),
+    "trellis": CodeKind(
+        "runtime.formats.trellis",
+        "specpress-trellis",
+        ((-127, 127),),
+        no_experts="a trellis has no layout for experts that transformers fuses",
+        has_tiles=True,
+        product="int8",
+        more_bytes=128 + 16,
+    ),
 }
 
 # Who checks and reads what a `quant_method` of config.json stands for.
@@ -151,6 +162,7 @@ READERS: Mapping[str, str] = {
     "gptq": "runtime.formats.gptq",
     "awq": "runtime.formats.awq",
     "mxfp4": "runtime.formats.mxfp4",
+    "specpress-trellis": "runtime.formats.trellis",
 }
 
 
@@ -205,8 +217,13 @@ SCHEMES: Mapping[str, NamedScheme] = {
         NamedScheme("nf4", "nf4", 4, "int8-group", (64,)),
         NamedScheme("ternary", "ternary", 2, "int8-token"),
         NamedScheme("fp8", "fp8", 8, "float"),
+        NamedScheme("trellis-2", "trellis", 2, "int8-token"),
+        NamedScheme("trellis-3", "trellis", 3, "int8-token"),
+        NamedScheme("trellis-4", "trellis", 4, "int8-token"),
     )
 }
+# What GPTQ can choose codes of.
+FITTED = tuple(row.name for row in SCHEMES.values() if row.is_grid or row.codes.has_tiles)
 GRIDS = tuple(row.name for row in SCHEMES.values() if row.is_grid)
 # What codes of a grid in groups are held as, by their bits.
 GRID_KINDS: Mapping[int, Kind] = {row.bits: row.kind for row in SCHEMES.values() if row.is_grid}
@@ -227,6 +244,9 @@ def stored_bytes(scheme: Scheme, outputs: int, inputs: int) -> int:
     kind = KINDS[scheme.kind]
     groups = -(-inputs // (scheme.group_size or inputs))
     in_words = kind.layout == "pack-quantized"
+    if kind.has_tiles:
+        outputs_stored, inputs_stored = -(-outputs // 16) * 16, -(-inputs // 16) * 16
+        return outputs_stored * inputs_stored * scheme.bits // 8 + int(kind.scale_bytes * outputs) + kind.more_bytes
     codes = 4 * outputs * -(-inputs * scheme.bits // 32) if in_words else outputs * inputs * scheme.bits // 8
     zeros = 0 if scheme.symmetric else 4 * groups * -(-outputs * scheme.bits // 32)
     scales = int(kind.scale_bytes * (1 if kind.one_scale else outputs * groups))

@@ -262,6 +262,7 @@ def _merged(weights: Weights, biases: Biases) -> tuple[Weight, Tensor | None]:
         offset=torch.cat(offsets) if offsets else None,
         bias=_join_biases([w.bias for w in packed], weights),
         planes=all(w.planes for w in packed),
+        tiles=None,
     )
     return merged, None
 

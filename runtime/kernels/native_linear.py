@@ -106,6 +106,8 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     kind = weight.scheme.kind
     row = schemes.KINDS.get(kind)
     product = "" if row is None else row.product or kind
+    # Where rows were put in another order the levels alone are left: those of an int8 layer.
+    product = product if weight.tiles is None else kind
     if row is None or product not in STEPS:
         raise ValueError(f"no native kernel for {kind} weights")
     if weight.planes and not row.has_planes:
@@ -124,6 +126,7 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     group = weight.scheme.group_size or k
     groups = -(-k // group)
     struct = _struct("nested" if weight.planes else product, n, k, group, groups)
+    struct.bits = weight.scheme.bits
     scale = _per_group("scale", weight.scale, n, groups)
     # Levels are held as integers, in so many parts.
     scale = scale / row.levels if row.levels else scale
@@ -139,9 +142,11 @@ def _packed(weight: PackedWeight, pool: Pool) -> NativeWeight:
     sums = torch.empty((-(-n // BLOCK), groups, BLOCK), dtype=torch.int32) if struct.kind == KINDS["int8"] else None
     packed = _lay_out_codes(weight, struct, sums, pool)
     struct.codes, struct.scale, struct.scale_type = packed.data_ptr(), scale.data_ptr(), _SCALE_TYPES[scale.dtype]
-    # The table is the format's own, and stays.
-    struct.levels = row.format.INT8_LEVELS.data_ptr() if row.levels else None
-    tensors = [packed, scale]
+    # The table is the format's own, and stays; or it is the layer's.
+    levels = row.format.INT8_LEVELS if row.levels else None
+    levels = levels if weight.tiles is None else weight.tiles.levels.contiguous()
+    struct.levels = None if levels is None else levels.data_ptr()
+    tensors = [packed, scale, *([] if weight.tiles is None or levels is None else [levels])]
     for name, values in (("sums", sums), ("offset", offset), ("bias", bias), ("perm", perm), ("input_scale", static)):
         if values is not None:
             tensors.append(values)
@@ -173,6 +178,8 @@ def _lay_out(
 
 def _lay_out_codes(weight: PackedWeight, struct: WeightsStruct, sums: Tensor | None, pool: Pool) -> Tensor:
     """The blocks of codes. Raises ValueError for codes out of their range, which are looked at as they are read."""
+    if weight.tiles is not None:
+        return _lay_out(struct, weight.tiles.sequences.contiguous(), None, pool)[0]
     kind, codes = schemes.KINDS[weight.scheme.kind], weight.codes.contiguous()
     if weight.nibbles is not None:
         struct.zero = -kind.ranges[0][0]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -179,6 +180,8 @@ def adapt(path: Path, config: Any, device: torch.device, through: Through = FLOA
     Raises UserError where a library that the format needs is not installed, or the weights do not load.
     """
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method == "specpress-trellis":
+        import_module("runtime.formats.transformers")
     given: dict[str, Any] = {"dtype": getattr(torch, through.dtype)}
     if through.device_map is not None:
         if find_spec("accelerate") is None:

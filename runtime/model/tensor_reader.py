@@ -128,4 +128,5 @@ def take_rows(weight: Weight, order: Tensor | None) -> Weight:
         return weight[order]
     of_rows = ("codes", "scale", "offset", "bias")
     moved = {key: part[order] for key in of_rows if (part := getattr(weight, key)) is not None}
-    return replace(weight, **moved)
+    # In another order the rows are no longer those of the tiles.
+    return replace(weight, **moved, tiles=None)

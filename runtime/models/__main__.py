@@ -1,6 +1,7 @@
 """`python -m runtime.models` and `specpress models`: how each causal language model of transformers runs here."""
 
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,8 @@ def main(
 
         from runtime.models import matrix, page
 
-        transformers.logging.set_verbosity_error()
+        # What configurations say of values that a tiny model cannot have, as critical.
+        transformers.logging.set_verbosity(logging.CRITICAL + 1)
         shown = Console(stderr=True)
         wanted = names or list(matrix.model_types())
         rows = [matrix.row(name) for name in track(wanted, "models", console=shown, transient=True)]

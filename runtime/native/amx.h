@@ -63,10 +63,10 @@ inline void widen(const Scheme& scheme, Raw left, Raw right, B64 less, int64_t q
 template <class Scheme>
 inline int64_t widen_inputs(const Scheme& scheme, const Weights& w, const uint8_t* codes, int64_t inputs, WideTile* to) {
     const B64 less = set_bytes(scheme.above(w));
-    for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += 128) {
+    for (int64_t k = 0; k < inputs; k += Scheme::STEP, codes += Scheme::BYTES) {
         scheme.fetch(codes + AHEAD);
-        scheme.fetch(codes + AHEAD + 64);
-        widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + 64), less, k / 4, to);
+        scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
+        widen<Scheme, 0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), less, k / 4, to);
     }
     const int64_t tiles = (inputs + TILE_BYTES - 1) / TILE_BYTES;
     for (int64_t quad = inputs / 4; quad < tiles * TILE; quad++)
@@ -177,7 +177,7 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
     const Scheme scheme(w);
     const int64_t size = w.group, each = std::min(size, SLAB), tiles = (each + TILE_BYTES - 1) / TILE_BYTES;
     const int64_t together = size < SLAB ? std::min(GROUPS, SLAB / TILE_BYTES / tiles) : 1;
-    const uint8_t* codes = w.codes + block * w.groups * (size / Scheme::STEP) * 128;
+    const uint8_t* codes = w.codes + block * w.groups * (size / Scheme::STEP) * Scheme::BYTES;
     const int64_t rest = rows % PAIR, pairs = (rows + PAIR - 1) / PAIR;
     const TileShapes whole(PAIR), end(rest);
     for (int64_t group = 0; group < w.groups; group += together) {
@@ -192,13 +192,13 @@ void tiled_panel(const Weights& w, const Inputs& in, int64_t row, int64_t rows, 
         for (int64_t k = 0; k < size; k += SLAB) {
             const int64_t inputs = std::min(size - k, SLAB);
             const uint8_t* const read = DIRECT ? codes : slab->half[0];
-            for (int64_t g = 0; g < groups; g++, codes += inputs / Scheme::STEP * 128)
+            for (int64_t g = 0; g < groups; g++, codes += inputs / Scheme::STEP * Scheme::BYTES)
                 if constexpr (!DIRECT) widen_inputs(scheme, w, codes, inputs, slab + g * tiles);
             fence();
             const int64_t filled = (inputs + TILE_BYTES - 1) / TILE_BYTES;
             // While the tiles multiply, the next codes come from memory.
             const int64_t steps = pairs * groups * filled;
-            const int64_t lines = (groups * inputs / Scheme::STEP * 2 + steps - 1) / steps;
+            const int64_t lines = (groups * inputs / Scheme::STEP * (Scheme::BYTES / 64) + steps - 1) / steps;
             const uint8_t* next = codes;
             for (int64_t m = 0; m < rows; m += PAIR) {
                 const int64_t count = std::min(rows - m, PAIR);

@@ -7,6 +7,7 @@
 #include "noise.h"
 #include "pack.h"
 #include "paths.h"
+#include "trellis.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -86,7 +87,7 @@ bool machine_has(int64_t number) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     switch (number) {
 #if defined(__x86_64__)
-        case AMX_INT8: return wide && processor_has_tiles();
+        case AMX_INT8: return wide && __builtin_cpu_supports("avx512vbmi") && processor_has_tiles();
 #endif
         case AVX512: return wide;
         case AVXVNNI: return two && __builtin_cpu_supports("avxvnni");
@@ -138,6 +139,11 @@ SPECPRESS_API int64_t specpress_pack(Pool* pool, const Weights* w, const void* r
 }
 SPECPRESS_API void specpress_unpack_nibbles(Pool* pool, const uint8_t* packed, int64_t bytes, int64_t high_first, int64_t minus, int8_t* codes) {
     unpack_nibbles(*pool, packed, bytes, high_first != 0, static_cast<int8_t>(minus), codes);
+}
+
+SPECPRESS_API void specpress_encode_tiles(int64_t path, Pool* pool, const TrellisTask* task) {
+    const int64_t tiles = (task->outputs + TRELLIS_TILE - 1) / TRELLIS_TILE;
+    pool->run(tiles, 1, [&](int, int64_t begin, int64_t end) { path_of(path)->encode(*task, begin, end); });
 }
 
 // Null where the model's sizes do not belong together.

@@ -14,9 +14,9 @@ from runtime.native.arena import Arena
 
 # Fastest first; the numbers are those of api.cpp.
 PATHS = {"amx-int8": 6, "avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
-KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7}
+KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "nf4": 4, "ternary": 5, "nested": 6, "upper": 7, "trellis": 8}
 # Inputs that one 64-byte vector holds of each of its 16 outputs.
-STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8}
+STEPS = {"f32": 1, "bf16": 2, "int8": 4, "int4": 8, "nf4": 8, "ternary": 16, "nested": 8, "upper": 8, "trellis": 16}
 BLOCK = 32
 # What a path lacks, where a bit of specpress_path is not set.
 _LACKS = {
@@ -37,7 +37,7 @@ class WeightsStruct(Structure):
     """kernels.h, Weights."""
 
     _fields_ = [
-        *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type"),
+        *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type", "bits"),
         *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale", "levels"),
     ]
 
@@ -181,6 +181,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (_I, [_P]),
     "pack": (_I, [_P, _P, _P, _I, _P, _P]),
     "unpack_nibbles": (None, [_P, _P, _I, _I, _I, _P]),
+    "encode_tiles": (None, [_I, _P, _P]),
     "decoder_new": (_P, [_P, _I, _P]),
     "decoder_free": (None, [_P]),
     "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),

@@ -20,7 +20,7 @@ constexpr int64_t WIDE_ROWS = 3;
 int64_t blocks_of(const Weights& w) { return (w.outputs + BLOCK - 1) / BLOCK; }
 
 int64_t bytes_per_block(const Weights& w) {
-    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 || w.kind == NESTED ? 8 : w.kind == TERNARY ? 2 : 4;
+    const int64_t bits = w.kind == F32 ? 32 : w.kind == BF16 ? 16 : w.kind == INT8 || w.kind == NESTED ? 8 : w.kind == TERNARY ? 2 : w.kind == TRELLIS ? w.bits : 4;
     return w.groups * w.group * BLOCK * bits / 8;
 }
 
@@ -184,7 +184,7 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
             grow(want.codes, rows * want.stride + LINE);
             grow(want.step, rows * w.groups);
             grow(want.sums, rows * w.groups);
-            want.wide = rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED);
+            want.wide = rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED || w.kind == TRELLIS);
             if (want.wide) {
                 grow(want.words, rows * want.stride);
                 grow(want.pairs, rows * w.groups);

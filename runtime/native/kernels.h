@@ -6,13 +6,14 @@
 namespace specpress {
 
 // NESTED is int8 in two planes of nibbles, of which UPPER reads the upper one alone: the draft's product (nested.cpp).
-enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, NESTED = 6, UPPER = 7, KINDS = 8 };
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NF4 = 4, TERNARY = 5, NESTED = 6, UPPER = 7, TRELLIS = 8, KINDS = 9 };
 enum ScaleType : int64_t { SCALE_F32 = 0, SCALE_BF16 = 1, SCALE_F16 = 2 };
 
 constexpr int64_t BLOCK = 32;  // outputs of one small product
 
 // A linear layer, laid out in blocks of 32 outputs (pack.cpp). 64 bytes hold 16 outputs times 1 (f32), 2 (bf16),
-// 4 (int8), 8 (int4, nf4, a plane of nested) or 16 (ternary) inputs; two such vectors stand side by side.
+// 4 (int8), 8 (int4, nf4, a plane of nested) or 16 (ternary) inputs; two such vectors stand side by side. Of a trellis
+// two sequences do, of 16 outputs by 16 inputs each.
 struct Weights {
     int64_t kind;
     int64_t outputs, inputs;
@@ -21,6 +22,7 @@ struct Weights {
     int64_t groups;
     int64_t zero;          // what a stored code of 0 stands for, negated: int4 8 or 0
     int64_t scale_type;
+    int64_t bits;          // of a trellis: 2, 3 or 4 a weight
     const uint8_t* codes;
     const void* scale;     // [blocks][groups][32]
     const float* offset;   // [blocks][groups][32] or null
@@ -28,7 +30,7 @@ struct Weights {
     const float* bias;     // [outputs padded to 32] or null
     const int32_t* perm;   // [inputs] or null: codes[:, j] belongs to input perm[j]
     const float* input_scale;  // static activations, or null
-    const int8_t* levels;      // [16] what codes stand for, of nf4 and what is stored alike; else null
+    const int8_t* levels;      // what codes stand for: [16] of nf4 and what is stored alike, [128] of a trellis; else null
 };
 
 // Bytes of one plane of a nested layer; the lower plane follows the upper one.
@@ -139,6 +141,8 @@ constexpr int64_t KEYS = 64;     // keys of a cache block
 constexpr int64_t SPLIT = 512;   // positions whose weights share a maximum: a fixed split, by logical position
 
 // What a path offers.
+struct TrellisTask;
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -168,6 +172,8 @@ struct Path {
     // Where the first `limit` of `size` logits are largest, the first of equals; -1: among all of them is a NaN or +inf, or
     // among the first nothing above -inf.
     int64_t (*largest)(const float* x, int64_t size, int64_t limit);
+    // The sequences of tiles begin..end of a column of a trellis (trellis_encode.cpp).
+    void (*encode)(const TrellisTask& task, int64_t begin, int64_t end);
     bool unsigned_dot;
 };
 

@@ -84,13 +84,13 @@ template <class Scheme, int M>
 inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
     constexpr int STEP = Scheme::STEP;
     const int64_t groups = w.groups, size = w.group;
-    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * Scheme::BYTES;
     const int8_t* x = in.codes + row * in.stride;
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
     const Scheme scheme(w);
     // The scales are a second stream, too thin for the processor to fetch ahead by itself.
-    const int64_t apart = scale_bytes(w), ahead = (AHEAD / ((size / STEP) * 128) + 1) * BLOCK;
+    const int64_t apart = scale_bytes(w), ahead = (AHEAD / ((size / STEP) * Scheme::BYTES) + 1) * BLOCK;
     const uint8_t* scales = static_cast<const uint8_t*>(w.scale);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * BLOCK;
@@ -105,10 +105,10 @@ inline void small_product(const Weights& w, const Inputs& in, int64_t row, int64
             acc[m][1] = scheme.start(w, at + LANES, sums[m * groups + g]);
         }
         for (int m = M; m < SETS * M; m++) acc[m][0] = acc[m][1] = seti(0);
-        for (int64_t k = 0; k < size; k += STEP, codes += 128) {
+        for (int64_t k = 0; k < size; k += STEP, codes += Scheme::BYTES) {
             scheme.fetch(codes + AHEAD);
-            scheme.fetch(codes + AHEAD + 64);
-            const auto left = scheme.read(codes), right = scheme.read(codes + 64);
+            scheme.fetch(codes + AHEAD + Scheme::BYTES / 2);
+            const auto left = scheme.read(codes), right = scheme.read(codes + Scheme::BYTES / 2);
             scheme.template each<M, SETS>(left, right, x + k, in.stride, acc);
         }
         for (int m = M; m < SETS * M; m++)
@@ -144,7 +144,7 @@ template <class Scheme, int M, class X>
 inline void narrow_product(const Weights& w, const Inputs& in, const X* x, int64_t row, int64_t block, float* tile) {
     constexpr int64_t STEP = Scheme::STEP, CHUNK = short_inputs<Scheme> > 0 ? short_inputs<Scheme> : 16 * STEP;
     const int64_t groups = w.groups, size = w.group;
-    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * Scheme::BYTES;
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
     const Scheme scheme(w);
@@ -155,8 +155,8 @@ inline void narrow_product(const Weights& w, const Inputs& in, const X* x, int64
             for (int h = 0; h < 2; h++) acc[m][h] = scheme.start(w, at + h * LANES, sums[m * groups + g]);
         for (int64_t k = 0; k < size; k += CHUNK) {
             const int64_t inputs = size - k < CHUNK ? size - k : CHUNK;
-            for (int h = 0; h < 2; h++) scheme.template half<M>(codes + h * 64, x, inputs, in.stride, h, acc);
-            codes += inputs / STEP * 128;
+            for (int h = 0; h < 2; h++) scheme.template half<M>(codes + h * (Scheme::BYTES / 2), x, inputs, in.stride, h, acc);
+            codes += inputs / STEP * Scheme::BYTES;
             x += inputs;
         }
         add_group<M>(scheme, w, at, acc, step + g, sums + g, groups, g == 0, tile);
@@ -195,7 +195,7 @@ template <class Scheme, int M>
 inline void paired_product(const Weights& w, const Inputs& in, int64_t row, int64_t block, float* tile) {
     constexpr int64_t STEP = Scheme::STEP, CHUNK = 16 * STEP;
     const int64_t groups = w.groups, size = w.group;
-    const uint8_t* codes = w.codes + block * groups * (size / STEP) * 128;
+    const uint8_t* codes = w.codes + block * groups * (size / STEP) * Scheme::BYTES;
     const int8_t* x = in.codes + row * in.stride;
     const float* step = in.step + row * groups;
     const int32_t* sums = in.sums + row * groups;
@@ -208,11 +208,11 @@ inline void paired_product(const Weights& w, const Inputs& in, int64_t row, int6
         for (int64_t k = 0; k < size; k += CHUNK) {
             const int64_t inputs = size - k < CHUNK ? size - k : CHUNK;
             for (int h = 0; h < 2; h++) {
-                const uint8_t* from = codes + h * 64;
+                const uint8_t* from = codes + h * (Scheme::BYTES / 2);
                 I16Pair own[(M + 1) / 2];
                 for (int p = 0; p < (M + 1) / 2; p++) own[p] = pairs[h][p];
                 if constexpr (STEP > 4) {
-                    for (int64_t i = 0; i < inputs; i += STEP, from += 128) {
+                    for (int64_t i = 0; i < inputs; i += STEP, from += Scheme::BYTES) {
                         scheme.fetch(from + AHEAD);
                         add_pairs_of_rows<Scheme, M, 0>(scheme, scheme.read(from), x + i, in.stride, own);
                     }
@@ -227,7 +227,7 @@ inline void paired_product(const Weights& w, const Inputs& in, int64_t row, int6
                 }
                 for (int p = 0; p < (M + 1) / 2; p++) pairs[h][p] = own[p];
             }
-            codes += inputs / STEP * 128;
+            codes += inputs / STEP * Scheme::BYTES;
             x += inputs;
         }
         I16 acc[M][2];
@@ -302,6 +302,8 @@ void integer_linear(const Weights& w, const Inputs& in, int64_t first, int64_t l
 template <class Scheme, int INPUTS>
 struct IntegerScheme {
     static constexpr int STEP = INPUTS;
+    // Bytes of 32 outputs by STEP inputs, of which the left 16 outputs have the first half.
+    static constexpr int64_t BYTES = 128;
     // Whether the inputs are stored as x + 128, and not the weights so.
     static constexpr bool UNSIGNED_INPUTS = false;
     // Inputs whose products with one weight row fit 16 bits, two and two: codes up to c times 127, c · 254 · SHORT / 4 below
@@ -334,14 +336,14 @@ struct IntegerScheme {
             parts<M, SETS, I + 1>(left, right, x, stride, acc);
         }
     }
-    // Half `h` of a chunk: its codes stand every 128 bytes.
+    // Half `h` of a chunk: its codes stand every BYTES bytes.
     template <int M>
     inline void half(const uint8_t* codes, const int8_t* x, int64_t inputs, int64_t stride, int h, I16 (&acc)[M][2]) const {
         const auto& self = static_cast<const Scheme&>(*this);
         I16 sums[M];
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) sums[m] = short_inputs<Scheme> > 0 ? seti(0) : acc[m][h];
-        for (int64_t k = 0; k < inputs; k += INPUTS, codes += 128) {
+        for (int64_t k = 0; k < inputs; k += INPUTS, codes += Scheme::BYTES) {
             self.fetch(codes + AHEAD);
             parts_of_half<M, 0>(self.read(codes), x + k, stride, sums);
         }
@@ -360,7 +362,7 @@ struct IntegerScheme {
         I16 sums[M];
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) sums[m] = acc[m][h];
-        for (int64_t k = 0; k < inputs; k += INPUTS, codes += 128) {
+        for (int64_t k = 0; k < inputs; k += INPUTS, codes += Scheme::BYTES) {
             self.fetch(codes + AHEAD);
             word_parts<M, 0>(self, self.read(codes), x + k, stride, sums);
         }

@@ -1,6 +1,8 @@
 // From rows of codes to the blocks that the kernels read (kernels.h says how 64 bytes are made up).
 #include "pack.h"
 
+#include "trellis.h"
+
 #include <atomic>
 #include <cstring>
 
@@ -13,7 +15,8 @@ int64_t step_of(int64_t kind) {
         case F32: return 1;
         case BF16: return 2;
         case INT8: return 4;
-        case TERNARY: return 16;
+        case TERNARY:
+        case TRELLIS: return TRELLIS_TILE;
         default: return 8;
     }
 }
@@ -139,9 +142,23 @@ void pack_float_block(const Weights& w, const uint8_t* rows, int64_t block, uint
         }
 }
 
+// Two rows of sequences, side by side; zeros where the second is none.
+void pair_block(const Weights& w, const uint8_t* rows, int64_t block, uint8_t* codes) {
+    const int64_t across = w.group / TRELLIS_TILE, down = (w.outputs + TRELLIS_TILE - 1) / TRELLIS_TILE, size = 32 * w.bits;
+    uint8_t* out = codes + block * across * 2 * size;
+    for (int64_t column = 0; column < across; column++)
+        for (int64_t row = 2 * block; row < 2 * block + 2; row++, out += size) {
+            if (row < down)
+                std::memcpy(out, rows + (row * across + column) * size, static_cast<size_t>(size));
+            else
+                std::memset(out, 0, static_cast<size_t>(size));
+        }
+}
+
 }  // namespace
 
 int64_t packed_bytes(const Weights& w) {
+    if (w.kind == TRELLIS) return blocks_of(w) * (w.group / TRELLIS_TILE) * 64 * w.bits;
     if (w.kind == NESTED) return 2 * plane_bytes(w);
     return blocks_of(w) * w.groups * (w.group / step_of(w.kind)) * 128;
 }
@@ -163,6 +180,7 @@ bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_
                     pack_block<UPPER>(w, bytes, block, codes, nullptr);
                     pack_block<LOWER>(w, bytes, block, codes + plane_bytes(w), nullptr);
                     break;
+                case TRELLIS: pair_block(w, bytes, block, codes); break;
                 case TERNARY: sound = pack_block<TERNARY>(w, bytes, block, codes, nullptr); break;
                 default: pack_float_block(w, bytes, block, codes);
             }

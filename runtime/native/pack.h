@@ -12,7 +12,7 @@ int64_t packed_bytes(const Weights& w);
 // in the low or the high half, where inputs and groups are whole vectors.
 enum Rows : int64_t { PLAIN = 0, LOW_FIRST = 1, HIGH_FIRST = 2 };
 
-// Lays out rows of codes [outputs][inputs] (int8 codes; float bits for f32 and bf16) in w's blocks, at `codes`; for int8
+// Lays out rows of codes [outputs][inputs] (int8 codes; float bits for f32 and bf16; of a trellis the sequences) in w's blocks, at `codes`; for int8
 // `sums` gets −128 Σ codes per block, group and output. False: a code is not one of the scheme's.
 bool pack(Pool& pool, const Weights& w, const void* rows, uint8_t* codes, int32_t* sums, Rows stored = PLAIN);
 

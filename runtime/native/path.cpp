@@ -14,6 +14,7 @@ void linear_nf4(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t
 void linear_ternary(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_nested(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void linear_upper(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
+void linear_trellis(const Weights&, const Inputs&, int64_t, int64_t, float*, int64_t, bool);
 void quantize(const Weights&, const float*, int8_t*, float*, int32_t*, float*);
 #if defined(SPECPRESS_WORDS)
 void widen(const Weights&, const int8_t*, int16_t*, int32_t*);
@@ -34,12 +35,13 @@ int64_t attention_scratch(const Heads&);
 int64_t attention_part(const Heads&);
 int64_t tile_rows();
 int64_t largest(const float*, int64_t, int64_t);
+void encode(const TrellisTask&, int64_t, int64_t);
 
 extern const Path path;
 const Path path = {
-    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper},
+    {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis},
     quantize, widen, norm, layer_norm, gated, capped, sigmoid, rotate, remember, attend, attend_split, choose,
-    attention_scratch, attention_part, tile_rows, largest, UNSIGNED_DOT,
+    attention_scratch, attention_part, tile_rows, largest, encode, UNSIGNED_DOT,
 };
 
 }  // namespace SPECPRESS_PATH

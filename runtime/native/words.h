@@ -169,18 +169,18 @@ void panel_product(const Weights& w, const Inputs& in, int64_t row, int64_t rows
     alignas(64) int16_t weights[SLAB / 4 * QUAD];
     const Scheme scheme(w);
     const int64_t size = w.group;
-    const uint8_t* codes = w.codes + block * w.groups * (size / Scheme::STEP) * 128;
+    const uint8_t* codes = w.codes + block * w.groups * (size / Scheme::STEP) * Scheme::BYTES;
     for (int64_t g = 0; g < w.groups; g++) {
         I16 pairs[2] = {seti(0), seti(0)};
         for (int64_t k = 0; k < size; k += SLAB) {
             const int64_t inputs = size - k < SLAB ? size - k : SLAB;
             // While the rows pass over this slab, the next one comes from memory.
-            const int64_t ahead = inputs / Scheme::STEP * 128;
+            const int64_t ahead = inputs / Scheme::STEP * Scheme::BYTES;
             int16_t* to = weights;
-            for (int64_t i = 0; i < inputs; i += Scheme::STEP, codes += 128, to += Scheme::STEP / 4 * QUAD) {
+            for (int64_t i = 0; i < inputs; i += Scheme::STEP, codes += Scheme::BYTES, to += Scheme::STEP / 4 * QUAD) {
                 scheme.fetch(codes + ahead);
-                scheme.fetch(codes + ahead + 64);
-                widen_parts<0>(scheme, scheme.read(codes), scheme.read(codes + 64), to, pairs);
+                scheme.fetch(codes + ahead + Scheme::BYTES / 2);
+                widen_parts<0>(scheme, scheme.read(codes), scheme.read(codes + Scheme::BYTES / 2), to, pairs);
             }
             const Slab slab = {g, g * size + k, inputs, k == 0, k + inputs == size, weights, pairs};
             for (int64_t m = 0; m < rows; m += MAX_ROWS) {

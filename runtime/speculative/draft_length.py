@@ -5,6 +5,7 @@ Both fade, so that a text which changes its nature, or a machine its speed, chan
 prompt lookup, which often finds nothing, and a model, which always drafts, are told apart by what they did.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ PROBING = 0.005
 # are few, and right after the first of its width a forward takes twice as long.
 CREDIT = 4.0
 CHECKING = 0.01
+# What drafts longer than those that look best may cost, as a share of all time: that a second token costs less than the
+# first one did is only seen by drafting it.
+LENGTHENING = 0.0025
 # How many rounds such a look counts for: there are few.
 _LOOK = 3
 # What drafting must promise over not drafting where requests share forwards. A round's rate does not show that texts of
@@ -66,6 +70,16 @@ class Round(NamedTuple):
     unread: int = 0
 
 
+class _Look(NamedTuple):
+    """A round of what does not look best.
+
+    rate    what it gives up, in tokens per second; longer: its drafts are longer than those that look best.
+    """
+
+    rate: float
+    longer: bool
+
+
 class Controller:
     """Chooses γ for all requests of a round. What it learns stays when requests come and go.
 
@@ -77,6 +91,7 @@ class Controller:
         self.seconds = 0.0
         self.probing_seconds = 0.0
         self.checking_seconds = 0.0
+        self.lengthening_seconds = 0.0
         self._chain, self._tree = Chain(), Tree()
         self._target = Curve()  # by width
         self._draft: dict[int, Curve] = {}  # by requests drafted for: by budget
@@ -84,7 +99,8 @@ class Controller:
         self._rounds = 0
         self._drafts = 0  # rounds in which tokens were drafted
         self._empty = 0  # looks one after the other that found nothing to draft
-        self._probing: float | None = None  # tokens per second that the round chosen last gave up
+        self._look: _Look | None = None  # what the round chosen last is, unless it looks best
+        self._longer_at = 0  # the round of the last look at longer drafts
         self._again: DraftBudget | None = None  # a probe that told nothing of its cost is repeated
         self._last: dict[bool, int] = {}  # when drafting, and not drafting, was last done
         self._reading = 0.0  # what a drafter took to read a token that was written without it, at most lately
@@ -127,12 +143,12 @@ class Controller:
             self._target.add(self._held[0], self._rested_usual / rested, rested)
             self._rested_seconds = self._rested_usual = 0.0
         most = min(self.limit, missing)
-        probing, self._probing = self._probing, None
+        look, self._look = self._look, None
         again, self._again = self._again, None
         if most <= 0:
             return DraftBudget(0, batch)
         if again is not None and alone:
-            self._probing = probing
+            self._look = look
             return DraftBudget(min(again.budget, most), min(again.requests, batch))
         if self._rounds < _OPENING_PLAIN:
             return DraftBudget(0, 1)
@@ -148,13 +164,15 @@ class Controller:
             best = 0
         if not alone:
             return DraftBudget(best, batch)
-        other = self._other(batch, best, most, unread)
+        other, longer = self._other(batch, best, most, unread), None
+        if other is None:
+            other = longer = self._longer(batch, best, rates)
         if other is None:
             longest = _LONGEST_HOLD if best else _LONGEST_REST
             self._hold = min(2 * self._hold, longest) if (batch, best) == (held_batch, held) else _HOLD
             self._held = (batch, most, best, self._rounds + self._hold)
             return DraftBudget(best, batch)
-        self._probing = rates[best]
+        self._look = _Look(rates[best], longer is not None)
         return other
 
     def _pays(self, batch: int, missing: int, plain: float, drafting: float, unread: int) -> bool:
@@ -214,9 +232,9 @@ class Controller:
                 curve = self._draft.setdefault(len(found.drafts), Curve({0: 0.0}))
                 curve.add(found.budget, found.draft_seconds)
         if not changing:
-            looked = self._probing is not None and found.budget == 0
+            looked = self._look is not None and found.budget == 0
             self._target.add(found.width, found.target_seconds, _LOOK if looked else 1)
-        if self._probing is not None:
+        if self._look is not None:
             self._empty = self._empty + 1 if found.budget > 0 and not drafted else 0
             if found.budget > 0 and (found.unread or 0 < self._empty <= _REPEATS):
                 self._again = DraftBudget(found.budget, len(found.drafts))
@@ -226,8 +244,10 @@ class Controller:
             gained = found.batch + sum(draft.accepted for draft in found.drafts)
             # A round in which the machine was elsewhere is not what looking costs.
             usual = min(taken, OUTLIER * expected) if expected > 0 and not found.unread else taken
-            lost = max(0.0, usual - gained / self._probing)
-            if found.budget > 0:
+            lost = max(0.0, usual - gained / self._look.rate)
+            if self._look.longer:
+                self.lengthening_seconds += lost
+            elif found.budget > 0:
                 self.probing_seconds += lost
             else:
                 self.checking_seconds += lost
@@ -253,6 +273,18 @@ class Controller:
             seconds = gained / alone[budget] + unread * self._reading
         lost = max(0.0, seconds - gained / rate)
         return choice if lost <= left else None
+
+    def _longer(self, batch: int, best: int, rates: Sequence[float]) -> DraftBudget | None:
+        """A round of drafts twice as long as those that look best, if it is due and can be afforded."""
+        longer = min(2 * best, len(rates) - 1)
+        if longer == best or rates[longer] == 0 or self._rounds - self._longer_at < _HOLD:
+            return None
+        gained = batch * (1 + self._expected(longer)[0][longer])
+        left = LENGTHENING * self.seconds + CREDIT * self._target.at(batch) - self.lengthening_seconds
+        if gained / rates[longer] - gained / rates[best] > left:
+            return None
+        self._longer_at = self._rounds
+        return DraftBudget(longer, batch)
 
     def _expected(self, most: int) -> tuple[list[float], list[float]]:
         """Accepted tokens and drafted ones, for γ = 0, 1, … `most`."""

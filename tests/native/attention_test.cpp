@@ -146,7 +146,7 @@ struct Run {
         units_of(heads, *path.kernels, batch, units);
         std::vector<Floats> scratch;
         for (int i = 0; i < pool.threads(); i++) scratch.emplace_back(path.kernels->attention_scratch(heads), NAN);
-        const AttentionCall call = {heads, LAYER, s.window, scaling, &batch, spread.data(), stride, out.data(), 0.0f, nullptr};
+        const AttentionCall call = {heads, LAYER, s.window, scaling, &batch, spread.data(), stride, out.data(), 0.0f, nullptr, 0};
         SharedText text;
         attend_all(*path.kernels, pool, call, units, text, [&](int thread) { return scratch[thread].data(); });
         if (!text.pieces.empty()) shared_texts++;

@@ -219,9 +219,10 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
 void projections(const NamedPath& path, Random& random, Pool& pool) {
     constexpr int64_t INPUTS = 77;
     Parts parts;
-    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4, NESTED, UPPER}) {
+    for (int64_t kind : {INT4, F32, INT8, INT4, BF16, NF4, INT8, TERNARY, INT4, NESTED, UPPER, TRELLIS}) {
         LayerShape s = {kind, random.whole(1, 70), INPUTS};
         s.bias = true, s.zero = kind == INT4 ? 8 : 0, s.permuted = kind == INT4;
+        if (kind == TRELLIS) s.bits = 3;
         if (parts.pointers.size() == 6) s.input_scale = 0.02f;
         if (parts.pointers.size() == 8) s.group = 32;
         parts.add(std::make_unique<TestLayer>(s, random, pool));

@@ -16,7 +16,7 @@ namespace {
 constexpr int8_t NF4_LEVELS[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
 
 int64_t step_of(int64_t kind) {
-    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8};
+    const int64_t steps[KINDS] = {1, 2, 4, 8, 8, 16, 8, 8, 16};
     return steps[kind];
 }
 
@@ -57,13 +57,15 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
     const int64_t step = step_of(s.kind), group = s.group ? s.group : s.inputs, blocks = (s.outputs + BLOCK - 1) / BLOCK;
     Weights& w = weights;
     w.kind = s.kind, w.outputs = s.outputs, w.inputs = s.inputs, w.zero = s.zero, w.scale_type = s.scale_type;
+    w.bits = s.bits;
     w.group_inputs = group, w.group = round_up(group, step), w.groups = (s.inputs + group - 1) / group;
     // An upper plane is packed with its lower one, and then cut off.
     if (s.kind == UPPER) w.kind = NESTED;
     packed.resize(static_cast<size_t>(packed_bytes(w)));
     std::vector<uint8_t> rows(static_cast<size_t>(s.outputs * s.inputs * (s.kind == F32 ? 4 : s.kind == BF16 ? 2 : 1)));
     levels_.resize(static_cast<size_t>(s.outputs * s.inputs));
-    for (size_t i = 0; i < levels_.size(); i++) {
+    if (s.kind == TRELLIS) rows = random_tiles(s, random);
+    for (size_t i = 0; i < levels_.size() && s.kind != TRELLIS; i++) {
         if (is_float()) {
             uint32_t raw = bits_of(random.real(-1.0f, 1.0f));
             if (s.kind == BF16) raw &= 0xffff0000u;
@@ -83,7 +85,6 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
     packed.resize(static_cast<size_t>(packed_bytes(w)));
     packed.shrink_to_fit();
     w.codes = packed.data();
-    if (s.kind == NF4) w.levels = NF4_LEVELS;
     if (!sums_.empty()) w.sums = sums_.data();
     if (s.bias) {
         bias_ = random.reals(blocks * BLOCK, -1.0f, 1.0f);
@@ -113,6 +114,8 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
         }
     w.scale = s.scale_type == SCALE_F32 ? static_cast<const void*>(scale32_.data()) : scale16_.data();
     if (s.offset) w.offset = offset_.data();
+    if (s.kind == NF4) w.levels = NF4_LEVELS;
+    if (s.kind == TRELLIS) w.levels = table_.data();
     if (s.permuted) {
         perm_ = random.order(s.inputs);
         w.perm = perm_.data();
@@ -121,6 +124,25 @@ TestLayer::TestLayer(const LayerShape& s, Random& random, Pool& pool) {
         input_scale_ = {s.input_scale};
         w.input_scale = input_scale_.data();
     }
+}
+
+std::vector<uint8_t> TestLayer::random_tiles(const LayerShape& s, Random& random) {
+    const int64_t down = (s.outputs + 15) / 16, across = (s.inputs + 15) / 16, size = 32 * s.bits;
+    std::vector<uint8_t> tiles(static_cast<size_t>(down * across * size));
+    for (uint8_t& byte : tiles) byte = static_cast<uint8_t>(random.whole(0, 255));
+    for (int state = 0; state < 128; state++) table_.push_back(static_cast<int8_t>(random.whole(-127, 127)));
+    for (int64_t n = 0; n < s.outputs; n++)
+        for (int64_t k = 0; k < s.inputs; k++) {
+            const uint8_t* tile = tiles.data() + (n / 16 * across + k / 16) * size;
+            const int64_t t = k % 16 / 4 * 64 + n % 16 * 4 + k % 4;
+            int state = 0;
+            for (int64_t j = 0; j < 8; j++) {
+                const int64_t bit = (s.bits * t + j) % (256 * s.bits);
+                state |= (tile[bit / 8] >> bit % 8 & 1) << j;
+            }
+            levels_[static_cast<size_t>(n * s.inputs + k)] = state < 128 ? table_[state] : -table_[state - 128];
+        }
+    return tiles;
 }
 
 std::vector<Expected> TestLayer::expected(const float* x) const {
@@ -194,7 +216,7 @@ TestInputs::TestInputs(const NamedPath& path, const Weights& w, const Floats& x,
             path.kernels->quantize(w, own.data(), codes.data() + row * inputs.stride, step.data() + row * w.groups,
                                    sums.data() + row * w.groups, scratch.data());
         }
-        if (path.kernels->widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED)) {
+        if (path.kernels->widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED || w.kind == TRELLIS)) {
             words = std::vector<int16_t>(size, 77);
             pairs = std::vector<int32_t>(static_cast<size_t>(rows * w.groups));
             for (int64_t row = 0; row < rows; row++)

@@ -15,6 +15,7 @@ struct LayerShape {
     int64_t zero = 0;   // int4: 8 (codes −8..7) or 0 (codes 0..15)
     bool offset = false, bias = false, permuted = false;
     float input_scale = 0.0f;  // 0: measured per row and group
+    int64_t bits = 0;          // of a trellis
 };
 
 // A product and the sum of its terms' magnitudes, by which float arithmetic may be off.
@@ -37,10 +38,13 @@ struct TestLayer {
 
    private:
     std::vector<Expected> expected_of_codes(const float* x) const;
+    // Random sequences and levels, as files have them; what each weight is follows docs/trellis.md.
+    std::vector<uint8_t> random_tiles(const LayerShape& shape, Random& random);
 
     std::vector<double> levels_;   // [outputs][inputs]: the integers that codes stand for, or the float weights
     std::vector<double> scales_;   // [outputs][groups]
     std::vector<double> offsets_;  // the same, or empty
+    std::vector<int8_t> table_;    // [128], of a trellis
     Floats scale32_, offset_, bias_;
     std::vector<uint16_t> scale16_;
     std::vector<int32_t> sums_, perm_;

@@ -11,7 +11,7 @@ using namespace specpress;
 
 namespace {
 
-const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper"};
+const char* const NAMES[KINDS] = {"f32", "bf16", "int8", "int4", "nf4", "ternary", "nested", "upper", "trellis"};
 
 std::string describe(const NamedPath& path, const LayerShape& s, int64_t rows) {
     return path.name + " " + NAMES[s.kind] + " " + std::to_string(s.outputs) + "x" + std::to_string(s.inputs) + " groups of " +
@@ -64,12 +64,13 @@ std::vector<LayerShape> shapes_of(int64_t kind) {
             if ((kind == INT8 || kind >= NESTED) && turn % 5 == 2) s.input_scale = 0.01f;
             const int64_t groups[] = {0, 10, 32, 64, 128};
             // The float kinds have one group.
-            if (kind >= INT8) s.group = groups[turn % 5];
+            if (kind >= INT8 && kind != TRELLIS) s.group = groups[turn % 5];
+            if (kind == TRELLIS) s.bits = 2 + turn % 3;
             shapes.push_back(s);
             turn++;
         }
     for (int64_t group : {10, 32, 64, 128}) {
-        if (kind < INT8) break;
+        if (kind < INT8 || kind == TRELLIS) break;
         LayerShape s = {kind, 40, 300, group};
         s.scale_type = group % 3, s.zero = kind == INT4 && group != 32 ? 8 : 0, s.offset = s.zero == 0 && kind == INT4;
         shapes.push_back(s);
@@ -82,6 +83,7 @@ void edges(const NamedPath& path, int64_t kind, Random& random, Pool& pool) {
     for (const float input_scale : {0.0f, 0.01f}) {
         if (input_scale != 0.0f && kind != INT8 && kind < NESTED) continue;
         LayerShape shape = {kind, 37, 50};
+        if (kind == TRELLIS) shape.bits = 3;
         shape.zero = kind == INT4 ? 8 : 0, shape.bias = true, shape.input_scale = input_scale;
         const TestLayer layer(shape, random, pool);
         const Weights& w = layer.weights;
@@ -158,14 +160,16 @@ void test_linear(const NamedPath& path) {
         for (const LayerShape& shape : shapes_of(kind)) compare(path, shape, turn++ % 6, random, pool);
         LayerShape shape = {kind, 33, 72};
         if (kind == INT4) shape.offset = true;
-        if (kind >= INT8) shape.group = 32;
+        if (kind >= INT8 && kind != TRELLIS) shape.group = 32;
+        if (kind == TRELLIS) shape.bits = 2;
         for (int64_t rows = 0; rows <= 17; rows++) compare(path, shape, rows, random, pool);
         compare(path, shape, 70, random, pool);
         // Tiles: rows with a rest and without, parts of a long group, and lines of 64 inputs with nothing left over.
         for (int64_t inputs : {72, 1100, 1152})
             for (int64_t group : {inputs, int64_t{64}})
-                if (kind >= INT8 && (kind != UPPER || group == inputs)) {
+                if (kind >= INT8 && ((kind != UPPER && kind != TRELLIS) || group == inputs)) {
                     LayerShape wide = {kind, 70, inputs};
+                    if (kind == TRELLIS) wide.bits = inputs == 72 ? 4 : 3;
                     wide.group = group;
                     for (int64_t rows : {16, 31, 64}) compare(path, wide, rows, random, pool);
                 }

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from runtime import formats, native
 from runtime.contract import UNCALIBRATED, Cache, CacheScheme, Decoder, Out, Rows
-from runtime.formats import int4, int8
-from runtime.formats.packed import PackedWeight, Scheme
+from runtime.formats import int4, int8, trellis
+from runtime.formats.packed import PackedWeight, Scheme, Tiles
 from runtime.formats.schemes import KINDS
 
 VOCABULARY = 320
@@ -238,6 +238,8 @@ def packed_weight(
     int4 counts from 0 (`unsigned`), or is signed and of 4, 3 or 2 `bits`, int6 of 6 or 5.
     """
     g = torch.Generator().manual_seed(seed)
+    if kind == "trellis":
+        return _trellis_weight(n, k, bits or 3, bias, g)
     bits = bits or {"int8": 8, "int6": 6, "ternary": 2}.get(kind, 4)
     half = 1 << bits - 1
     int4 = (0, 16) if unsigned else (-half, half)
@@ -255,6 +257,19 @@ def packed_weight(
         bias=torch.randn(n, generator=g) if bias else None,
         input_scale=torch.tensor(0.02) if static else None,
         planes=planes,
+    )
+
+
+def _trellis_weight(n: int, k: int, bits: int, bias: bool, g: torch.Generator) -> PackedWeight:
+    """Random sequences, whose outputs and inputs beyond the layer are random, too."""
+    tiles = torch.randint(0, 256, trellis.empty_tiles(n, k, bits).shape, generator=g, dtype=torch.uint8)
+    levels = torch.randint(-127, 128, (128,), generator=g).to(torch.int8)
+    return PackedWeight(
+        trellis.scheme(bits),
+        trellis.decode(tiles, levels, bits, (n, k)),
+        torch.rand(n, 1, generator=g) * 0.02 + 0.001,
+        bias=torch.randn(n, generator=g) if bias else None,
+        tiles=Tiles(tiles, levels),
     )
 
 

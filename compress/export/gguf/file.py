@@ -21,6 +21,7 @@ from compress.export import Exported, Loss, Progress, check_kinds, told
 from compress.export.gguf import metadata
 from compress.export.gguf import tokenizer as tokenizers
 from compress.export.gguf.blocks import choose, loss, pack
+from compress.export.layers import weight_of
 from runtime.checkpoints.architecture import Architecture
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.names import ROPE_FACTORS, Place, rows_there, to_gguf
@@ -98,7 +99,7 @@ def read(checkpoint: Checkpoint, name: str) -> Weight:
     prefix, _, part = name.rpartition(".")
     if part == "bias":
         # A packed layer's is what it adds, which in some layouts is not what is stored.
-        whole = checkpoint.weight(prefix)
+        whole = weight_of(checkpoint, prefix)
         return whole.bias if isinstance(whole, PackedWeight) and whole.bias is not None else checkpoint.tensor(name)
     if name.endswith("norm.weight") or prefix == _EMBEDDING:
         return checkpoint.tensor(name)
@@ -109,7 +110,7 @@ def read(checkpoint: Checkpoint, name: str) -> Weight:
         if layer == "down_proj":
             return stack[int(index)]
         return stack[int(index)].chunk(2)[0 if layer == "gate_proj" else 1]
-    return checkpoint.weight(prefix)
+    return weight_of(checkpoint, prefix)
 
 
 NAME, FILE = "gguf", "model.gguf"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UserError
+from compress.export.layers import weight_of
 from compress.model.structure import ModelStructure, read_structure
 from runtime.checkpoints.directory import Checkpoint
 from runtime.formats import dequantize
@@ -105,7 +106,7 @@ class Weights:
         return out
 
     def _layer(self, path: str) -> Weight:
-        return self.checkpoint.weight(self._prefixes[path])
+        return weight_of(self.checkpoint, self._prefixes[path])
 
     def _shared(self, parameter: str) -> list[str]:
         """Other names of the same parameter."""

@@ -145,6 +145,9 @@ def _packed(quantization: Mapping[str, Any]) -> dict[str, Any]:
         return {"method": method, "kinds": frozenset({kind}), "bits": (bits,)}
     if method == "bitnet":
         return {"method": method, "kinds": frozenset({"ternary"}), "bits": (2,), "activations": "dynamic"}
+    if method == "specpress-trellis":
+        found = tuple(sorted(set((quantization.get("bits") or {}).values())))
+        return {"method": method, "kinds": frozenset({"trellis"}), "bits": found, "activations": "dynamic"}
     if method in ("gptq", "awq"):
         bits = int(quantization.get("bits", 4))
         return {

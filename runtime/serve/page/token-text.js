@@ -31,12 +31,13 @@ export class TokenText extends HTMLElement {
     this.card = h("div", { class: "card", role: "tooltip", id: `card-${(cards += 1)}` });
     this.card.hidden = true;
     this.append(this.box, this.card);
-    this.box.addEventListener("pointerover", (event) => this.point(event.target));
-    this.box.addEventListener("pointerleave", () => this.hide());
+    // Not pointerover: a text that is scrolled below a pointer at rest is not pointed at.
+    this.box.addEventListener("pointermove", (event) => event.target !== this.told && this.point(event.target));
+    this.box.addEventListener("pointerleave", () => this.settle());
     this.box.addEventListener("focusin", (event) => this.point(event.target, true));
     this.box.addEventListener("focusout", () => this.hide());
     this.box.addEventListener("keydown", (event) => this.key(event));
-    addEventListener("scroll", () => this.hide(), { passive: true });
+    addEventListener("scroll", () => this.settle(), { passive: true });
   }
 
   put(place, token) {
@@ -101,10 +102,20 @@ export class TokenText extends HTMLElement {
     }
     node.setAttribute("aria-describedby", this.card.id);
     this.card.replaceChildren(...this.describe(this.tokens[node.place]));
+    this.told = node;
     this.position(node);
   }
 
+  // The card of the token that has the focus comes back when a pointer has gone, and goes along where the text is
+  // scrolled, which focus itself does with what was out of sight.
+  settle() {
+    const node = this.nodes[this.current];
+    if (!this.card.hidden && node && node === document.activeElement) this.point(node);
+    else this.hide();
+  }
+
   hide() {
+    this.told = null;
     if (this.card) this.card.hidden = true;
   }
 

@@ -12,7 +12,6 @@ from compress.best.space import CACHE, CACHES, OPTIONS, find_units, make_recipe
 from compress.model.source import open_sources
 from compress.model.structure import read_structure
 from compress.report.size import weight_bytes
-from runtime.formats.schemes import SCHEMES
 
 Tiny = Callable[..., Path]
 
@@ -25,7 +24,10 @@ def written(path: Path, out: Path, seed: int, shard_bytes: int | None = None) ->
     sizes = read_sizes(source, structure, units)
     drawn = random.Random(seed)
     cache = CACHES[seed % len(CACHES)]
-    chosen = {unit.name: drawn.choice(unit.options) for unit in units} | {CACHE: cache}
+    # One model holds what is of one library.
+    library = drawn.choice(sorted({one.library for unit in units for one in unit.options if not one.keeps}))
+    fitting = {unit.name: [one for one in unit.options if one.keeps or one.library == library] for unit in units}
+    chosen = {name: drawn.choice(options) for name, options in fitting.items()} | {CACHE: cache}
     recipe = make_recipe(units, chosen, "", {})
     options = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     compress(path, recipe, out, eval_tokens=0, speed=False, samples=2, seq_len=32, report=lambda *_: None, **options)
@@ -38,7 +40,8 @@ def written(path: Path, out: Path, seed: int, shard_bytes: int | None = None) ->
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_bytes_are_the_disks(tiny: Tiny, tmp_path: Path, kind: str) -> None:
-    for seed in range(3):
+    # Of both libraries.
+    for seed in (0, 1, 4):
         predicted, disk, upper = written(tiny(kind), tmp_path / str(seed), seed)
         assert predicted == disk
         # What the solver adds up: never less, and little more.
@@ -59,8 +62,14 @@ def test_bytes_of_twenty_assignments_of_the_pair(tmp_path: Path) -> None:
         assert predicted == disk, seed
 
 
-def test_every_option_is_a_scheme_that_one_model_can_hold() -> None:
-    assert all(one.keeps or SCHEMES[one.scheme].codes.library == "compressed-tensors" for one in OPTIONS)
+def test_options_are_of_two_libraries_of_which_a_model_has_one(tiny: Tiny) -> None:
+    libraries = {one.library for one in OPTIONS if not one.keeps}
+    assert libraries == {"compressed-tensors", "specpress-trellis"}
+    source, _ = open_sources(str(tiny("llama")), None)
+    units = find_units(source.shapes(), read_structure(source.path))
+    mixed = {unit.name: unit.options[-1 if number else 1] for number, unit in enumerate(units)}
+    with pytest.raises(ValueError, match="that one model can hold together, found int8-dynamic and trellis-2"):
+        make_recipe(units, mixed, "", {})
 
 
 def test_a_recipe_names_each_layer_once(tiny: Tiny) -> None:

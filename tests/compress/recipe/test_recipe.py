@@ -90,8 +90,8 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {scheme: nf5}\n",
-            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary or fp8, found 'nf5': did "
-            "you mean nf4",
+            "expected int8-dynamic, int8-static, int6, int5, int4, int3, int2, nf4, ternary, fp8, trellis-2, "
+            "trellis-3 or trellis-4, found 'nf5': did you mean nf4",
         ),
         (
             "stages:\n  - quantize: {scheme: int4, group_size: 100}\n",
@@ -213,15 +213,15 @@ def test_yaml_builds_plain_data_only(tmp_path: Path) -> None:
         ),
         (
             "stages:\n  - quantize: {method: per-layer, layers: [{scheme: int4, act_order: true, targets: [a]}]}\n",
-            "act_order: expected with method gptq only, found method rtn",
+            "act_order: expected with method gptq and scheme int6, int5, int4, int3, int2 only, found method rtn",
         ),
         (
             "stages:\n  - quantize: {method: per-layer, layers: [{scheme: nf4, targets: [a]}]}\n",
-            "which one model can hold together, found nf4",
+            "trellis-3, trellis-4, found nf4",
         ),
         (
             "stages:\n  - quantize: {method: per-layer, layers: [{scheme: fp8, targets: [a]}]}\n",
-            "which one model can hold together, found fp8",
+            "trellis-3, trellis-4, found fp8",
         ),
         (
             "stages:\n  - quantize: {method: per-layer, layers: [{scheme: int4, group_size: 48, targets: [a]}]}\n",

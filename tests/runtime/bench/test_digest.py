@@ -90,8 +90,8 @@ def test_what_has_none_says_why(run: Path, tiny: Callable[..., Path], monkeypatc
 
 
 def test_a_model_that_transformers_runs_is_not_loaded_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)).save_pretrained(tmp_path)
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     monkeypatch.setattr(digest, "load", None)
     assert digest.entry(tmp_path, 1) == {"sha256": None, "why": digest._ADAPTED}

@@ -19,22 +19,12 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 40}
 
 
 def stored(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks (E, N, K/32, 16) and scales (E, N, K/32) of weights (E, N, K)."""
-    packed = [mxfp4.pack(one) for one in weight]
-    codes = torch.stack([one.codes for one in packed]).to(torch.uint8).unflatten(-1, (-1, mxfp4.BLOCK))
-    exponents = torch.log2(torch.stack([one.scale for one in packed])) + 127
-    return codes[..., ::2] | codes[..., 1::2] << 4, exponents.to(torch.uint8)
-
-
-def test_packing_takes_the_nearest_level() -> None:
-    weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(2))
-    packed = mxfp4.pack(weight)
-    near = formats.dequantize(packed)
-    every = mxfp4.LEVELS * packed.scale.repeat_interleave(32, dim=1).unsqueeze(-1)
-    assert torch.equal((weight - near).abs(), (weight.unsqueeze(-1) - every).abs().amin(dim=-1))
-    assert 0.05 < relative(near, weight) < 0.13
-    with pytest.raises(ValueError, match="blocks of 32"):
-        mxfp4.pack(weight[:, :40])
+    """Blocks (E, N, K/32, 16) and scales (E, N, K/32) of weights (E, N, K), each rounded to the nearest level."""
+    groups = weight.unflatten(-1, (-1, mxfp4.BLOCK))
+    exponents = torch.floor(torch.log2(groups.abs().amax(dim=-1))) - 2
+    scaled = groups / torch.exp2(exponents).unsqueeze(-1)
+    codes = (scaled.unsqueeze(-1) - mxfp4.LEVELS).abs().argmin(dim=-1).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
 
 
 def test_a_code_is_a_sign_two_bits_of_exponent_and_one_of_fraction() -> None:

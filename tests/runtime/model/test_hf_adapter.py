@@ -45,9 +45,9 @@ def texts(model: Model, drafter: Any, count: int) -> Any:
     return Speculator(model, drafter, draft_length=3).generate([PROMPT], max_new_tokens=count, stop=())[0]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "lfm2", "openai-gpt", "bloom"])
+@pytest.mark.parametrize("kind", ["vaultgemma", "lfm2", "openai-gpt", "bloom"])
 def test_drafts_are_verified_far_beyond_windows_and_convolutions(kind: str, adapted: Callable[[str], Model]) -> None:
-    """gemma2's window is 64 tokens, lfm2's convolution 3: both come back as they were."""
+    """vaultgemma's window is 64 tokens, lfm2's convolution 3: both come back as they were."""
     model = adapted(kind)
     count = 100 if kind == "gemma2" else 24
     plain, drafted = texts(model, None, count), texts(model, Stubborn(), count)
@@ -56,7 +56,7 @@ def test_drafts_are_verified_far_beyond_windows_and_convolutions(kind: str, adap
 
 
 def test_a_window_gives_back_what_it_has_kept_and_no_more(adapted: Callable[[str], Model]) -> None:
-    decoder = adapted("gemma2").decoder
+    decoder = adapted("vaultgemma").decoder
     cache = decoder.new_cache()
     request = cache.open(1500)
     tokens = torch.randint(0, 4096, (1200,))

@@ -1,7 +1,7 @@
 """The kernels' own C++ tests (tests/native), compiled under the sanitizers and run; no Python inside.
 
-Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1, for the
-paths that this processor can run.
+Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1: for the
+path that this processor takes and the portable one, and in a slow test for all that it can run.
 """
 
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.kernels.dispatch import choose
 from runtime.native import usable
 from tests.runtime.native.program import ENVIRONMENT, ROOT, Native, command, compile_program, native_of
 
@@ -36,11 +37,16 @@ def native() -> Native:
     return native_of(compiler, sysconfig.get_platform())
 
 
+def chosen(native: Native) -> dict[str, list[str]]:
+    """The path that the kernels take on this processor, and the portable one."""
+    fastest = choose("auto", "cpu").name
+    return {name: native.paths[name] for name in native.paths if NAMES.get(name, name) in (fastest, "portable")}
+
+
 @pytest.fixture(scope="module")
 def address(native: Native, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The binary of this processor's paths under the address and undefined-behaviour sanitizers."""
-    paths = {name: flags for name, flags in native.paths.items() if usable(NAMES.get(name, name))[0]}
-    return build(native, tmp_path_factory.mktemp("address"), {**paths, "portable": native.paths["portable"]}, ADDRESS)
+    """The binary of this processor's path under the address and undefined-behaviour sanitizers."""
+    return build(native, tmp_path_factory.mktemp("address"), chosen(native), ADDRESS)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,13 @@ def test_a_read_beyond_the_codes_and_an_overflow_are_caught(address: Path) -> No
     found = command([str(address), "overflow"])
     assert found.returncode != 0
     assert "signed integer overflow" in found.stderr
+
+
+@pytest.mark.slow
+def test_every_path_runs_clean(native: Native, tmp_path: Path) -> None:
+    paths = {name: flags for name, flags in native.paths.items() if usable(NAMES.get(name, name))[0]}
+    assert paths.keys() >= chosen(native).keys()
+    run_together(build(native, tmp_path, paths, ADDRESS), SUBJECTS)
 
 
 @pytest.mark.slow

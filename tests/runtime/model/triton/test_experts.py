@@ -76,8 +76,8 @@ def test_has_the_references_bits_at_every_width(
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(got, want)
-    # All of them for one integer scheme and one float one; what differs is tested with the kernels.
-    for width in range(1, 16) if model == "mixtral" else (1, 9):
+    # On both sides of every size of a tile; what differs is tested with the kernels.
+    for width in (1, 2, 3, 5, 8, 9, 15) if model == "mixtral" else (1, 9):
         assert torch.equal(ours(made, weights, x[-width:].to(device)), got[-width:]), width
 
 

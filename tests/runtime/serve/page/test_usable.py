@@ -1,6 +1,7 @@
 """By keyboard alone, by axe-core's rules, without long tasks, and with a sentence where something is missing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +73,32 @@ def test_axe_core_finds_nothing_in_any_view(browser: "Browser", served: Running,
         # And it would find what is wrong.
         page.look("() => document.querySelector('sp-server h1').append(document.createElement('button'))")
         assert "button-name" in [name for name, _ in page.page.evaluate(_AXE_RUN)[1]]
+
+
+def test_a_tokens_card_goes_along_where_focus_scrolls(page: Watched) -> None:
+    page.page.set_viewport_size({"width": 360, "height": 500})
+    page.open("play")
+    page.play(prompt="class Stack:", max_tokens="90", ignore_eos="yes")
+    card = page.page.locator("sp-play .card")
+    for key in ("End", "Home"):
+        # The token that has the focus before is in sight, the next one is not.
+        page.page.locator("sp-play .t").nth(0 if key == "End" else -1).focus()
+        before = page.look("() => scrollY")
+        page.page.keyboard.press(key)
+        page.page.wait_for_timeout(300)
+        assert page.look("() => scrollY") != before
+        assert card.is_visible() and "logprob" in card.inner_text()
+        inside = page.look(
+            "() => { const at = document.querySelector('sp-play .card').getBoundingClientRect();"
+            " return at.top >= 0 && at.bottom <= innerHeight && at.left >= 0 && at.right <= innerWidth; }"
+        )
+        assert inside, key
+    # What only a pointer shows goes where the page is scrolled.
+    page.page.locator("sp-play .t").filter(has_text=re.compile(r"\w")).first.hover()
+    assert card.is_visible()
+    page.look("() => { document.activeElement.blur(); scrollBy(0, 40); }")
+    page.page.wait_for_timeout(300)
+    assert not card.is_visible()
 
 
 def test_everything_goes_by_keyboard_alone(page_with_original: Watched) -> None:

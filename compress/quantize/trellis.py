@@ -1,0 +1,207 @@
+"""Sequences of a trellis that make up for each other's rounding, given the second moments of a layer's inputs.
+
+The objective is that of gptq.py, tr(E H Eᵀ) with H = M D Mᵀ, and so is the rule: what the columns before have left is
+added to each column's target (LDLQ; QTIP, 2406.11235, applies it to a trellis). Sixteen columns at a time are encoded,
+by Viterbi's algorithm; inside of them each survivor carries its own errors on (runtime/native/trellis_encode.cpp).
+
+Then every column of tiles is encoded again, given all others as they are (`_again`), as refine.py does with codes: what
+gptq.py fixed before it knew the later columns can change. A tile whose error would grow keeps its sequence.
+
+In the code the names are those of gptq.py: columns = Wᵀ (K, N), error = Eᵀ, factor = M, spreads = D.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.quantize.gptq import Rounded, factorize, output_energy
+from compress.quantize.grid import expect_finite
+from compress.quantize.refine import spans
+from runtime.formats.packed import PackedWeight, Tiles
+from runtime.formats.tensors import round_scale
+from runtime.formats.trellis import LEVELS, TILE, empty_tiles, row_scale, scheme
+from runtime.native.trellis import encode_tiles
+
+# Sizes of levels over that of the weights, of which the best is taken, by so many tiles of outputs.
+_REACHES = (1.0, 1.1, 1.2, 1.3, 1.45)
+_JUDGES = 8
+# How far a channel's factor may go from the others' middle: e to the power of this.
+_FARTHEST = 5.0
+
+
+@dataclass
+class _State:
+    """A layer under way; its tensors are changed in place.
+
+    columns  (K, N) float32, never changed; error (K, N): `columns` less what the sequences are read back as.
+    found    (K, N) int8: their levels.   tiles  as files have them.   levels  (128,) int8.   scale  (N,) float32.
+    """
+
+    bits: int
+    columns: Tensor
+    error: Tensor
+    found: Tensor
+    tiles: Tensor
+    levels: Tensor
+    scale: Tensor
+
+    def encode(self, number: int, carried: Tensor, corner: Tensor, spreads: Tensor) -> tuple[Tensor, Tensor]:
+        """New sequences of tile column `number` and their levels (C, N); `carried` (C, N) is added to its weights."""
+        some = self.columns[number * TILE : (number + 1) * TILE]
+        found = torch.empty(some.shape, dtype=torch.int8)
+        tiles = torch.empty(len(self.tiles), self.tiles.shape[2], dtype=torch.uint8)
+        encode_tiles(self.bits, self.levels, some, carried, self.scale, corner, spreads, tiles, found)
+        return tiles, found
+
+    def take(self, number: int, tiles: Tensor, found: Tensor) -> None:
+        """Takes them."""
+        here = slice(number * TILE, (number + 1) * TILE)
+        self.tiles[:, number], self.found[here] = tiles, found
+        torch.addcmul(self.columns[here], found.float(), self.scale, value=-1, out=self.error[here])
+
+
+def quantize_together(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    bits: int,
+    dtype: torch.dtype,
+    damping: float = 0.01,
+    passes: int = 2,
+) -> list[Rounded]:
+    """Sequences of layers that read the same inputs, (N, K) each; H is factored once, and every layer is as if alone.
+
+    hessian  (K, K) float32, symmetric: the mean of x xᵀ. It is only read.
+    dtype    what scales are stored in.
+    damping  is raised tenfold until H can be factored.
+    passes   over all columns afterwards.
+
+    Raises ValueError for values that are not finite, shapes that do not fit, scales that overflow `dtype`, or an H that
+    is not a Gram matrix; UserError where the native library is missing.
+    """
+    k = hessian.shape[0]
+    if hessian.shape != (k, k) or any(weight.ndim != 2 or weight.shape[1] != k for weight in weights):
+        raise ValueError(f"weights {[list(w.shape) for w in weights]} do not fit a Hessian {list(hessian.shape)}")
+    for name, tensor in (*(("the weight", weight) for weight in weights), ("the Hessian", hessian)):
+        expect_finite(name, tensor)
+    factor, spreads, ridge = factorize(hessian, None, damping)
+    return [_quantize(weight, hessian, bits, dtype, factor, spreads, ridge, passes) for weight in weights]
+
+
+def _quantize(
+    weight: Tensor,
+    hessian: Tensor,
+    bits: int,
+    dtype: torch.dtype,
+    factor: Tensor,
+    spreads: Tensor,
+    ridge: float,
+    passes: int,
+) -> Rounded:
+    columns = weight.float().T.contiguous()
+    state = _start(columns, bits, _reach(columns, factor, spreads, bits, dtype))
+    _feed_back(state, factor, spreads)
+    for _ in range(passes):
+        _refit(state, hessian, ridge, dtype)
+        _again(state, hessian, ridge)
+    _refit(state, hessian, ridge, dtype)
+    whole = float(output_energy(columns, hessian).sum())
+    lost = float(output_energy(state.error, hessian).sum())
+    packed = PackedWeight(
+        scheme(bits),
+        state.found.T.contiguous(),
+        state.scale.unsqueeze(1),
+        tiles=Tiles(state.tiles, state.levels.clone()),
+    )
+    error = math.sqrt(max(lost, 0.0) / whole) if whole > 0 else 0.0
+    return Rounded(packed, error, ridge / (float(hessian.diagonal().mean()) or 1.0))
+
+
+def channel_factors(weights: Sequence[Tensor], tie: Callable[[Tensor], Tensor]) -> Tensor:
+    """Factors (K,) float32 that give the weights (N, K) of every input one size: a trellis is made for numbers alike.
+
+    Weights are to be multiplied by them, and inputs divided. (To weigh columns by what they count instead, as AWQ does,
+    made errors larger on the pair: the sizes of a row's weights then differ more.)
+
+    tie  makes a statistic (K,) equal for channels that must share a factor. An input without weights has factor 1.
+    """
+    squares = tie(torch.stack([weight.float().square().sum(dim=0) for weight in weights]).sum(dim=0))
+    exponents = -squares.log() / 2
+    usable = torch.isfinite(exponents)
+    if not bool(usable.any()):
+        return torch.ones_like(exponents)
+    middle = exponents[usable].mean()
+    return torch.where(usable, (exponents - middle).clamp(-_FARTHEST, _FARTHEST), 0.0).exp()
+
+
+def _reach(columns: Tensor, factor: Tensor, spreads: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """(N,) scales: levels of the weights' size times what suits some outputs of the layer best.
+
+    Above 1, because what earlier columns leave makes targets larger than the weights, and what lies beyond the largest
+    level is clipped.
+    """
+    n, scale = columns.shape[1], row_scale(columns, LEVELS[bits], dtype)
+    tiles = -(-n // TILE)
+    some = [i for tile in range(0, tiles, -(-tiles // _JUDGES)) for i in range(tile * TILE, min(n, (tile + 1) * TILE))]
+    part, own = columns[:, some].contiguous(), scale[some]
+    losses = []
+    for reach in _REACHES:
+        state = _start(part, bits, round_scale(own * reach, dtype))
+        _feed_back(state, factor, spreads)
+        losses.append(float(((factor.T @ state.error).square_() * spreads.unsqueeze(1)).sum()))
+    return round_scale(scale * _REACHES[losses.index(min(losses))], dtype)
+
+
+def _start(columns: Tensor, bits: int, scale: Tensor) -> _State:
+    k, n = columns.shape
+    found = torch.zeros(k, n, dtype=torch.int8)
+    return _State(bits, columns, columns.clone(), found, empty_tiles(n, k, bits), LEVELS[bits], scale)
+
+
+def _feed_back(state: _State, factor: Tensor, spreads: Tensor) -> None:
+    """The first sequences, column after column."""
+    for number, (first, last) in enumerate(spans(0, len(state.columns), TILE)):
+        carried = factor[:first, first:last].T @ state.error[:first]
+        state.take(number, *state.encode(number, carried, factor[first:last, first:last], spreads[first:last]))
+
+
+def _again(state: _State, hessian: Tensor, ridge: float) -> None:
+    """One pass over the columns of tiles, each encoded anew where that makes the layer's error smaller.
+
+    With g = Σ e_i H_ij of all columns elsewhere the error is (e + u) B (e + u)ᵀ and a constant, B the columns' own part
+    of H and u B = g. With B = M D Mᵀ it is Σ_j D_j ((e M)_j + c_j)², where c = u M solves c D Mᵀ = g.
+    """
+    for number, (first, last) in enumerate(spans(0, len(state.columns), TILE)):
+        here = slice(first, last)
+        own = hessian[here, here].clone()
+        elsewhere = hessian[here] @ state.error - own @ state.error[here]
+        own.diagonal().add_(ridge)
+        corner, spreads, _ = factorize(own, None, 0.0)
+        carried = torch.linalg.solve_triangular(corner, elsewhere, upper=True, unitriangular=True) / spreads.unsqueeze(
+            1
+        )
+        tiles, found = state.encode(number, carried, corner, spreads)
+        error = state.columns[here] - found.float() * state.scale
+        old, new = (
+            (corner.T @ errors + carried).square_().mul_(spreads.unsqueeze(1)).sum(dim=0)
+            for errors in (state.error[here], error)
+        )
+        rows = torch.nn.functional.pad(new - old, (0, -len(new) % TILE)).view(-1, TILE).sum(dim=1)
+        worse = rows >= 0
+        tiles[worse] = state.tiles[worse, number]
+        kept = worse.repeat_interleave(TILE)[: len(new)]
+        found[:, kept] = state.found[here][:, kept]
+        state.take(number, tiles, found)
+
+
+def _refit(state: _State, hessian: Tensor, ridge: float, dtype: torch.dtype) -> None:
+    """The scale of each row of which least error follows: with levels q it is q H wᵀ / q H qᵀ."""
+    values = state.found.float()
+    product = hessian @ values + ridge * values
+    squares = (values * product).sum(dim=0)
+    best = (state.columns * product).sum(dim=0) / squares
+    usable = (squares > 0) & (best > 0)
+    state.scale = torch.where(usable, round_scale(torch.where(usable, best, state.scale), dtype), state.scale)
+    torch.addcmul(state.columns, values, state.scale, value=-1, out=state.error)

@@ -1,0 +1,92 @@
+"""GPTQ's feedback over trellis columns: nearer than GPTQ with integers, and no pass makes the error larger."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.quantize import gptq, trellis
+from compress.quantize.grid import Grid
+from runtime import native
+from runtime.formats import dequantize, to_tensors
+from runtime.formats.trellis import BITS, decode
+
+pytestmark = pytest.mark.skipif(not native.usable("portable")[0], reason=native.usable("portable")[1])
+
+
+def problem(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(k, k, generator=g) / k**0.5 + torch.eye(k)
+    x = torch.randn(4 * k, k, generator=g) @ mixed * torch.rand(k, generator=g)
+    return torch.randn(n, k, generator=g) * 0.02, x.T @ x / len(x)
+
+
+def error_of(weight: Tensor, found: Tensor, hessian: Tensor) -> float:
+    lost = (weight - found).double()
+    whole = weight.double()
+    return float(((lost @ hessian.double() * lost).sum() / (whole @ hessian.double() * whole).sum()).sqrt())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_it_is_nearer_than_gptq_with_as_many_bits(bits: int) -> None:
+    weight, hessian = problem(64, 128)
+    (ours,) = trellis.quantize_together([weight], hessian, bits, torch.bfloat16)
+    (theirs,) = gptq.quantize_together([weight], hessian, Grid(bits, 32), torch.bfloat16)
+    found = error_of(weight, dequantize(ours.packed), hessian)
+    assert found == pytest.approx(ours.error, rel=1e-3)
+    assert found < 0.85 * error_of(weight, dequantize(theirs.packed), hessian)
+
+
+def test_passes_make_the_error_smaller() -> None:
+    weight, hessian = problem(48, 96)
+    errors = [
+        trellis.quantize_together([weight], hessian, 2, torch.float32, passes=passes)[0].error for passes in range(4)
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0]
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (33, 50), (5, 7)])
+def test_what_was_found_can_be_written(n: int, k: int) -> None:
+    weight, hessian = problem(n, k)
+    (rounded,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+    packed = rounded.packed
+    assert packed.tiles is not None and packed.shape == (n, k)
+    assert torch.equal(decode(packed.tiles.sequences, packed.tiles.levels, 3, (n, k)), packed.codes)
+    assert to_tensors(packed, "layer", torch.bfloat16)
+
+
+def test_together_is_as_alone_whatever_the_threads() -> None:
+    (one, hessian), (two, _) = problem(40, 64), problem(24, 64, 1)
+    together = trellis.quantize_together([one, two], hessian, 3, torch.bfloat16)
+    for weight, found in zip((one, two), together, strict=True):
+        (alone,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+        assert torch.equal(alone.packed.codes, found.packed.codes)
+
+
+def test_weights_of_one_size_are_nearer() -> None:
+    g = torch.Generator().manual_seed(2)
+    sizes = torch.rand(96, generator=g) * 3 + 0.1
+    weight, hessian = problem(48, 96)
+    weight = weight * sizes
+    factor = trellis.channel_factors([weight], lambda statistic: statistic)
+    assert torch.allclose(
+        (weight * factor).square().sum(dim=0).log(), (weight[:, :1] * factor[:1]).square().sum().log()
+    )
+    (plain,) = trellis.quantize_together([weight], hessian, 3, torch.bfloat16)
+    scaled = hessian / factor / factor.unsqueeze(1)
+    (better,) = trellis.quantize_together([weight * factor], scaled, 3, torch.bfloat16)
+    assert better.error < 0.95 * plain.error
+
+
+def test_inputs_without_weights_keep_their_size() -> None:
+    weight = torch.randn(16, 4) * torch.tensor([1.0, 0.0, 4.0, 1.0])
+    factor = trellis.channel_factors([weight], lambda statistic: statistic)
+    assert float(factor[1]) == 1 and float(factor[2]) < float(factor[0])
+    assert torch.equal(trellis.channel_factors([weight * 0], lambda statistic: statistic), torch.ones(4))
+
+
+def test_bad_input_is_refused() -> None:
+    weight, hessian = problem(16, 32)
+    with pytest.raises(ValueError, match="do not fit a Hessian"):
+        trellis.quantize_together([weight[:, :16]], hessian, 3, torch.bfloat16)
+    with pytest.raises(ValueError, match="the weight has values that are NaN"):
+        trellis.quantize_together([weight / 0], hessian, 3, torch.bfloat16)
