@@ -29,7 +29,7 @@ SPLIT = 512
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Memory of keys and values, for all layers; `wide` is head_dim rounded up to 16.
+    """Memory of keys and values, for all layers; `wide` is a value's dimensions rounded up to 16.
 
     float32  keys (layers, blocks, kv_heads, head_dim, 64), values (layers, blocks, kv_heads, 64, wide).
     float16  the same, float16.
@@ -73,10 +73,15 @@ class Store:
         return slots if self.table is None else self.table[slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
 
 
-def allocate(kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim: int, device: torch.device) -> Store:
-    """A store of zeros. Raises RuntimeError, ValueError or MemoryError where the machine has no such memory."""
+def allocate(
+    kind: CacheKind, layers: int, blocks: int, kv_heads: int, head_dim: int, device: torch.device, value_dim: int = 0
+) -> Store:
+    """A store of zeros, of values of `value_dim` dimensions (0: as many as keys have).
+
+    Raises RuntimeError, ValueError or MemoryError where the machine has no such memory.
+    """
     lead = (layers, blocks, kv_heads)
-    wide = -(-head_dim // VECTOR) * VECTOR
+    wide = -(-(value_dim or head_dim) // VECTOR) * VECTOR
     dtype, keys, values = {
         "float32": (torch.float32, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),
         "float16": (torch.float16, (head_dim, KEY_BLOCK), (KEY_BLOCK, wide)),

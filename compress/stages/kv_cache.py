@@ -31,7 +31,7 @@ from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
-from runtime.kernels.reference import capped, quantize_rows
+from runtime.kernels.reference import capped, first_seen, quantize_rows
 from runtime.model.layers import Attention
 from runtime.model.reference import BaseDecoder, LlamaDecoder
 from runtime.model.rotary import RotaryTables
@@ -123,7 +123,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
     for block in decoder.parts.blocks:
         weights = block.attention
         keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
-        seen = _visible(windows.shape[1], weights.window)
+        seen = _visible(windows.shape[1], weights.window, a.chunked)
         for number, x in enumerate(stream):
             q, k, v = decoder.project(decoder.normed(x, block.input_norm), weights, turns)
             keys.append(k)
@@ -131,7 +131,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
             moments += grouped.transpose(1, 2) @ grouped / (grouped.shape[1] * len(windows))
             highest = torch.maximum(highest, v.abs().amax((0, 2)))
             mixed = _mixed(q, k, v, decoder, weights, seen)
-            out = weights.out(mixed.transpose(0, 1).reshape(len(x), -1))
+            out = decoder.output(mixed.transpose(0, 1), weights)
             after = decoder.add(x, out, block.attention_norm)
             made = decoder.feed_forward(x if a.parallel else after, block)
             stream[number] = decoder.add(after, made, block.output_norm)
@@ -156,12 +156,12 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Atte
     return torch.softmax(scores, dim=-1)[..., : k.shape[1]] @ v
 
 
-def _visible(length: int, window: int | None) -> Tensor | None:
+def _visible(length: int, window: int | None, chunked: bool) -> Tensor | None:
     """(length, length) bool, which keys a row sees; None: all up to its own."""
     if window is None or window >= length:
         return None
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    return (distance >= 0) & (distance < window)
+    at = torch.arange(length)
+    return (first_seen(at, window, chunked)[:, None] <= at) & (at <= at[:, None])
 
 
 # --------------------------------------------------------------------------------------------------------- the stage

@@ -122,7 +122,7 @@ class KeyValueCache(ABC):
         if store.table is not None:
             # A page may come from a request that overflowed, and an infinity times a weight of 0 is no number.
             values[blocks - 1 :, :, tokens - (blocks - 1) * KEY_BLOCK :] = 0
-        return keys.transpose(-1, -2), values[..., : self.format.head_dim]
+        return keys.transpose(-1, -2), values[..., : self.format.values]
 
     def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the given slots in the given order, as `read` lays them out (the rest of a block zero)."""
@@ -142,7 +142,7 @@ class KeyValueCache(ABC):
         """Raises UserError where the machine has no such memory."""
         form = self.format
         try:
-            return allocate(form.kind, form.layers, blocks, form.kv_heads, form.head_dim, form.device)
+            return allocate(form.kind, form.layers, blocks, form.kv_heads, form.head_dim, form.device, form.value_dim)
         except (RuntimeError, MemoryError) as error:
             meant = explained(error)
             if meant is not None and not isinstance(error, torch.OutOfMemoryError):

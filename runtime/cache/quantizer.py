@@ -1,5 +1,6 @@
 """Keys and values in and out of a store, rounded to int8 or int4 per token and head where the cache is quantised."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ class CacheFormat:
     """What a cache holds of each token, and how. Reads and writes a `Store` at blocks and slots of the memory.
 
     key_factor  (layers, kv_heads, head_dim) float32 or None: keys are divided by it before they are rounded.
+    value_dim   dimensions of values; 0: as many as of keys.
 
     Raises ValueError for a factor of another shape or with entries that are not positive.
     """
@@ -25,6 +27,7 @@ class CacheFormat:
     device: torch.device
     kind: CacheKind = "float32"
     key_factor: Tensor | None = None
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)
@@ -36,14 +39,20 @@ class CacheFormat:
     @property
     def bytes_per_token(self) -> int:
         """Keys, values and their scales over all layers (what pads a head to whole vectors left out)."""
-        dim = self.head_dim
-        per_head = {"float32": dim * 4, "float16": dim * 2, "int8": dim + 4, "int4": -(-dim // 2) + 4}
-        return self.layers * 2 * self.kv_heads * per_head[self.kind]
+        each = {"float32": (4.0, 0), "float16": (2.0, 0), "int8": (1.0, 4), "int4": (0.5, 4)}
+        size, scale = each[self.kind]
+        per_head = sum(math.ceil(size * dim) + scale for dim in (self.head_dim, self.values))
+        return self.layers * self.kv_heads * per_head
+
+    @property
+    def values(self) -> int:
+        """Dimensions of values."""
+        return self.value_dim or self.head_dim
 
     def write(self, store: Store, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values (n, kv_heads, head_dim) float32 at n slots. float16 beyond ±65504 are infinities."""
+        """Stores keys (n, kv_heads, head_dim) and values float32 at n slots. float16 beyond ±65504 are infinities."""
         block, inside = slots // KEY_BLOCK, slots % KEY_BLOCK
-        dim = keys.shape[-1]
+        dim = values.shape[-1]
         if self.kind not in FLOATS:
             if self.key_factor is not None:
                 keys = keys / self.key_factor[layer]

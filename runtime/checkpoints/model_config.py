@@ -43,6 +43,7 @@ _KEYS: list[tuple[Any, str]] = [
     (_Size, "num_attention_heads n_head n_heads num_key_value_heads num_kv_heads"),
     # Some families have one for each layer.
     (_Size | list[_Size], "intermediate_size"),
+    (_Size, "qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank"),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (_count(_MOST_WORDS), "vocab_size"),

@@ -69,6 +69,31 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, 2405.04434): of one vector a token every head makes its keys and values.
+
+    rank, rotated  dimensions of that vector, and of the key that all heads share and that rotates.
+    plain, value   dimensions of a head's query that do not rotate, and of its value.
+    query_rank     of the vector that queries are made of; None: they are made of the input.
+    norm_eps       of the norms of these vectors.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int | None
+    norm_eps: float = 1e-6
+    compressed: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    expand: str = "self_attn.kv_b_proj"
+    query: str = "self_attn.q_proj"
+    query_compressed: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_expand: str = "self_attn.q_b_proj"
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
 
@@ -131,11 +156,18 @@ class Architecture:
     gated: bool = True
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    # Then head_dim is of what the cache holds, the shared key and the vector, and there is one key head.
+    latent: Latent | None = None
 
     @property
     def scaling(self) -> float:
         """What attention's scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value in the cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def rotations(self) -> tuple[str | None, ...]:

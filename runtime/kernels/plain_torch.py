@@ -46,6 +46,7 @@ def attention(
 ) -> Tensor:
     """What reference.attention does, in products of one cache block: all weights share a maximum."""
     tiles, rows, heads, d = q.shape
+    of_value = values.shape[-1]
     blocks, kv_heads = keys.shape[1], keys.shape[2]
     per_kv = heads // kv_heads
     grouped = (q * scaling).view(tiles, rows, kv_heads, per_kv, d).transpose(1, 2).reshape(tiles, 1, kv_heads, -1, d)
@@ -66,5 +67,5 @@ def attention(
     if sinks is not None:
         total = total + exp(sinks - highest).view(total.shape)
     mixed = batched_product(weights.view(tiles, blocks, kv_heads, rows * per_kv, KEY_BLOCK), values)
-    out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, d) / total.unsqueeze(-1)
-    return out.transpose(1, 2).reshape(tiles, rows, heads, d)
+    out = ordered_sum(mixed.transpose(0, 1)).view(tiles, kv_heads, rows, per_kv, of_value) / total.unsqueeze(-1)
+    return out.transpose(1, 2).reshape(tiles, rows, heads, of_value)

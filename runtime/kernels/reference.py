@@ -229,14 +229,15 @@ def attention(
     In splits of SPLIT positions, as native/attention.cpp: scores are fused over the dimensions, values over the keys.
 
     q          (tiles, TILE, heads, d): rows of one request each.
-    keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values likewise; blocks beyond a row's position may hold
-               anything finite: they add exact zeros.
+    keys       (tiles, blocks, kv_heads, KEY_BLOCK, d), values (…, v) likewise; blocks beyond a row's position may
+               hold anything finite: they add exact zeros.
     positions  (tiles, TILE) int64: a row sees keys 0..position (and only the last `window` of them; or, `chunked`,
                those of its own chunk of so many).
     softcap    of the scores (0: none); sinks (heads,): scores besides, which have no values.
-    Returns (tiles, TILE, heads, d).
+    Returns (tiles, TILE, heads, v).
     """
     tiles, rows, heads, d = q.shape
+    of_value = values.shape[-1]
     blocks, kv_heads = keys.shape[1], keys.shape[2]
     per_kv, splits = heads // kv_heads, -(-blocks * KEY_BLOCK // SPLIT)
     # Rows and heads that read the same keys stand side by side: (…, tiles, kv_heads, rows · per_kv, …).
@@ -260,12 +261,12 @@ def attention(
     steps = min(SPLIT, blocks * KEY_BLOCK)
     values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 0, 0, splits * SPLIT // KEY_BLOCK - blocks))
     values = values.unflatten(1, (splits, -1)).permute(2, 4, 0, 3, 1, 5)
-    values = values.reshape(SPLIT, tiles, kv_heads, 1, splits, d)[:steps]
+    values = values.reshape(SPLIT, tiles, kv_heads, 1, splits, of_value)[:steps]
     mixed = fused_sum(weights[..., :steps].permute(4, 0, 1, 2, 3).unsqueeze(5), values)
     if sinks is not None:
         sinks = sinks.view(1, kv_heads, 1, per_kv).expand(tiles, -1, rows, -1).reshape(tiles, kv_heads, -1)
-    out = _join(mixed, highest, totals, seen, sinks).view(tiles, kv_heads, rows, per_kv, d)
-    return out.transpose(1, 2).reshape(tiles, rows, heads, d)
+    out = _join(mixed, highest, totals, seen, sinks).view(tiles, kv_heads, rows, per_kv, of_value)
+    return out.transpose(1, 2).reshape(tiles, rows, heads, of_value)
 
 
 def _join(mixed: Tensor, highest: Tensor, totals: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:

@@ -28,6 +28,29 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class LatentHeads:
+    """What latent attention has besides: qkv makes the vector of queries (or queries) and that of a token, whose first
+    dimensions are the key that rotates; so are queries' of each head.
+
+    query_norm, query  from the vector of queries to queries; None where qkv makes those.
+    norm               of a token's vector.
+    keys, values       for each head from the rest of its query to the vector's dimensions, and from there to its value:
+                       the halves of the layer that expands the vector, one of them turned round.
+    """
+
+    query_norm: Norm | None
+    query: Linear | None
+    norm: Norm
+    keys: tuple[Linear, ...]
+    values: tuple[Linear, ...]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All of its layers."""
+        return (*(() if self.query is None else (self.query,)), *self.keys, *self.values)
+
+
+@dataclass(frozen=True)
 class Attention:
     """qkv is one layer (fused on disk or joined at load).
 
@@ -45,6 +68,7 @@ class Attention:
     sinks: Tensor | None = None
     rotary: int | None = 0
     grows: bool = True
+    latent: LatentHeads | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +171,8 @@ def linears(parts: Parts) -> Iterator[Linear]:
     """Every linear layer, in a forward's order; of a mixture all experts."""
     for block in parts.blocks:
         yield from block.attention.qkv.parts
+        if block.attention.latent is not None:
+            yield from block.attention.latent.linears
         yield block.attention.out
         experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
         if isinstance(block.mlp, Mixture):
@@ -173,6 +199,8 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
         vectors += [block.attention.q_norm, block.attention.k_norm, block.attention.sinks]
+        if (latent := block.attention.latent) is not None:
+            vectors += [latent.norm.weight, None if latent.query_norm is None else latent.query_norm.weight]
         vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
     yield from (vector for vector in vectors if vector is not None)
 

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Block, Mixture, Norm, Parts
+from runtime.model.layers import Block, LatentHeads, Mixture, Norm, Parts
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
     ACTIVATIONS,
@@ -29,6 +29,7 @@ from runtime.native.binding import (
     AnglesStruct,
     BatchStruct,
     HeadsStruct,
+    LatentStruct,
     LayerStruct,
     MixtureStruct,
     ModelStruct,
@@ -196,7 +197,9 @@ class _Native:
         for layer, block in zip(layers, parts.blocks, strict=True):
             self._fill(layer, block)
         model = ModelStruct(
-            heads=HeadsStruct(a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], _address(factors)),
+            heads=HeadsStruct(
+                a.heads, a.kv_heads, a.head_dim, rotated, CACHES[form.kind], _address(factors), form.value_dim
+            ),
             layers=len(layers),
             hidden=a.hidden,
             intermediate=max(
@@ -240,6 +243,8 @@ class _Native:
         layer.key_norm = self._of_heads(attention.k_norm, a.kv_heads)
         layer.sinks = _address(attention.sinks)
         layer.qkv = self._projection(attention.qkv)
+        if attention.latent is not None:
+            layer.latent = pointer(self._latent(attention.latent))
         layer.out = pointer(_weight(attention.out).struct)
         layer.window = attention.window or 0
         layer.rotary, layer.grows = -1 if attention.rotary is None else attention.rotary, attention.grows
@@ -264,6 +269,23 @@ class _Native:
         projection = project([_weight(part) for part in joined.parts])
         self._kept.append(projection)
         return projection
+
+    def _latent(self, heads: LatentHeads) -> LatentStruct:
+        how = self._architecture.latent
+        assert how is not None
+        arrays = [
+            (WeightPointer * len(layers))(*[pointer(_weight(layer).struct) for layer in layers])
+            for layers in (heads.keys, heads.values)
+        ]
+        struct = LatentStruct(
+            None if heads.query_norm is None else _address(heads.query_norm.weight),
+            None if heads.query is None else pointer(_weight(heads.query).struct),
+            _address(heads.norm.weight),
+            *(ctypes.cast(array, POINTER(POINTER(WeightsStruct))) for array in arrays),
+            *(how.rotated, how.plain, how.norm_eps),
+        )
+        self._kept += [*arrays, struct]
+        return struct
 
     def _mixture(self, mixture: Mixture) -> MixtureStruct:
         count = len(mixture.experts)

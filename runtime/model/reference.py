@@ -22,8 +22,9 @@ from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
+from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route
-from runtime.model.layers import Attention, Block, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
+from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
 from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
@@ -79,7 +80,15 @@ class BaseDecoder(ABC):
 
     def _cache_format(self, kind: CacheKind) -> CacheFormat:
         a = self.architecture
-        return CacheFormat(a.layers, a.kv_heads, a.head_dim, self.device, kind, self.kv.factor(kind))
+        return CacheFormat(
+            a.layers,
+            a.kv_heads,
+            a.head_dim,
+            self.device,
+            kind,
+            self.kv.factor(kind),
+            0 if a.latent is None else a.value_dim,
+        )
 
     @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -157,10 +166,13 @@ class LlamaDecoder(BaseDecoder):
         return x + (y if scale == 1.0 else y * scale)
 
     def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim) of normed x, as caches take them."""
+        """Queries (T, heads, head_dim), keys (T, kv_heads, head_dim) and values of normed x, as caches take them."""
         a, count = self.architecture, x.shape[0]
-        q, k, v = weights.qkv.split(x)
-        q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+        if weights.latent is None:
+            q, k, v = weights.qkv.split(x)
+            q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+        else:
+            q, k, v = self._of_latent(x, weights.qkv, weights.latent)
         if not a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
         if weights.rotary is not None:
@@ -169,6 +181,27 @@ class LlamaDecoder(BaseDecoder):
         if a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
         return q if turns.growth is None or not weights.grows else q * turns.growth.view(-1, 1, 1), k, v
+
+    def _of_latent(self, x: Tensor, qkv: Joined, weights: LatentHeads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries against a token's vector, that behind its shared key, and it alone; of normed rows x."""
+        a, (q, token) = self.architecture, qkv.split(x)
+        assert a.latent is not None
+        eps, rotated, each = a.latent.norm_eps, a.latent.rotated, a.latent.rotated + a.latent.plain
+        if weights.query is not None and weights.query_norm is not None:
+            q = weights.query(reference.rms_norm(q, weights.query_norm.weight, eps))
+        heads = q.view(len(q), a.heads, each)
+        against = [keys(heads[:, h, rotated:].contiguous()) for h, keys in enumerate(weights.keys)]
+        q = torch.cat((heads[..., :rotated], torch.stack(against, dim=1)), dim=-1)
+        vector = reference.rms_norm(token[:, rotated:], weights.norm.weight, eps)
+        k = torch.cat((token[:, :rotated], vector), dim=-1)
+        return q, k.unsqueeze(1), vector.unsqueeze(1)
+
+    def output(self, mixed: Tensor, weights: Attention) -> Tensor:
+        """What attention adds, of the mixed values (T, heads, value_dim) of its heads."""
+        if weights.latent is not None:
+            each = [values(mixed[:, h].contiguous()) for h, values in enumerate(weights.latent.values)]
+            mixed = torch.stack(each, dim=1)
+        return weights.out(mixed.reshape(len(mixed), -1))
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""
@@ -192,7 +225,6 @@ class LlamaDecoder(BaseDecoder):
         self, x: Tensor, weights: Attention, layer: int, layout: Layout, cache: KeyValueCache, turns: Turns
     ) -> Tensor:
         a = self.architecture
-        count = x.shape[0]
         q, k, v = self.project(x, weights, turns)
         for of in layout.requests:
             part = slice(of.first, of.first + of.count)
@@ -205,8 +237,7 @@ class LlamaDecoder(BaseDecoder):
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
             how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
-        mixed = torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)]
-        return weights.out(mixed.reshape(count, -1))
+        return self.output(torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)], weights)
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)

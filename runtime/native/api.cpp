@@ -126,8 +126,8 @@ SPECPRESS_API int64_t specpress_path(int64_t number) {
 // Sizes of the structs that Python mirrors, and the number of kinds, so that a stale library is noticed and not run.
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
-    sizes[4] = sizeof(Batch), sizes[5] = sizeof(Store), sizes[6] = sizeof(Heads), sizes[7] = sizeof(Angles);
-    sizes[8] = KINDS;
+    sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
+    sizes[9] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }
@@ -189,8 +189,8 @@ SPECPRESS_API void specpress_rotate(int64_t path, float* x, int64_t rows, int64_
 }
 SPECPRESS_API void specpress_remember(int64_t path, const Heads* heads, int64_t layer, const Store* store, int64_t rows, const int64_t* slots,
                                       const float* keys, const float* values) {
-    const int64_t size = heads->kv_heads * heads->dim;
-    for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * size);
+    const int64_t size = heads->kv_heads * heads->dim, wide = heads->kv_heads * values_of(*heads);
+    for (int64_t i = 0; i < rows; i++) path_of(path)->remember(*heads, layer, *store, slots[i], keys + i * size, values + i * wide);
 }
 SPECPRESS_API void specpress_attend(int64_t path, Pool* pool, const Heads* heads, int64_t layer, int64_t window, float scaling, float softcap,
                                     const float* sinks, const Batch* batch, const float* queries, float* out) {

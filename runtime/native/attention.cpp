@@ -25,13 +25,12 @@ struct Sums {
 };
 static Sums sums_at(float* p, int64_t wide) { return {p, p + QUERIES * wide, p + QUERIES * (wide + 1)}; }
 
-int64_t attention_part(const Heads& h) { return QUERIES * (padded(h.dim) + 2); }
+int64_t attention_part(const Heads& h) { return QUERIES * (padded(values_of(h)) + 2); }
 
 // Floats of scratch: sums of a split and of all, scaled queries, weights of a split, and its keys and values where they are
 // no whole blocks of the cache.
 int64_t attention_scratch(const Heads& h) {
-    const int64_t wide = padded(h.dim);
-    return 2 * attention_part(h) + QUERIES * (wide + SPLIT) + SPLIT * (h.dim + wide) + 4 * LANES;
+    return 2 * attention_part(h) + QUERIES * (padded(h.dim) + SPLIT) + SPLIT * (h.dim + padded(values_of(h))) + 4 * LANES;
 }
 
 int64_t tile_rows() { return QUERIES; }
@@ -269,7 +268,7 @@ static int64_t bits_of(int64_t kind) { return kind == CACHE_F32 ? 32 : kind == C
 // A block of the cache, where it lies.
 static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int64_t from, float* own_values) {
     const Heads& h = c.heads;
-    const int64_t at = place(h, s, c.layer, kv_head, from).block, wide = padded(h.dim), bits = bits_of(h.cache_kind);
+    const int64_t at = place(h, s, c.layer, kv_head, from).block, wide = padded(values_of(h)), bits = bits_of(h.cache_kind);
     const auto* keys = static_cast<const uint8_t*>(s.keys) + at * KEYS * h.dim * bits / 8;
     const auto* values = static_cast<const uint8_t*>(s.values) + at * KEYS * wide * bits / 8;
     if (h.cache_kind == CACHE_F32) return {CACHE_F32, CACHE_F32, keys, values, nullptr, nullptr};
@@ -283,17 +282,18 @@ static Block stored(const AttentionCall& c, const Store& s, int64_t kv_head, int
 void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split, float* scratch, float* part) {
     const Heads& h = c.heads;
     const Batch& b = *c.batch;
-    const int64_t dim = h.dim, wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
+    const int64_t dim = h.dim, deep = padded(dim), wide = padded(values_of(h));
+    const int64_t per_row = u.head_to - u.head_from, count = u.rows * per_row;
     const Store& s = b.stores[b.request[u.row]];
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + u.kv_head) * dim : nullptr;
     const Sums out = sums_at(part, wide);
-    float* q = scratch;                           // [QUERIES][wide]
-    float* weights = q + QUERIES * wide;          // [QUERIES][SPLIT]
+    float* q = scratch;                           // [QUERIES][deep]
+    float* weights = q + QUERIES * deep;          // [QUERIES][SPLIT]
     float* own_keys = weights + QUERIES * SPLIT;  // [BLOCKS][dim][KEYS]
     float* own_values = own_keys + SPLIT * dim;   // [SPLIT][wide]
     for (int64_t m = 0; m < count; m++) {
         const float* from = c.queries + (u.row + m / per_row) * c.stride + (u.head_from + m % per_row) * dim;
-        for (int64_t d = 0; d < dim; d++) q[m * wide + d] = from[d] * c.scaling;
+        for (int64_t d = 0; d < dim; d++) q[m * deep + d] = from[d] * c.scaling;
     }
     const Reach all = reach(c, u);
     const int64_t base = split * SPLIT, keys_here = all.last - base + 1 < SPLIT ? all.last - base + 1 : SPLIT;
@@ -326,7 +326,7 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
     }
     for (int64_t m = 0; m < count; m += MAX_ROWS) {
         const int64_t rows = count - m < MAX_ROWS ? count - m : MAX_ROWS;
-        score_all(rows, q + m * wide, dim, wide, blocks, start, used, factor, weights + m * SPLIT);
+        score_all(rows, q + m * deep, dim, deep, blocks, start, used, factor, weights + m * SPLIT);
     }
     if (c.softcap != 0.0f) {
         const F16 cap = set(c.softcap);
@@ -361,7 +361,7 @@ void attend_split(const AttentionCall& c, const AttentionUnit& u, int64_t split,
 
 // Adds the sums of a split to those before it.
 static void join(const AttentionCall& c, const AttentionUnit& u, int64_t split, const Sums& from, const Sums& into) {
-    const int64_t wide = padded(c.heads.dim), per_row = u.head_to - u.head_from, base = split * SPLIT;
+    const int64_t wide = padded(values_of(c.heads)), per_row = u.head_to - u.head_from, base = split * SPLIT;
     for (int64_t m = 0; m < u.rows * per_row; m++) {
         const int64_t last = c.batch->position[u.row + m / per_row];
         const int64_t first = first_seen(c, last);
@@ -383,7 +383,7 @@ static void join(const AttentionCall& c, const AttentionUnit& u, int64_t split, 
 
 void attend(const AttentionCall& c, const AttentionUnit& u, float* parts, float* scratch) {
     const Heads& h = c.heads;
-    const int64_t dim = h.dim, wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
+    const int64_t dim = values_of(h), wide = padded(dim), per_row = u.head_to - u.head_from, count = u.rows * per_row;
     float *own = scratch, *rest = scratch + 2 * attention_part(h);
     const Sums whole = sums_at(scratch + attention_part(h), wide);
     for (int64_t m = 0; m < count; m++) {

@@ -79,6 +79,19 @@ class NormStruct(Structure):
     _fields_ = _all(c_void_p, "weight", "bias")
 
 
+class LatentStruct(Structure):
+    """decoder.h, Latent."""
+
+    _fields_ = [
+        ("query_norm", c_void_p),
+        ("query", POINTER(WeightsStruct)),
+        ("norm", c_void_p),
+        *_all(POINTER(POINTER(WeightsStruct)), "keys", "values"),
+        *_all(c_int64, "rotated", "plain"),
+        ("eps", c_float),
+    ]
+
+
 class LayerStruct(Structure):
     """decoder.h, Layer."""
 
@@ -92,13 +105,18 @@ class LayerStruct(Structure):
         ("down", POINTER(WeightsStruct)),
         ("parameters", c_void_p),
         ("mixture", POINTER(MixtureStruct)),
+        ("latent", POINTER(LatentStruct)),
     ]
 
 
 class HeadsStruct(Structure):
     """kernels.h, Heads."""
 
-    _fields_ = [*_all(c_int64, "heads", "kv_heads", "dim", "rotated", "cache_kind"), *_all(c_void_p, "key_factor")]
+    _fields_ = [
+        *_all(c_int64, "heads", "kv_heads", "dim", "rotated", "cache_kind"),
+        ("key_factor", c_void_p),
+        ("value_dim", c_int64),
+    ]
 
 
 class ModelStruct(Structure):
@@ -143,7 +161,17 @@ class BatchStruct(Structure):
     ]
 
 
-_SIZES = (WeightsStruct, LayerStruct, ModelStruct, MixtureStruct, BatchStruct, StoreStruct, HeadsStruct, AnglesStruct)
+_SIZES = (
+    WeightsStruct,
+    LayerStruct,
+    ModelStruct,
+    MixtureStruct,
+    LatentStruct,
+    BatchStruct,
+    StoreStruct,
+    HeadsStruct,
+    AnglesStruct,
+)
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "path": (_I, [_I]),

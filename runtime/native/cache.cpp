@@ -27,13 +27,13 @@ static float round_row(const float* x, int64_t dim, float limit, int32_t* codes)
 
 // Stores one row's keys and values, all heads, at a slot.
 void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value) {
-    const int64_t dim = h.dim, wide = padded(dim);
-    for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += dim) {
+    const int64_t dim = h.dim, values = values_of(h), wide = padded(values);
+    for (int64_t head = 0; head < h.kv_heads; head++, key += dim, value += values) {
         const Place at = place(h, s, layer, head, slot);
         if (h.cache_kind == CACHE_F32) {
             float* k = static_cast<float*>(s.keys) + at.block * dim * KEYS + at.inside;
             for (int64_t d = 0; d < dim; d++) k[d * KEYS] = key[d];
-            std::memcpy(static_cast<float*>(s.values) + (at.block * KEYS + at.inside) * wide, value, static_cast<size_t>(dim) * 4);
+            std::memcpy(static_cast<float*>(s.values) + (at.block * KEYS + at.inside) * wide, value, static_cast<size_t>(values) * 4);
             continue;
         }
         const bool four_bits = h.cache_kind == CACHE_INT4;
@@ -51,46 +51,42 @@ void remember(const Heads& h, int64_t layer, const Store& s, int64_t slot, const
             k += at.block * dim * KEYS + at.inside;
             for (int64_t d = 0; d < dim; d++) k[d * KEYS] = static_cast<uint8_t>(codes[d]);
         }
-        s.value_scale[at.block * KEYS + at.inside] = round_row(value, dim, limit, codes);
+        s.value_scale[at.block * KEYS + at.inside] = round_row(value, values, limit, codes);
         uint8_t* v = static_cast<uint8_t*>(s.values);
         if (four_bits) {
             v += (at.block * KEYS + at.inside) * (wide / 2);
-            for (int64_t d = 0; d < dim; d++) set_nibble(v + d % (wide / 2), d >= wide / 2, codes[d]);
+            for (int64_t d = 0; d < values; d++) set_nibble(v + d % (wide / 2), d >= wide / 2, codes[d]);
         } else {
             v += (at.block * KEYS + at.inside) * wide;
-            for (int64_t d = 0; d < dim; d++) v[d] = static_cast<uint8_t>(codes[d]);
+            for (int64_t d = 0; d < values; d++) v[d] = static_cast<uint8_t>(codes[d]);
         }
     }
 }
 
 void recall(const AttentionCall& c, const Store& s, int64_t head, int64_t slot, float* key, float* value) {
     const Heads& h = c.heads;
-    const int64_t dim = h.dim, wide = padded(dim);
+    const int64_t dim = h.dim, values = values_of(h), wide = padded(values);
     const Place at = place(h, s, c.layer, head, slot);
-    for (int64_t d = dim; d < wide; d++) value[d] = 0.0f;
+    for (int64_t d = values; d < wide; d++) value[d] = 0.0f;
     if (h.cache_kind == CACHE_F32) {
         const float* k = static_cast<const float*>(s.keys) + at.block * dim * KEYS + at.inside;
         for (int64_t d = 0; d < dim; d++) key[d * KEYS] = k[d * KEYS];
-        std::memcpy(value, static_cast<const float*>(s.values) + (at.block * KEYS + at.inside) * wide, static_cast<size_t>(dim) * 4);
+        std::memcpy(value, static_cast<const float*>(s.values) + (at.block * KEYS + at.inside) * wide, static_cast<size_t>(values) * 4);
         return;
     }
     const float ks = s.key_scale[at.block * KEYS + at.inside], vs = s.value_scale[at.block * KEYS + at.inside];
     const float* factor = h.key_factor ? h.key_factor + (c.layer * h.kv_heads + head) * dim : nullptr;
     const auto* k = static_cast<const uint8_t*>(s.keys);
     const auto* v = static_cast<const uint8_t*>(s.values);
+    const bool four_bits = h.cache_kind == CACHE_INT4;
     for (int64_t d = 0; d < dim; d++) {
-        int8_t code, other;
-        if (h.cache_kind == CACHE_INT4) {
-            code = nibble(k + (at.block * dim + d) * (KEYS / 2) + at.inside % (KEYS / 2), at.inside >= KEYS / 2);
-            other = nibble(v + (at.block * KEYS + at.inside) * (wide / 2) + d % (wide / 2), d >= wide / 2);
-        } else {
-            code = static_cast<int8_t>(k[(at.block * dim + d) * KEYS + at.inside]);
-            other = static_cast<int8_t>(v[(at.block * KEYS + at.inside) * wide + d]);
-        }
-        const float x = static_cast<float>(code) * ks;
+        const uint8_t* code = k + (at.block * dim + d) * (four_bits ? KEYS / 2 : KEYS) + (four_bits ? at.inside % (KEYS / 2) : at.inside);
+        const float x = static_cast<float>(four_bits ? nibble(code, at.inside >= KEYS / 2) : static_cast<int8_t>(*code)) * ks;
         key[d * KEYS] = factor ? x * factor[d] : x;
-        value[d] = static_cast<float>(other) * vs;
     }
+    v += (at.block * KEYS + at.inside) * (four_bits ? wide / 2 : wide);
+    for (int64_t d = 0; d < values; d++)
+        value[d] = static_cast<float>(four_bits ? nibble(v + d % (wide / 2), d >= wide / 2) : static_cast<int8_t>(v[d])) * vs;
 }
 
 void widen_halves(const uint8_t* values, const float* scales, int64_t wide, float* out) {

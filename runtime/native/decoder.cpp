@@ -80,11 +80,22 @@ bool sound(const Model& model) {
         return down && size(down->inputs) && down->inputs <= model.intermediate && down->outputs == model.hidden &&
                joined(gate_up, (model.gated ? 2 : 1) * down->inputs, model.hidden);
     };
+    auto latent = [&](const Latent& l, const Layer& layer) {
+        if (l.rotated != h.rotated || !size(l.plain) || h.kv_heads != 1 || h.dim != l.rotated + h.value_dim || !l.norm) return false;
+        const int64_t queries = h.heads * (l.rotated + l.plain), first = layer.qkv.parts == 2 ? layer.qkv.weights[0]->outputs : 0;
+        if (l.query ? !l.query_norm || !fits(l.query, queries, first) : first != queries) return false;
+        if (!joined(layer.qkv, first + h.dim, model.hidden)) return false;
+        const int64_t value = l.values[0]->outputs;
+        for (int64_t i = 0; i < h.heads; i++)
+            if (!fits(l.keys[i], h.value_dim, l.plain) || !fits(l.values[i], value, h.value_dim) || !is_float(*l.keys[i]) || !is_float(*l.values[i]))
+                return false;
+        return fits(layer.out, model.hidden, h.heads * value);
+    };
     const bool wants_parameters = model.activation == XIELU || model.activation == CLAMPED_SWIGLU;
     // Without layers it only projects (Decoder::project), by sizes that are the weights' own.
     if (!model.layers) return true;
     if (!size(h.heads) || !size(h.kv_heads) || h.heads % h.kv_heads || !size(h.dim) || h.dim > widest_head) return false;
-    if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || !size(h.heads * h.dim)) return false;
+    if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || !size(h.heads * h.dim) || h.value_dim < 0 || h.value_dim > h.dim) return false;
     if (model.layers < 0 || !size(model.hidden) || !size(model.intermediate) || !size(model.vocabulary)) return false;
     if (!fits(model.head, model.vocabulary, model.hidden) || !model.norm.weight) return false;
     if (model.activation < SILU || model.activation > CLAMPED_SWIGLU || (model.activation == CLAMPED_SWIGLU && !model.gated)) return false;
@@ -92,8 +103,12 @@ bool sound(const Model& model) {
         const Layer& layer = model.layer[i];
         if (layer.rotary >= model.tables || !layer.query_norm != !layer.key_norm) return false;
         if (wants_parameters && !layer.parameters) return false;
-        if (layer.window < 0 || !fits(layer.out, model.hidden, h.heads * h.dim)) return false;
-        if (!joined(layer.qkv, (h.heads + 2 * h.kv_heads) * h.dim, model.hidden)) return false;
+        if (layer.window < 0) return false;
+        if (layer.latent) {
+            if (!latent(*layer.latent, layer)) return false;
+        } else if (h.value_dim || !fits(layer.out, model.hidden, h.heads * h.dim) || !joined(layer.qkv, row_of_heads(h), model.hidden)) {
+            return false;
+        }
         if (!layer.mixture) {
             if (!mlp(layer.gate_up, layer.down)) return false;
             continue;
@@ -123,6 +138,7 @@ Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(mode
     for (int64_t i = 0; i < model.layers; i++) {
         const Layer& layer = model.layer[i];
         widen(layer.qkv), widen_one(layer.out), widen(layer.gate_up), widen_one(layer.down);
+        if (layer.latent) widen_one(layer.latent->query), widest_ = std::max(widest_, model.heads.dim);
         if (!layer.mixture) continue;
         const Mixture& m = *layer.mixture;
         for (int64_t e = 0; e < m.routing.experts; e++) widen(m.gate_up[e]), widen_one(m.down[e]);
@@ -326,7 +342,7 @@ void Decoder::norm_heads(const float* weight, float* x, int64_t heads, float* sc
 
 void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles) {
     const Heads& h = model_.heads;
-    const int64_t rows = batch.rows, half = h.rotated / 2, stride = (h.heads + 2 * h.kv_heads) * h.dim;
+    const int64_t rows = batch.rows, half = h.rotated / 2, stride = row_of_heads(h);
     rows_of(rows, stride, [&](int thread, int64_t row) {
         float* q = qkv_.data() + row * stride;
         float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
@@ -359,6 +375,58 @@ void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, con
     }
     const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
     attend_all(path_, pool_, call, units_, text_, [&](int thread) { return scratch(thread); });
+}
+
+// Products of one layer for each head, each with its own part of the rows.
+void Decoder::by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row,
+                      int64_t y_head) {
+    const int64_t stride = (heads[0]->group + 15) / 16 * 16 + 16, room = rows * stride;
+    grow(of_head_, room * pool_.threads());
+    pool_.run(model_.heads.heads, 1, [&](int thread, int64_t begin, int64_t end) {
+        float* in = of_head_.data() + thread * room;
+        for (int64_t h = begin; h < end; h++) {
+            const Weights& w = *heads[h];
+            for (int64_t row = 0; row < rows; row++) {
+                std::memcpy(in + row * stride, x + row * x_row + h * x_head, static_cast<size_t>(w.inputs) * 4);
+                for (int64_t k = w.inputs; k < w.group; k++) in[row * stride + k] = 0.0f;
+            }
+            const Inputs inputs = {rows, stride, 1, in, nullptr, nullptr, nullptr, nullptr, nullptr};
+            path_.linear[w.kind](w, inputs, 0, blocks_of(w), y + h * y_head, y_row, false);
+        }
+    });
+}
+
+// Queries, keys and values of the prepared rows: what qkv makes of them, or in latent attention queries against a token's
+// vector, that behind the key that rotates, and it alone.
+void Decoder::make_queries(const Layer& layer, int64_t rows) {
+    const Heads& h = model_.heads;
+    if (!layer.latent) return multiply(layer.qkv, rows, qkv_.data(), row_of_heads(h), false);
+    const Latent& l = *layer.latent;
+    const int64_t first = layer.qkv.weights[0]->outputs, made = first + h.dim, each = l.rotated + l.plain, stride = row_of_heads(h);
+    grow(latent_, rows * made);
+    multiply(layer.qkv, rows, latent_.data(), made, false);
+    const float* q = latent_.data();
+    int64_t q_row = made;
+    if (l.query) {
+        const Projection query = {1, &l.query};
+        prepare(query, rows, [&](int thread, int64_t row) {
+            float* out = scratch(thread) + widest_;
+            path_.norm(latent_.data() + row * made, l.query_norm, first, l.eps, 0.0f, out, out + widest_);
+            return static_cast<const float*>(out);
+        });
+        grow(queries_, rows * h.heads * each);
+        multiply(query, rows, queries_.data(), h.heads * each, false);
+        q = queries_.data(), q_row = h.heads * each;
+    }
+    rows_of(rows, stride, [&](int thread, int64_t row) {
+        const float* token = latent_.data() + row * made + first;
+        float *to = qkv_.data() + row * stride, *key = to + h.heads * h.dim, *vector = key + h.dim;
+        for (int64_t i = 0; i < h.heads; i++) std::memcpy(to + i * h.dim, q + row * q_row + i * each, static_cast<size_t>(l.rotated) * 4);
+        std::memcpy(key, token, static_cast<size_t>(l.rotated) * 4);
+        path_.norm(token + l.rotated, l.norm, h.value_dim, l.eps, 0.0f, vector, scratch(thread));
+        std::memcpy(key + l.rotated, vector, static_cast<size_t>(h.value_dim) * 4);
+    });
+    by_head(l.keys, rows, q + l.rotated, q_row, each, qkv_.data() + l.rotated, stride, h.dim);
 }
 
 // Adds what a branch of a block has made to the residual stream: through its norm, and times the residual's scale.
@@ -476,8 +544,8 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, hidden = model_.hidden;
     grow(x_, rows * hidden);
-    grow(qkv_, rows * (h.heads + 2 * h.kv_heads) * h.dim);
-    grow(mixed_, rows * h.heads * h.dim);
+    grow(qkv_, rows * row_of_heads(h));
+    grow(mixed_, rows * h.heads * values_of(h));
     grow(gate_up_, rows * 2 * model_.intermediate);
     bool has_mixture = false, has_branch = model_.residual_scale != 1.0f;
     for (int64_t i = 0; i < model_.layers; i++) {
@@ -493,14 +561,21 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         prepare(layer.qkv, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
-        multiply(layer.qkv, rows, qkv_.data(), (h.heads + 2 * h.kv_heads) * h.dim, false);
+        make_queries(layer, rows);
         if (model_.parallel)
             rows_of(rows, hidden, [&](int thread, int64_t row) {
                 std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
             });
         attend(layer, i, batch, angles);
         const Projection out = {1, &layer.out};
-        prepare(out, rows, [&](int, int64_t row) { return static_cast<const float*>(mixed_.data() + row * h.heads * h.dim); });
+        const float* mixed = mixed_.data();
+        if (layer.latent) {
+            const int64_t value = layer.latent->values[0]->outputs;
+            grow(values_, rows * layer.out->inputs);
+            by_head(layer.latent->values, rows, mixed, h.heads * h.value_dim, h.value_dim, values_.data(), layer.out->inputs, value);
+            mixed = values_.data();
+        }
+        prepare(out, rows, [&](int, int64_t row) { return mixed + row * layer.out->inputs; });
         branch(layer.out, layer.attention_norm, rows);
         if (layer.mixture)
             mix(layer, rows);

@@ -33,6 +33,17 @@ struct Norm {
     const float* bias;        // or null
 };
 
+// Latent attention, beside qkv (model/layers.py, LatentHeads); query: from the vector of queries, or null.
+struct Latent {
+    const float* query_norm;
+    const Weights* query;
+    const float* norm;
+    const Weights* const* keys;    // [heads]
+    const Weights* const* values;  // [heads]
+    int64_t rotated, plain;        // dimensions of a head's query
+    float eps;
+};
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
@@ -47,6 +58,7 @@ struct Layer {
     const Weights* down;
     const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
+    const Latent* latent;     // or null
 };
 
 struct Model {
@@ -168,6 +180,8 @@ class Decoder {
     void norm_heads(const float* weight, float* x, int64_t heads, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
     void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
+    void make_queries(const Layer& layer, int64_t rows);
+    void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
     void branch(const Weights* out, const Norm& after, int64_t rows);
     void add_branch(const float* y, const Norm& after, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
@@ -184,7 +198,7 @@ class Decoder {
     std::vector<float> scratch_;
     std::vector<Want> wants_;
     std::vector<int64_t> want_of_;
-    std::vector<float> x_, qkv_, mixed_, gate_up_, normed_, branch_, expert_, sum_, share_;
+    std::vector<float> x_, qkv_, mixed_, latent_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_;
     std::vector<int64_t> chosen_, members_;
     std::vector<AttentionUnit> units_;
     SharedText text_;

@@ -49,8 +49,8 @@ struct Inputs {
     const int32_t* pairs;  // [rows][groups]
 };
 
-// Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][dim
-// padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
+// Where keys and values of one request lie. Float: keys [layers][blocks][heads][dim][64], values [layers][blocks][heads][64][their
+// dimensions padded to 16]. Quantised: the same in bytes (int8) or nibbles (int4: key j beside key j + 32, dimension i beside
 // i + dim/2), with one scale per key and head, [layers][blocks][heads][64].
 struct Store {
     void* keys;
@@ -67,7 +67,11 @@ struct Heads {
     int64_t rotated;      // dimensions that rotate, even
     int64_t cache_kind;
     const float* key_factor;  // [layers][kv_heads][dim]: keys are divided by it before they are quantised; null: 1
+    int64_t value_dim = 0;    // dimensions of values; 0: as many as of keys
 };
+inline int64_t values_of(const Heads& h) { return h.value_dim ? h.value_dim : h.dim; }
+// Queries, keys and values of a row, side by side.
+inline int64_t row_of_heads(const Heads& h) { return (h.heads + h.kv_heads) * h.dim + h.kv_heads * values_of(h); }
 
 // One forward's rows. A row sees keys first..position of its request (first by the window).
 struct Batch {
@@ -88,11 +92,11 @@ enum Activation : int64_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3, RELU2 =
 // How a mixture chooses (kernels/routing.py); `correction` [experts] is added to choose by, or null.
 enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, SPARSE_MIXER = 2 };
 struct Routing {
-    int64_t experts, chosen, renormalize, scoring;
-    int64_t groups, groups_chosen, group_best;
-    float scale, tolerance;
-    const float* correction;
-    int64_t scaled_inputs;  // a share multiplies what its expert reads
+    int64_t experts, chosen, renormalize, scoring = SOFTMAX;
+    int64_t groups = 1, groups_chosen = 1, group_best = 1;
+    float scale = 1.0f, tolerance = 0.0f;
+    const float* correction = nullptr;
+    int64_t scaled_inputs = 0;  // a share multiplies what its expert reads
 };
 
 struct AttentionCall {
@@ -103,10 +107,10 @@ struct AttentionCall {
     const Batch* batch;
     const float* queries;  // [rows][stride], rotated
     int64_t stride;
-    float* out;            // [rows][heads * dim]
+    float* out;            // [rows][heads * values_of(heads)]
     float softcap;         // of the scores; 0: none
     const float* sinks;    // [heads] scores that have no values; or null
-    int64_t chunked;       // windows do not slide: a row sees the chunk of so many positions that it is in
+    int64_t chunked = 0;   // windows do not slide: a row sees the chunk of so many positions that it is in
 };
 // The first position that a row sees.
 inline int64_t first_seen(const AttentionCall& c, int64_t position) {

@@ -56,7 +56,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         if (s.head_norms) layer.query_norm = b.query_norms.data(), layer.key_norm = b.key_norms.data();
         layer.qkv = b.qkv.projection(), layer.out = b.out.pointers[0], layer.window = layers.empty() ? s.window : 0;
         if (s.experts) {
-            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1, 0, 1, 1, 1, 1.0f, 0.0f, nullptr, 0}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
+            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
             layer.mixture = &b.mixture;
         } else {
             layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];

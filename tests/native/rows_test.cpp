@@ -137,7 +137,7 @@ void choices(const NamedPath& path, Random& random) {
                 }
                 const Floats before = scores;
                 std::vector<int64_t> which(static_cast<size_t>(rows * chosen), -1);
-                path.kernels->choose(scores.data(), rows, {experts, chosen, renormalize, 0, 1, 1, 1, 1.0f, 0.0f, nullptr, 0}, which.data());
+                path.kernels->choose(scores.data(), rows, {experts, chosen, renormalize}, which.data());
                 record(path, "choose", scores);
                 record(path, "choose", which.data(), which.size() * sizeof(int64_t));
                 for (int64_t row = 0; row < rows; row++) {

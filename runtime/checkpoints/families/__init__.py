@@ -3,7 +3,7 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, mixtures
+from runtime.checkpoints.families import classic, dense, latent, mixtures
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
@@ -45,5 +45,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "llama4_text": mixtures.llama4,
     "phimoe": mixtures.phimoe,
     "minimax_m2": mixtures.minimax_m2,
+    "deepseek_v2": latent.deepseek_v2,
+    "deepseek_v3": latent.deepseek_v3,
     "gpt_oss": mixtures.gpt_oss,
 }

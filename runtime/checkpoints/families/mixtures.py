@@ -8,19 +8,20 @@ from runtime.checkpoints.record import Architecture, Experts, Names
 from runtime.errors import UserError
 
 
-def _experts(config: Config, total: str, hidden: str, renormalize: bool) -> Experts:
+def of_experts(config: Config, total: str, hidden: str, renormalize: bool) -> Experts:
+    """Experts by the names of the keys that have their number and their channels. Raises UserError for too few."""
     number, per_token = count(config, total), count(config, "num_experts_per_tok")
     if per_token > number:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, and a layer has {number} experts")
     return Experts(number, per_token, count(config, hidden), renormalize)
 
 
-def _total(config: Config, *names: str) -> str:
+def total(config: Config, *names: str) -> str:
     """The name under which config.json has the number of experts: releases of transformers differ."""
     return next((name for name in names if name in config), names[0])
 
 
-def _groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
+def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
     """What record.Experts has of groups; `best` of each add up. Raises UserError where they do not fit."""
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     if groups == 1:
@@ -38,14 +39,14 @@ def olmoe(config: Config) -> Architecture | None:
     """Queries and keys are normed as one vector."""
     if config.get("clip_qkv") is not None:
         return None
-    total = _total(config, "num_experts", "num_local_experts")
+    number = total(config, "num_experts", "num_local_experts")
     return llama(
         config,
         activation(config),
         norm_eps=config.get("rms_norm_eps", 1e-5),
         query_key_norm=True,
         query_key_span="heads",
-        experts=_experts(config, total, "intermediate_size", bool(config.get("norm_topk_prob", False))),
+        experts=of_experts(config, number, "intermediate_size", bool(config.get("norm_topk_prob", False))),
     )
 
 
@@ -53,8 +54,8 @@ def qwen2_moe(config: Config) -> Architecture | None:
     """An expert that every token goes through, with a gate of its own."""
     layers = count(config, "num_hidden_layers")
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    total = _total(config, "num_experts", "num_local_experts")
-    experts = _experts(config, total, "moe_intermediate_size", bool(config.get("norm_topk_prob", False)))
+    number = total(config, "num_experts", "num_local_experts")
+    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", False)))
     return llama(
         config,
         activation(config),
@@ -70,7 +71,7 @@ def granitemoe(config: Config) -> Architecture | None:
     """Granite's multipliers; a softmax over the chosen is one over all, divided by the sum of the chosen."""
     found = granite(config)
     experts = replace(
-        _experts(config, "num_local_experts", "intermediate_size", True),
+        of_experts(config, "num_local_experts", "intermediate_size", True),
         names=("block_sparse_moe",),
         routers=("router.layer", "router"),
         fused=(("input_linear.weight", "output_linear.weight"), ("experts.gate_up_proj", "experts.down_proj")),
@@ -80,8 +81,8 @@ def granitemoe(config: Config) -> Architecture | None:
 
 def glm4_moe(config: Config) -> Architecture | None:
     """Sigmoids choose, with a correction and in groups; some experts are everyone's; the first layers are dense."""
-    total = _total(config, "n_routed_experts", "num_local_experts")
-    experts = _experts(config, total, "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
+    number = total(config, "n_routed_experts", "num_local_experts")
+    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
     return llama(
         config,
         activation(config),
@@ -91,7 +92,7 @@ def glm4_moe(config: Config) -> Architecture | None:
             experts,
             scoring="sigmoid",
             correction="gate.e_score_correction_bias",
-            groups=_groups(config, experts, 2),
+            groups=in_groups(config, experts, 2),
             scale=float(config.get("routed_scaling_factor", 1.0)),
             shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
             shared_name="shared_experts",
@@ -114,7 +115,7 @@ def llama4(config: Config) -> Architecture | None:
     growth = None
     if config.get("attn_temperature_tuning", True):
         growth = float(config.get("attn_scale", 0.1)), count({"floor_scale": 8192} | config, "floor_scale"), 1
-    experts = _experts(config, "num_local_experts", "intermediate_size", False)
+    experts = of_experts(config, "num_local_experts", "intermediate_size", False)
     return llama(
         config,
         activation(config),
@@ -150,7 +151,7 @@ def phimoe(config: Config) -> Architecture | None:
     """Layer norms, and two experts, each with its share of a softmax among those that come near to it."""
     if count(config, "num_experts_per_tok") != 2:
         return None
-    experts = _experts(config, "num_local_experts", "intermediate_size", False)
+    experts = of_experts(config, "num_local_experts", "intermediate_size", False)
     return llama(
         config,
         activation(config),
@@ -168,8 +169,8 @@ def phimoe(config: Config) -> Architecture | None:
 
 def minimax_m2(config: Config) -> Architecture | None:
     """Sigmoids choose, with a correction; queries and keys are normed as one vector."""
-    total = _total(config, "num_local_experts", "num_experts")
-    experts = _experts(config, total, "intermediate_size", True)
+    number = total(config, "num_local_experts", "num_experts")
+    experts = of_experts(config, number, "intermediate_size", True)
     return llama(
         config,
         activation(config),
@@ -181,7 +182,7 @@ def minimax_m2(config: Config) -> Architecture | None:
 
 def gpt_oss(config: Config) -> Architecture | None:
     """Sinks, windows in every other layer, clamped gates, biases; a softmax over the chosen, as granitemoe has it."""
-    total = _total(config, "num_local_experts", "num_experts")
+    number = total(config, "num_local_experts", "num_experts")
     clamp = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
     return llama(
         config,
@@ -191,7 +192,7 @@ def gpt_oss(config: Config) -> Architecture | None:
         sinks=True,
         windows=windows(config),
         experts=replace(
-            _experts(config, total, "intermediate_size", True),
+            of_experts(config, number, "intermediate_size", True),
             routers=("router",),
             transposed=True,
             interleaved=True,

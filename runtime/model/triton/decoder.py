@@ -45,7 +45,9 @@ class TritonDecoder(BaseDecoder):
         self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
         """Raises UserError for what the record may say and the attention kernels have not."""
-        for lacking, name in ((architecture.softcap, "attn_logit_softcapping"), (architecture.sinks, "sinks")):
+        a = architecture
+        have_not = {"attn_logit_softcapping": a.softcap, "sinks": a.sinks, "latent attention": a.latent}
+        for name, lacking in have_not.items():
             if lacking:
                 raise UserError(
                     f"config.json: {architecture.model_type} has {name}, which the kernels in Triton have not: run it"

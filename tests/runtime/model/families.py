@@ -36,6 +36,18 @@ _WIDE = {"head_dim": 72}
 # transformers multiplies experts by kernels that want rows of whole 16 bytes.
 _QUARTERED = {"hidden_size": 60}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+_LATENT: dict[str, Any] = {
+    "head_dim": None,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "kv_lora_rank": 70,
+    "qk_rope_head_dim": 10,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 28,
+    "moe_intermediate_size": 28,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_WIDE,
@@ -120,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "n_group": 4,
         "topk_group": 2,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 28,
         "n_shared_experts": 2,
         "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1,
@@ -149,6 +161,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lm_head_bias": True,
     },
     "minimax_m2": {**_QUARTERED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+    # With a vector of queries and without.
+    "deepseek_v2": {
+        **_QUARTERED,
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 3.0,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v3": {
+        **_QUARTERED,
+        **_LATENT,
+        "q_lora_rank": 52,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
     "gpt_oss": {
         **_QUARTERED,
         "num_local_experts": 5,

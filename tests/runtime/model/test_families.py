@@ -130,8 +130,15 @@ def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
     decoder = load(path, threads=2).decoder
     assert isinstance(decoder, BaseDecoder)
     plain = transformers_logits(made(kind, scheme, plain=True), tokens)
-    # Packed layers round their inputs to int8, which transformers' do not.
-    assert relative(run(decoder, tokens, 64), plain) < (1e-4 if scheme == "float32" else 0.1)
+    found = run(decoder, tokens, 64)
+    if scheme == "float32":
+        assert relative(found, plain) < 1e-4
+    elif decoder.architecture.experts is None:
+        # Packed layers round their inputs to int8, which transformers' do not.
+        assert relative(found, plain) < 0.1
+    else:
+        # So some rows go to other experts: most do not.
+        assert float(((found - plain).norm(dim=1) / plain.norm(dim=1)).median()) < 0.1
     for cached in KINDS:
         contiguous, paged = CacheOptions(cached), CacheOptions(cached, 12)
         whole = run(decoder, tokens, len(tokens), contiguous)

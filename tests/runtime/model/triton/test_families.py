@@ -14,7 +14,7 @@ from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, write
 from tests.slices import often
 
 # What Triton's attention has not.
-REFUSED = {"gemma2": "attn_logit_softcapping", "gpt_oss": "sinks"}
+REFUSED = {"gemma2": "attn_logit_softcapping", "gpt_oss": "sinks", "deepseek_v2": "latent", "deepseek_v3": "latent"}
 
 
 def run(decoder: Decoder, tokens: Tensor, width: int) -> Tensor:
