@@ -47,5 +47,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "minimax_m2": mixtures.minimax_m2,
     "deepseek_v2": latent.deepseek_v2,
     "deepseek_v3": latent.deepseek_v3,
+    "glm4_moe_lite": latent.glm4_moe_lite,
+    "youtu": latent.youtu,
     "gpt_oss": mixtures.gpt_oss,
 }

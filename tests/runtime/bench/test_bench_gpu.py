@@ -14,7 +14,7 @@ from runtime.bench.device_models import random_model
 from runtime.bench.kernels import winners
 from runtime.bench.measure import find, read_bytes
 from runtime.bench.output import show_choices
-from runtime.bench.random_models import SCHEMES, SHAPES, Shape, random_weight
+from runtime.bench.random_models import DEVICE_SCHEMES, SHAPES, Shape, random_weight
 from runtime.contract import Rows
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
@@ -59,7 +59,7 @@ def test_decode_compares_schemes_and_widths(tmp_path: Path, device: str) -> None
 
 def test_kernels_say_which_library_is_left_out(tmp_path: Path, device: str) -> None:
     """Every layer and library is either timed or left out with a reason."""
-    schemes = [word for scheme in ("int8", "int4", "nf4", "fp8", "bf16") for word in ("--scheme", scheme)]
+    schemes = [word for scheme in ("int8", "nf4", "bf16") for word in ("--scheme", scheme)]
     words = ("--shape", "pair", "--widths", "3", "--kernels", "plain-torch", *schemes)
     _, found = run(tmp_path, device, "kernels", *words)
     ours = [row for row in found["rows"] if row["engine"].startswith("specpress")]
@@ -167,7 +167,7 @@ def test_tiles_are_sorted_by_time(tmp_path: Path, device: str) -> None:
     assert times == sorted(times) and len(times) >= 2
 
 
-@pytest.mark.parametrize("scheme", (*SCHEMES, "fp8"))
+@pytest.mark.parametrize("scheme", DEVICE_SCHEMES)
 def test_random_models_are_seeded_and_run(scheme: str, device: str) -> None:
     models = [random_model("pair", scheme, torch.device(device), "plain-torch") for _ in range(2)]
     found = []

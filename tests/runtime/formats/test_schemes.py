@@ -21,6 +21,7 @@ def test_a_row_says_what_its_format_packs_and_how_large_that_is(name: str, symme
         return
     scheme = row.scheme(symmetric=symmetric)
     options = {"bits": row.bits, "symmetric": symmetric} if row.is_grid else {}
+    options |= {"bits": row.bits} if row.codes.has_tiles else {}
     options |= {"input_scale": 0.5} if row.is_static else {}
     packed = row.codes.format.pack(torch.randn(64, 256), scheme.group_size, **options)
     assert packed.scheme == scheme

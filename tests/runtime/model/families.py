@@ -36,7 +36,7 @@ _WIDE = {"head_dim": 72}
 # transformers multiplies experts by kernels that want rows of whole 16 bytes.
 _QUARTERED = {"hidden_size": 60}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
-_LATENT: dict[str, Any] = {
+_LATENT_HEADS: dict[str, Any] = {
     "head_dim": None,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
@@ -44,6 +44,8 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 10,
     "qk_nope_head_dim": 24,
     "v_head_dim": 28,
+}
+_LATENT = _LATENT_HEADS | {
     "moe_intermediate_size": 28,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
@@ -183,6 +185,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     },
+    "glm4_moe_lite": {
+        **_QUARTERED,
+        **_LATENT,
+        "q_lora_rank": 52,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse", "dense"],
+    },
+    "youtu": {**_LATENT_HEADS, "q_lora_rank": 52, "tie_word_embeddings": True, "pad_token_id": None},
     "gpt_oss": {
         **_QUARTERED,
         "num_local_experts": 5,
@@ -200,7 +213,8 @@ def config(kind: str) -> Any:
     from transformers import AutoConfig
 
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
-    told = {key: value for key, value in (shape | FAMILIES[kind]).items() if value is not None}
+    # None takes a key of the common shape away; of others it is a value, as that of DeepSeek-V2-Lite's q_lora_rank.
+    told = {k: v for k, v in (shape | FAMILIES[kind]).items() if v is not None or k not in shape}
     return AutoConfig.for_model(kind, **told)
 
 

@@ -1,7 +1,8 @@
 """The kernels' own C++ tests (tests/native), compiled under the sanitizers and run; no Python inside.
 
 Each source is compiled as setup.py compiles it (once per instruction path, with its macros and flags), at -O1: for the
-path that this processor takes and the portable one, and in a slow test for all that it can run.
+path that this processor takes and the portable one, and in a slow test for all that it can run. So is the thread
+sanitizer's.
 """
 
 import os
@@ -124,6 +125,7 @@ def test_configurations_by_the_thousand_run_clean_in_the_library_under_the_sanit
     assert "1 passed" in found.stdout
 
 
+@pytest.mark.slow
 def test_threads_share_nothing_unguarded(thread: Path) -> None:
     run_together(thread, ["decoder", "pool"])
     found = command([str(thread), "race"])

@@ -1,0 +1,30 @@
+"""Calibrated caches of latent attention, where a token has one vector for the keys and values of all heads."""
+
+from pathlib import Path
+
+import torch
+
+from compress.stages import kv_cache
+from runtime import Speculator, load
+from runtime.model.reference import BaseDecoder
+from runtime.speculate import CacheOptions
+from runtime.speculative.drafters.lookup import LookupDrafter
+from tests.runtime.model.families import VOCABULARY, write
+
+
+def test_drafts_change_no_token_on_a_calibrated_cache(tmp_path: Path) -> None:
+    path = write("deepseek_v3", tmp_path / "model")
+    tokens = torch.randint(1, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(3))
+    found = kv_cache.calibrate(path, "int8", tokens[:2])
+    # The shared key and the vector; values have no factors.
+    assert tuple(found.key_factor.shape) == (2, 1, 80)
+    assert not torch.equal(found.key_factor, torch.ones(2, 1, 80))
+    drafter = load(path, threads=1)
+    kv_cache.attach(path, found)
+    target, prompts = load(path, threads=1), tokens[2:, :20].tolist()
+    assert isinstance(target.decoder, BaseDecoder) and target.decoder.kv.kind == "int8"
+    plain, looked_up, drafted = (
+        [result.tokens for result in Speculator(target, draft, 4, cache=CacheOptions("auto")).generate(prompts, 24)]
+        for draft in (None, LookupDrafter(), drafter)
+    )
+    assert plain == looked_up == drafted
