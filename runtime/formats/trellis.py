@@ -22,6 +22,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight, Scheme, Tiles
 from runtime.formats.schemes import SCHEMES
 from runtime.formats.tensors import (
+    SCALES,
     Tensors,
     as_stored,
     expect_shape,
@@ -40,7 +41,6 @@ STATES = 256
 METHOD = "specpress-trellis"
 _VERSION = 1
 _WHERE = "config.json: quantization_config"
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def scheme(bits: int = 3) -> Scheme:
@@ -181,7 +181,7 @@ def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
     levels = fetch(tensors, name, torch.int8, shape=(STATES // 2,))
     if int(levels.min()) < -127:
         raise UserError(f"tensor {name} must lie in -127..127, found -128, whose negative is no int8; fetch it again")
-    scale = fetch(tensors, f"{prefix}.weight_scale", *_SCALES, shape=(n, 1)).float()
+    scale = fetch(tensors, f"{prefix}.weight_scale", *SCALES, shape=(n, 1)).float()
     return PackedWeight(
         scheme(bits),
         decode(tiles, levels, bits, (n, k)),
