@@ -90,10 +90,10 @@ def allocate(
     }[kind]
     scales = (0,) if kind in FLOATS else (*lead, KEY_BLOCK)
     shapes = (((*lead, *keys), dtype), ((*lead, *values), dtype), (scales, torch.float32), (scales, torch.float32))
-    return Store(*(_zeros(shape, kind, device) for shape, kind in shapes))
+    return Store(*(zeros(shape, kind, device) for shape, kind in shapes))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take memory when they are first written.
 
     On a CPU not torch's: they would be filled by all of its threads, which then spin for milliseconds on the cores that

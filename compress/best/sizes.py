@@ -132,7 +132,7 @@ def _scales(source: Source) -> tuple[Described, ...]:
     if architecture is None:
         return ()
     shape = (architecture.kv_heads, 1, 1)
-    return tuple((scale_name(layer, part), "F32", shape) for part in "kv" for layer in range(architecture.layers))
+    return tuple((scale_name(layer, part), "F32", shape) for part in "kv" for layer in architecture.attending)
 
 
 def _bytes(tensor: Described, places: int) -> int:

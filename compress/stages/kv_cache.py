@@ -122,6 +122,7 @@ def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
     stream = [decoder.embed(window, places) for window in windows]
     for block in decoder.parts.blocks:
         weights = block.attention
+        assert isinstance(weights, Attention)  # `check`
         keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
         seen = _visible(windows.shape[1], weights.window, a.chunked)
         for number, x in enumerate(stream):
@@ -282,7 +283,13 @@ def _join(model: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
 
 def check(config: Mapping[str, Any]) -> None:
     """Raises UserError for a config.json whose model can have no quantised cache, before a run starts."""
-    if describe(dict(config)) is None:
+    found = describe(dict(config))
+    if found is not None and any(found.state_sizes):
+        raise UserError(
+            f"kv: layers of {config.get('model_type')!r} carry a state in attention's place, and the stage measures"
+            " attention alone: remove the recipe's key kv"
+        )
+    if found is None:
         raise UserError(
             f"kv: a quantised cache needs Specpress' own decoder, which does not run {config.get('model_type')!r}: "
             "remove the recipe's key kv"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.quantizer import CacheFormat
+from runtime.cache.states import States
 from runtime.contract import SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError
@@ -28,6 +29,7 @@ class KeyValueCache(ABC):
         self.format = form
         self._store: dict[int, Store] = {}
         self._length: dict[int, int] = {}
+        self._states: dict[int, States] = {}
 
     @abstractmethod
     def open(self, capacity: int) -> int: ...
@@ -35,6 +37,7 @@ class KeyValueCache(ABC):
     def close(self, request: int) -> None:
         """Frees what the request holds; its handle may be given out again."""
         del self._store[request], self._length[request]
+        self._states.pop(request, None)
 
     @abstractmethod
     def fork(self, request: int) -> int: ...
@@ -60,6 +63,10 @@ class KeyValueCache(ABC):
         """The request's memory, for kernels."""
         return self._store[request]
 
+    def states(self, request: int) -> States | None:
+        """Those of its last tokens, where the model's layers have such."""
+        return self._states.get(request)
+
     def length(self, request: int) -> int:
         return self._length[request]
 
@@ -71,6 +78,8 @@ class KeyValueCache(ABC):
         if not 0 <= length <= self._length[request]:
             raise ValueError(f"cannot truncate {self._length[request]} tokens to {length}")
         self._length[request] = length
+        if self._states:
+            self._states[request].truncate(length)
 
     def keep(self, request: int, length: int, path: Sequence[int]) -> None:
         """Keeps the first `length` tokens and the slots length + path[i], moved together in that order.
@@ -86,6 +95,8 @@ class KeyValueCache(ABC):
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
             store = self._store[request]
             self._move(store, store.physical(source), store.physical(target))
+            if self._states:
+                self._states[request].keep(length, path)
         self.truncate(request, length + len(path))
 
     def reserve(self, request: int, count: int) -> int:
@@ -156,11 +167,20 @@ class KeyValueCache(ABC):
                 f" refused{free}; take a smaller kind of cache, fewer pages or requests, or a shorter text"
             ) from error
 
-    def _add(self, store: Store, length: int) -> int:
-        """A new request's handle."""
+    def _add(self, store: Store, length: int, origin: int | None = None) -> int:
+        """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
         handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
         self._store[handle], self._length[handle] = store, length
+        if self.format.state:
+            self._states[handle] = self._states[origin].copy() if origin is not None else self._new_states()
         return handle
+
+    def _new_states(self) -> States:
+        """Raises UserError where the machine has no such memory."""
+        try:
+            return States(self.format.state, self.format.device)
+        except (RuntimeError, MemoryError) as error:
+            raise UserError("the states of a request do not fit this machine's memory; take fewer requests") from error
 
 
 class ContiguousCache(SharesNothing, KeyValueCache):
@@ -177,7 +197,7 @@ class ContiguousCache(SharesNothing, KeyValueCache):
             copied = Store(*(part.clone() for part in store.parts))
         except (RuntimeError, MemoryError) as error:
             raise UserError("a copy of a request's cache does not fit this machine's memory") from error
-        return self._add(copied, self._length[request])
+        return self._add(copied, self._length[request], request)
 
     def _own(self, request: int, blocks: Iterable[int]) -> None:
         """Every block is the request's own."""

@@ -74,16 +74,19 @@ class PagedCache(KeyValueCache):
         held = self._held[request]
         for page in held:
             self._pages.share(page)
-        return self._add_held(self.capacity(request) // KEY_BLOCK, held, self._length[request])
+        return self._add_held(self.capacity(request) // KEY_BLOCK, held, self._length[request], request)
 
     def match_prefix(self, request: int, tokens: Sequence[int], salt: str = "") -> int:
         """See KeyValueCache: as many leading full pages as are known and fit the request.
 
-        One token at least is left over: its forward gives the logits to go on with.
+        One token at least is left over: its forward gives the logits to go on with. Where layers have states none are
+        known: pages hold keys and values alone, and the states would have to be computed from the first token on.
         """
         if self._length[request]:
             raise ValueError(f"request {request} holds {self._length[request]} tokens; only an empty one can match")
         most = min((len(tokens) - 1) // KEY_BLOCK, self.capacity(request) // KEY_BLOCK)
+        if self.format.state:
+            return 0
         parent = ROOT
         for block, content in enumerate(_contents(tokens, max(most, 0))):
             found = self._pages.find(Prefix(parent, content, salt if parent == ROOT else ""))
@@ -99,6 +102,8 @@ class PagedCache(KeyValueCache):
         """See KeyValueCache: full pages only. Raises ValueError for more tokens than are stored."""
         if len(tokens) > self._length[request]:
             raise ValueError(f"{len(tokens)} tokens are to be cached, and {self._length[request]} are stored")
+        if self.format.state:
+            return
         parent = ROOT
         held = self._held[request]
         for page, content in zip(held, _contents(tokens, len(tokens) // KEY_BLOCK), strict=False):
@@ -147,10 +152,10 @@ class PagedCache(KeyValueCache):
             if part.numel():
                 part[:, target] = part[:, source]
 
-    def _add_held(self, blocks: int, held: Sequence[int], length: int) -> int:
+    def _add_held(self, blocks: int, held: Sequence[int], length: int, origin: int | None = None) -> int:
         """A request of at most `blocks` blocks, holding pages that were taken for it."""
         table = torch.full((blocks,), -1, dtype=torch.long)
-        handle = self._add(replace(self._memory, table=table), length)
+        handle = self._add(replace(self._memory, table=table), length, origin)
         self._held[handle] = []
         for block, page in enumerate(held):
             self._put(handle, block, page)

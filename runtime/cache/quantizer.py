@@ -17,6 +17,7 @@ class CacheFormat:
 
     key_factor  (layers, kv_heads, head_dim) float32 or None: keys are divided by it before they are rounded.
     value_dim   dimensions of values; 0: as many as of keys.
+    state       floats of the states of all layers that have one (cache/states.py).
 
     Raises ValueError for a factor of another shape or with entries that are not positive.
     """
@@ -28,6 +29,7 @@ class CacheFormat:
     kind: CacheKind = "float32"
     key_factor: Tensor | None = None
     value_dim: int = 0
+    state: int = 0
 
     def __post_init__(self) -> None:
         factor, shape = self.key_factor, (self.layers, self.kv_heads, self.head_dim)

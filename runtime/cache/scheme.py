@@ -85,7 +85,7 @@ def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.devi
         raise UserError(f"{where} must have the kind int8 or int4 and the file of its tensors, found {said!r}")
     tensors = Shards(checkpoint.path, said["tensors"])
     factors = []
-    for layer in range(a.layers):
+    for layer in a.attending:
         name = factor_name(layer)
         factor, expected = tensors[name].float(), (a.kv_heads, a.head_dim)
         if tuple(factor.shape) != expected:

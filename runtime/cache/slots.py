@@ -30,10 +30,12 @@ def checked_cache(
     # numel, not len: torch's len is Python.
     if tokens.numel() != count:
         raise ValueError(f"{tokens.numel()} tokens for {count} rows")
-    if (form.layers, form.kv_heads, form.head_dim) != (a.layers, a.kv_heads, a.head_dim):
+    layers, state = len(a.attending), sum(a.state_sizes)
+    if (form.layers, form.kv_heads, form.head_dim, form.state) != (layers, a.kv_heads, a.head_dim, state):
         raise ValueError(
             f"this cache is another model's: it has {form.layers} layers of {form.kv_heads} heads of"
-            f" {form.head_dim}, and this model {a.layers} of {a.kv_heads} of {a.head_dim}"
+            f" {form.head_dim}, and this model {layers} of {a.kv_heads} of {a.head_dim}"
+            + (f"; floats of states {form.state} and {state}" if form.state != state else "")
         )
     _require_range("token ids", "tokens", tokens, a.vocab)
     if logits_at is not None:
@@ -63,6 +65,11 @@ class Reserved:
     start: int
     parents: list[int] | None
 
+    def before(self, row: int) -> int:
+        """The slot of what row `row` of them follows; −1: it is the first of its text."""
+        above = row - 1 if self.parents is None else self.parents[row]
+        return self.start + above if above >= 0 else self.start - 1
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -90,7 +97,11 @@ def plan(rows: Rows, cache: KeyValueCache) -> Layout:
     Raises ValueError where a request's rows are not adjacent, a parent does not come before its child in the same
     request, or a row's position is not its parent's plus one; OutOfPages where a paged cache does not hold them.
     """
-    requests = reserve(rows, cache)
+    return lay_out(rows, reserve(rows, cache))
+
+
+def lay_out(rows: Rows, requests: list[Reserved]) -> Layout:
+    """The tiles of rows that have their slots."""
     gather: list[list[int]] = []
     scatter = [0] * len(rows)
     owner: list[Reserved] = []
@@ -153,6 +164,23 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
     for handle, slots in needs.items():
         cache.reserve(handle, slots)
     return out
+
+
+def extend_states(
+    reserved: Sequence[Reserved], tokens: Tensor, cache: KeyValueCache, further: Sequence[int] | None = None
+) -> None:
+    """Makes room for the states after the rows, and after so many `further` slots whose tokens are not known yet."""
+    for number, of in enumerate(reserved if cache.format.state else ()):
+        if (states := cache.states(of.request)) is not None:
+            unknown = [0] * (0 if further is None else further[number])
+            states.extend(tokens[of.first : of.first + of.count].tolist() + unknown, of.parents is not None)
+
+
+def learn_drafts(reserved: Sequence[Reserved], drafted: Tensor, steps: Sequence[int], cache: KeyValueCache) -> None:
+    """Tells states the tokens that `extend_states` did not know: drafted (requests, steps), without the last ones."""
+    for number, of in enumerate(reserved if cache.format.state else ()):
+        if (states := cache.states(of.request)) is not None:
+            states.learn(drafted[number, : steps[number] - 1].tolist())
 
 
 def reserve_drafts(rows: Rows, cache: KeyValueCache, steps: Sequence[int], limit: int, vocab: int) -> list[Reserved]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
+# What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row.
+Mixer = Literal["attention", "convolution"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """A short convolution between two gates (LFM2): one layer makes gate, second gate and input; of each channel a row
+    sees its last `taps` inputs, each times its first gate. The state is all of these but the row's own."""
+
+    taps: int
+    into: str = "conv.in_proj"
+    filter: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
 
@@ -158,6 +171,27 @@ class Architecture:
     logits_scale: float = 1.0
     # Then head_dim is of what the cache holds, the shared key and the vector, and there is one key head.
     latent: Latent | None = None
+    # What each layer mixes rows by; (): all by attention.
+    mixers: tuple[Mixer, ...] = ()
+    convolution: Convolution | None = None
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers with attention: the cache holds keys and values of these."""
+        return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] == "attention")
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Floats of each layer's state."""
+        size = 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden
+        return tuple(size if mixer == "convolution" else 0 for mixer in self.mixers or ("attention",) * self.layers)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each layer: its number among the cache's layers; where it has a state, the index of the state's first float
+        among a token's."""
+        found, sizes = self.attending, self.state_sizes
+        return tuple(found.index(n) if n in found else sum(sizes[:n]) for n in range(self.layers))
 
     @property
     def scaling(self) -> float:

@@ -14,6 +14,7 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
+from runtime.model.build_convolution import short_convolution
 from runtime.model.build_feed_forward import mixture, mlp
 from runtime.model.layers import Block, Norm, Parts, has_planes, require_used
 from runtime.model.rotary import RotaryTables
@@ -78,7 +79,9 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
     dense = a.experts is None or number in a.dense_layers
     return Block(
         input_norm=norm(names.input_norm),
-        attention=attention(reader, a, prefix, number, rotary),
+        attention=attention(reader, a, prefix, number, rotary)
+        if number in a.attending
+        else short_convolution(reader, a, prefix),
         mlp_norm=norm(names.mlp_norm),
         mlp=mlp(reader, a, prefix, a.intermediate) if dense else mixture(reader, a, prefix),
         attention_norm=norm(names.attention_norm),

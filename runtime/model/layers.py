@@ -72,6 +72,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A convolution in attention's place: qkv makes gate, second gate and input; out takes what comes of them.
+
+    taps  (taps, channels) float32, the oldest input's first.
+    bias  (channels,) float32.
+    """
+
+    qkv: Joined
+    out: Linear
+    taps: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
 class Mlp:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) where gate_up is one layer of one size.
 
@@ -117,7 +131,7 @@ class Block:
     """One decoder layer. A norm that is None is not there."""
 
     input_norm: Norm | None
-    attention: Attention
+    attention: Attention | ShortConvolution
     mlp_norm: Norm | None
     mlp: Mlp | Mixture
     attention_norm: Norm | None = None
@@ -171,7 +185,7 @@ def linears(parts: Parts) -> Iterator[Linear]:
     """Every linear layer, in a forward's order; of a mixture all experts."""
     for block in parts.blocks:
         yield from block.attention.qkv.parts
-        if block.attention.latent is not None:
+        if isinstance(block.attention, Attention) and block.attention.latent is not None:
             yield from block.attention.latent.linears
         yield block.attention.out
         experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
@@ -198,11 +212,18 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
     for norm in (parts.norm, *(norm for block in parts.blocks for norm in block.norms)):
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
-        vectors += [block.attention.q_norm, block.attention.k_norm, block.attention.sinks]
-        if (latent := block.attention.latent) is not None:
-            vectors += [latent.norm.weight, None if latent.query_norm is None else latent.query_norm.weight]
+        vectors += _vectors(block.attention)
         vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
     yield from (vector for vector in vectors if vector is not None)
+
+
+def _vectors(mixer: Attention | ShortConvolution) -> list[Tensor | None]:
+    if isinstance(mixer, ShortConvolution):
+        return [mixer.taps, mixer.bias]
+    found = [mixer.q_norm, mixer.k_norm, mixer.sinks]
+    if (latent := mixer.latent) is not None:
+        found += [latent.norm.weight, None if latent.query_norm is None else latent.query_norm.weight]
+    return found
 
 
 def _upper_block(block: Block) -> Block:

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.quantizer import CacheFormat
-from runtime.cache.slots import Reserved, checked_cache, paths, reserve, reserve_drafts
+from runtime.cache.slots import Reserved, checked_cache, extend_states, learn_drafts, reserve, reserve_drafts
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Block, LatentHeads, Mixture, Norm, Parts
+from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Norm, Parts, ShortConvolution
+from runtime.model.native_batch import Batches, int64
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
     ACTIVATIONS,
@@ -27,7 +28,7 @@ from runtime.native.binding import (
     PATHS,
     SCORINGS,
     AnglesStruct,
-    BatchStruct,
+    ConvolutionStruct,
     HeadsStruct,
     LatentStruct,
     LayerStruct,
@@ -36,7 +37,6 @@ from runtime.native.binding import (
     NormStruct,
     ProjectionStruct,
     RoutingStruct,
-    StoreStruct,
     WeightsStruct,
     pool,
     require,
@@ -45,62 +45,6 @@ from runtime.native.binding import (
 _EMBEDDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Dimensions of a head (attention.cpp) and experts of a layer (rows.cpp) that the kernels have room for.
 MOST = 1024
-
-
-def int64(values: Tensor) -> Tensor:
-    """(n,) int64, contiguous, on the CPU: the tensor itself where it is that already, as a rule."""
-    if values.dtype is torch.int64 and values.is_cpu and values.is_contiguous():
-        return values
-    return values.to("cpu", torch.int64).contiguous()
-
-
-class Batches:
-    """Makes batches. What chains need is the same in every call, so it is kept, as long as a wide call needed it."""
-
-    def __init__(self) -> None:
-        self._constants = torch.empty((3, 0), dtype=torch.int64).unbind()
-
-    def constants(self, count: int) -> tuple[Tensor, ...]:
-        """`count` and maybe more zeros, −1 (a row without a list of slots), and 0, 1, 2, …, int64."""
-        found = self._constants
-        # Not read back after growing: another thread's forward may put a shorter one there.
-        if found[0].numel() < count:
-            order = torch.arange(max(8, 2 * count))
-            found = self._constants = torch.zeros_like(order), torch.full_like(order, -1), order
-        return found
-
-    def of(
-        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: KeyValueCache
-    ) -> tuple[BatchStruct, list[Any]]:
-        """The rows, whose slots are taken, and what must stay alive during the call."""
-        count = tokens.numel()
-        zeros, chain, _ = self.constants(count)
-        request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
-        tokens, positions = int64(tokens), int64(positions)
-        slot = positions
-        stores = (StoreStruct * len(reserved))(*[StoreStruct(*cache.store(r.request).pointers) for r in reserved])
-        if len(reserved) > 1:
-            # Not torch.repeat_interleave: it wakes all of torch's threads, which then spin on the kernels' cores.
-            request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
-        if any(r.parents is not None for r in reserved):
-            slot, tail_from, tail_at, tail = _tails(reserved, positions)
-        kept = [tokens, request, positions, slot, tail_from, tail_at, tail]
-        return BatchStruct(count, *[part.data_ptr() for part in kept], stores), [kept, stores]
-
-
-def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row its slot, where its own list of slots begins (position, and index in the last array; −1: no list)."""
-    slot, tail_from = positions.tolist(), [0] * len(positions)
-    tail_at = [-1] * len(positions)
-    tail: list[int] = []
-    for r in reserved:
-        if r.parents is None:
-            continue
-        for index, path in enumerate(paths(r.parents)):
-            row = r.first + index
-            slot[row], tail_from[row], tail_at[row] = r.start + index, r.start, len(tail)
-            tail += [r.start + place for place in path]
-    return torch.tensor(slot), torch.tensor(tail_from), torch.tensor(tail_at), torch.tensor(tail)
 
 
 class NativeDecoder(BaseDecoder):
@@ -138,7 +82,9 @@ class NativeDecoder(BaseDecoder):
         held, count = checked_cache(tokens, rows, cache, logits_at, self.architecture), len(rows)
         if count == 0:
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
+        self._recall_states(rows, held)
         reserved = reserve(rows, held)
+        extend_states(reserved, tokens, held)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
         angles = self._angles(max(r.start + r.count for r in reserved) - 1)
         at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
@@ -155,9 +101,11 @@ class NativeDecoder(BaseDecoder):
     def continue_greedy(self, tokens: Tensor, rows: Rows, cache: Cache, steps: Sequence[int], limit: int) -> Tensor:
         """See contract.GreedyChains. The tokens are those that `forward` would lead to, step by step: the same bits."""
         held = checked_cache(tokens, rows, cache, None, self.architecture)
+        self._recall_states(rows, held)
         reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
+        extend_states(reserved, tokens, held, [count - 1 for count in steps])
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
         angles = self._angles(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)
@@ -169,7 +117,16 @@ class NativeDecoder(BaseDecoder):
         del kept
         if not finite:
             raise FloatingPointError("a row of logits holds NaN or Inf")
+        learn_drafts(reserved, drafted, steps, held)
         return drafted
+
+    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
+        positions = torch.arange(chain.start, chain.start + chain.count)
+        batch, kept = self._batches.of([chain], tokens, positions, cache)
+        angles = self._angles(chain.start + chain.count - 1)
+        handle = self._runner(cache).handle
+        require().specpress_forward(handle, byref(batch), byref(angles), None, 0, None, None)
+        del kept
 
     def _angles(self, position: int) -> AnglesStruct:
         """What depends on positions up to this one; the tables are held by `_rotary`."""
@@ -238,16 +195,12 @@ class _Native:
     def _fill(self, layer: LayerStruct, block: Block) -> None:
         layer.input_norm, layer.attention_norm = _norm(block.input_norm), _norm(block.attention_norm)
         layer.mlp_norm, layer.output_norm = _norm(block.mlp_norm), _norm(block.output_norm)
-        attention, a = block.attention, self._architecture
-        layer.query_norm = self._of_heads(attention.q_norm, a.heads)
-        layer.key_norm = self._of_heads(attention.k_norm, a.kv_heads)
-        layer.sinks = _address(attention.sinks)
-        layer.qkv = self._projection(attention.qkv)
-        if attention.latent is not None:
-            layer.latent = pointer(self._latent(attention.latent))
-        layer.out = pointer(_weight(attention.out).struct)
-        layer.window = attention.window or 0
-        layer.rotary, layer.grows = -1 if attention.rotary is None else attention.rotary, attention.grows
+        layer.qkv = self._projection(block.attention.qkv)
+        layer.out = pointer(_weight(block.attention.out).struct)
+        if isinstance(block.attention, ShortConvolution):
+            layer.convolution = pointer(self._convolution(block.attention))
+        else:
+            self._attention(layer, block.attention)
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
             layer.parameters = _address(block.mlp.experts[0].parameters)
@@ -255,6 +208,21 @@ class _Native:
             layer.gate_up = self._projection(block.mlp.gate_up)
             layer.down = pointer(_weight(block.mlp.down).struct)
             layer.parameters = _address(block.mlp.parameters)
+
+    def _attention(self, layer: LayerStruct, attention: Attention) -> None:
+        a = self._architecture
+        layer.query_norm = self._of_heads(attention.q_norm, a.heads)
+        layer.key_norm = self._of_heads(attention.k_norm, a.kv_heads)
+        layer.sinks = _address(attention.sinks)
+        if attention.latent is not None:
+            layer.latent = pointer(self._latent(attention.latent))
+        layer.window = attention.window or 0
+        layer.rotary, layer.grows = -1 if attention.rotary is None else attention.rotary, attention.grows
+
+    def _convolution(self, how: ShortConvolution) -> ConvolutionStruct:
+        self._kept.append(ConvolutionStruct(_address(how.taps), _address(how.bias), len(how.taps)))
+        found: ConvolutionStruct = self._kept[-1]
+        return found
 
     def _of_heads(self, weight: Tensor | None, heads: int) -> int | None:
         """The address of a weight for every head, one after the other."""

@@ -15,20 +15,34 @@ from torch import Tensor
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.paged import PagedCache
 from runtime.cache.quantizer import CacheFormat
-from runtime.cache.slots import Layout, checked_cache, keys_and_values, plan
+from runtime.cache.slots import Layout, Reserved, checked_cache, extend_states, keys_and_values, lay_out, plan
 from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
+from runtime.kernels.convolution import convolve
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route
-from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Mlp, Norm, Parts, upper_parts, weight_bytes
+from runtime.model.layers import (
+    Attention,
+    Block,
+    LatentHeads,
+    Mixture,
+    Mlp,
+    Norm,
+    Parts,
+    ShortConvolution,
+    upper_parts,
+    weight_bytes,
+)
 from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
+# Tokens in one forward where states are computed again.
+_PIECE = 512
 
 
 class Turns(NamedTuple):
@@ -81,14 +95,35 @@ class BaseDecoder(ABC):
     def _cache_format(self, kind: CacheKind) -> CacheFormat:
         a = self.architecture
         return CacheFormat(
-            a.layers,
+            len(a.attending),
             a.kv_heads,
             a.head_dim,
             self.device,
             kind,
             self.kv.factor(kind),
             0 if a.latent is None else a.value_dim,
+            sum(a.state_sizes),
         )
+
+    def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:
+        """Computes the states again that a request goes on from, where it was rolled back further than they are kept.
+
+        Keys and values are written again as well, the same bits to the same slots.
+        """
+        for handle in dict.fromkeys(rows.request.tolist()) if cache.format.state else ():
+            states = cache.states(handle)
+            if states is None or states.holds(len(states.tokens)):
+                continue
+            states.restart()
+            tokens = integers(states.tokens)
+            for start in range(0, len(tokens), _PIECE):
+                piece = tokens[start : start + _PIECE]
+                self._run_again(piece, Reserved(handle, 0, len(piece), start, None), cache)
+            states.restarted()
+
+    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
+        """Runs a chain whose slots are taken, for what it leaves in the cache."""
+        raise NotImplementedError
 
     @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
@@ -124,19 +159,33 @@ class LlamaDecoder(BaseDecoder):
         if len(tokens) == 0:
             empty = self.parts.norm.weight.new_empty
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
+        self._recall_states(rows, held)
         layout = plan(rows, held)
-        turns = self.turns(rows.position)
-        a = self.architecture
-        x = self.embed(tokens, rows.position)
-        for number, block in enumerate(self.parts.blocks):
-            before = x
-            normed = self.normed(x, block.input_norm)
-            x = self.add(x, self._attend(normed, block.attention, number, layout, held, turns), block.attention_norm)
-            x = self.add(x, self.feed_forward(before if a.parallel else x, block), block.output_norm)
+        extend_states(layout.requests, tokens, held)
+        x = self._through_blocks(tokens, rows.position, layout, held)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]
         hidden = self.normed(x, self.parts.norm)
         return Out(self._logits(hidden), hidden)
+
+    @torch.inference_mode()
+    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
+        rows = Rows.chains([(chain.request, chain.start, chain.count)])
+        self._through_blocks(tokens, rows.position, lay_out(rows, [chain]), cache)
+
+    def _through_blocks(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: KeyValueCache) -> Tensor:
+        """The residual stream (T, hidden) behind the last block."""
+        a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
+        for place, block in zip(a.places, self.parts.blocks, strict=True):
+            before, mixer = x, block.attention
+            normed = self.normed(x, block.input_norm)
+            if isinstance(mixer, ShortConvolution):
+                mixed = self._convolve(normed, mixer, place, layout, cache)
+            else:
+                mixed = self._attend(normed, mixer, place, layout, cache, turns)
+            x = self.add(x, mixed, block.attention_norm)
+            x = self.add(x, self.feed_forward(before if a.parallel else x, block), block.output_norm)
+        return x
 
     def turns(self, positions: Tensor) -> Turns:
         """What depends on the rows' positions alone."""
@@ -238,6 +287,25 @@ class LlamaDecoder(BaseDecoder):
             how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
         return self.output(torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)], weights)
+
+    def _convolve(
+        self, x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache
+    ) -> Tensor:
+        """Row by row, each from the state after its parent; its own state goes to its slot."""
+        gate, second, value = weights.qkv.split(x)
+        inputs, size = gate * value, weights.taps[1:].numel()
+        out = torch.empty_like(inputs)
+        for of in layout.requests:
+            states = cache.states(of.request)
+            assert states is not None
+            for row in range(of.count):
+                at, before = of.first + row, of.before(row)
+                past = torch.zeros_like(weights.taps[1:])
+                if before >= 0:
+                    past = states.place(before)[place : place + size].view_as(past)
+                out[at], state = convolve(past, inputs[at], weights.taps, weights.bias)
+                states.place(of.start + row)[place : place + size] = state.flatten()
+        return weights.out(second * out)
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)

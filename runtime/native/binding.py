@@ -92,6 +92,12 @@ class LatentStruct(Structure):
     ]
 
 
+class ConvolutionStruct(Structure):
+    """decoder.h, Convolution."""
+
+    _fields_ = [*_all(c_void_p, "taps", "bias"), ("count", c_int64)]
+
+
 class LayerStruct(Structure):
     """decoder.h, Layer."""
 
@@ -106,6 +112,7 @@ class LayerStruct(Structure):
         ("parameters", c_void_p),
         ("mixture", POINTER(MixtureStruct)),
         ("latent", POINTER(LatentStruct)),
+        ("convolution", POINTER(ConvolutionStruct)),
     ]
 
 
@@ -148,7 +155,12 @@ class AnglesStruct(Structure):
 class StoreStruct(Structure):
     """kernels.h, Store."""
 
-    _fields_ = [*_all(c_void_p, "keys", "values", "key_scale", "value_scale"), ("blocks", c_int64), ("table", c_void_p)]
+    _fields_ = [
+        *_all(c_void_p, "keys", "values", "key_scale", "value_scale"),
+        ("blocks", c_int64),
+        *_all(c_void_p, "table", "states"),
+        *_all(c_int64, "held", "width"),
+    ]
 
 
 class BatchStruct(Structure):
@@ -158,6 +170,7 @@ class BatchStruct(Structure):
         ("rows", c_int64),
         *_all(c_void_p, "tokens", "request", "position", "slot", "tail_from", "tail_at", "tail"),
         ("stores", POINTER(StoreStruct)),
+        ("before", c_void_p),
     ]
 
 
@@ -171,6 +184,7 @@ _SIZES = (
     StoreStruct,
     HeadsStruct,
     AnglesStruct,
+    ConvolutionStruct,
 )
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {

@@ -104,7 +104,11 @@ bool sound(const Model& model) {
         if (layer.rotary >= model.tables || !layer.query_norm != !layer.key_norm) return false;
         if (wants_parameters && !layer.parameters) return false;
         if (layer.window < 0) return false;
-        if (layer.latent) {
+        if (layer.convolution) {
+            const Convolution& c = *layer.convolution;
+            if (c.count < 2 || !size(c.count * model.hidden) || !c.taps) return false;
+            if (!fits(layer.out, model.hidden, model.hidden) || !joined(layer.qkv, 3 * model.hidden, model.hidden)) return false;
+        } else if (layer.latent) {
             if (!latent(*layer.latent, layer)) return false;
         } else if (h.value_dim || !fits(layer.out, model.hidden, h.heads * h.dim) || !joined(layer.qkv, row_of_heads(h), model.hidden)) {
             return false;
@@ -543,6 +547,7 @@ void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* a
 void Decoder::run(const Batch& batch, const Angles& angles) {
     const Heads& h = model_.heads;
     const int64_t rows = batch.rows, hidden = model_.hidden;
+    int64_t attending = 0, state = 0;  // layers of the cache so far, and floats of a state
     grow(x_, rows * hidden);
     grow(qkv_, rows * row_of_heads(h));
     grow(mixed_, rows * h.heads * values_of(h));
@@ -561,12 +566,17 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         prepare(layer.qkv, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
-        make_queries(layer, rows);
+        if (!layer.convolution) make_queries(layer, rows);
         if (model_.parallel)
             rows_of(rows, hidden, [&](int thread, int64_t row) {
                 std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
             });
-        attend(layer, i, batch, angles);
+        if (layer.convolution) {
+            convolve(layer, state, batch);
+            state += (layer.convolution->count - 1) * hidden;
+        } else {
+            attend(layer, attending++, batch, angles);
+        }
         const Projection out = {1, &layer.out};
         const float* mixed = mixed_.data();
         if (layer.latent) {

@@ -44,6 +44,13 @@ struct Latent {
     float eps;
 };
 
+// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/record.py, Convolution).
+struct Convolution {
+    const float* taps;   // [count][channels], the oldest input's first
+    const float* bias;   // [channels], or null
+    int64_t count;
+};
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
@@ -59,6 +66,7 @@ struct Layer {
     const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
     const Latent* latent;     // or null
+    const Convolution* convolution;  // or null
 };
 
 struct Model {
@@ -180,6 +188,7 @@ class Decoder {
     void norm_heads(const float* weight, float* x, int64_t heads, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
     void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
+    void convolve(const Layer& layer, int64_t state, const Batch& batch);
     void make_queries(const Layer& layer, int64_t rows);
     void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
     void branch(const Weights* out, const Norm& after, int64_t rows);
@@ -198,7 +207,7 @@ class Decoder {
     std::vector<float> scratch_;
     std::vector<Want> wants_;
     std::vector<int64_t> want_of_;
-    std::vector<float> x_, qkv_, mixed_, latent_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_;
     std::vector<int64_t> chosen_, members_;
     std::vector<AttentionUnit> units_;
     SharedText text_;

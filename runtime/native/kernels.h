@@ -59,6 +59,9 @@ struct Store {
     float* value_scale;
     int64_t blocks;
     const int64_t* table;  // [the request's blocks]: which of `blocks` each of them is (a page); null: the same
+    // States of layers that carry one: [held][width] floats, that after a slot at the slot modulo `held` (cache/states.py).
+    float* states = nullptr;
+    int64_t held = 0, width = 0;
 };
 enum CacheKind : int64_t { CACHE_F32 = 0, CACHE_INT8 = 1, CACHE_INT4 = 2 };
 
@@ -84,6 +87,7 @@ struct Batch {
     const int64_t* tail_at;     // index of its tail in `tail`, -1: none (a chain)
     const int64_t* tail;
     const Store* stores;
+    const int64_t* before = nullptr;  // the slot of what a row follows, below 0: nothing; null: all are chains
 };
 
 // What follows a gate, or stands between two layers. binding.py has the same numbers.

@@ -3,7 +3,7 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, latent, mixtures
+from runtime.checkpoints.families import classic, dense, latent, mixtures, stateful
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
@@ -50,4 +50,6 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "glm4_moe_lite": latent.glm4_moe_lite,
     "youtu": latent.youtu,
     "gpt_oss": mixtures.gpt_oss,
+    "lfm2": stateful.lfm2,
+    "lfm2_moe": stateful.lfm2_moe,
 }

@@ -185,8 +185,8 @@ class GpuCache(PagedCache):
             require_pages(blocks + 1, KEY_BLOCK * self.bytes_per_token(), free_bytes(self.format.device))
         return super()._allocate(blocks + 1)
 
-    def _add(self, store: Store, length: int) -> int:
-        handle = super()._add(store, length)
+    def _add(self, store: Store, length: int, origin: int | None = None) -> int:
+        handle = super()._add(store, length, origin)
         assert store.table is not None
         rows, blocks = self._tables.shape
         if handle >= rows or len(store.table) > blocks:

@@ -46,7 +46,12 @@ class TritonDecoder(BaseDecoder):
     ):
         """Raises UserError for what the record may say and the attention kernels have not."""
         a = architecture
-        have_not = {"attn_logit_softcapping": a.softcap, "sinks": a.sinks, "latent attention": a.latent}
+        have_not = {
+            "attn_logit_softcapping": a.softcap,
+            "sinks": a.sinks,
+            "latent attention": a.latent,
+            "layers with a state": any(a.state_sizes),
+        }
         for name, lacking in have_not.items():
             if lacking:
                 raise UserError(

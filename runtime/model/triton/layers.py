@@ -84,6 +84,7 @@ def hidden_states(
     def attention(x: Tensor, block: Block, layer: int) -> Tensor:
         """The residual stream behind a block's attention."""
         weights = block.attention
+        assert isinstance(weights, Attention)  # TritonDecoder takes no other
         q, k, v = _joined(weights.qkv, _normed(x, block.input_norm, weights.qkv, a))
         factor = None if memory.factor is None else memory.factor[layer]
         angles, norms = (still, still), (weights.q_norm, weights.k_norm)

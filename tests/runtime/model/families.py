@@ -205,6 +205,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN,
         "swiglu_limit": 0.4,
     },
+    # Two layers with states, of two sizes of steps apart from the cache's own layers.
+    "lfm2": {
+        **_DIVIDED,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "block_multiple_of": 8,
+    },
+    "lfm2_moe": {
+        **_QUARTERED,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+        "routed_scaling_factor": 1.7,
+    },
 }
 
 
@@ -226,7 +246,7 @@ def write(kind: str, path: Path) -> Path:
     made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3)
             elif not isinstance(tensor, torch.nn.Parameter):
                 continue

@@ -1,0 +1,77 @@
+"""The rows of a forward as the native decoder takes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.slots import Reserved, paths
+from runtime.contract import integers
+from runtime.native.binding import BatchStruct, StoreStruct
+
+
+def int64(values: Tensor) -> Tensor:
+    """(n,) int64, contiguous, on the CPU: the tensor itself where it is that already, as a rule."""
+    if values.dtype is torch.int64 and values.is_cpu and values.is_contiguous():
+        return values
+    return values.to("cpu", torch.int64).contiguous()
+
+
+class Batches:
+    """Makes batches. What chains need is the same in every call, so it is kept, as long as a wide call needed it."""
+
+    def __init__(self) -> None:
+        self._constants = torch.empty((3, 0), dtype=torch.int64).unbind()
+
+    def constants(self, count: int) -> tuple[Tensor, ...]:
+        """`count` and maybe more zeros, −1 (a row without a list of slots), and 0, 1, 2, …, int64."""
+        found = self._constants
+        # Not read back after growing: another thread's forward may put a shorter one there.
+        if found[0].numel() < count:
+            order = torch.arange(max(8, 2 * count))
+            found = self._constants = torch.zeros_like(order), torch.full_like(order, -1), order
+        return found
+
+    def of(
+        self, reserved: Sequence[Reserved], tokens: Tensor, positions: Tensor, cache: KeyValueCache
+    ) -> tuple[BatchStruct, list[Any]]:
+        """The rows, whose slots are taken, and what must stay alive during the call."""
+        count = tokens.numel()
+        zeros, chain, _ = self.constants(count)
+        request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
+        tokens, positions = int64(tokens), int64(positions)
+        slot = positions
+        stores = (StoreStruct * len(reserved))(*[_store(cache, r.request) for r in reserved])
+        if len(reserved) > 1:
+            # Not torch.repeat_interleave: it wakes all of torch's threads, which then spin on the kernels' cores.
+            request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
+        if any(r.parents is not None for r in reserved):
+            slot, tail_from, tail_at, tail = _tails(reserved, positions)
+        kept = [tokens, request, positions, slot, tail_from, tail_at, tail]
+        batch = BatchStruct(count, *[part.data_ptr() for part in kept], stores)
+        if cache.format.state and slot is not positions:
+            kept.append(integers([r.before(row) for r in reserved for row in range(r.count)]))
+            batch.before = kept[-1].data_ptr()
+        return batch, [kept, stores]
+
+
+def _store(cache: KeyValueCache, request: int) -> StoreStruct:
+    states = cache.states(request)
+    return StoreStruct(*cache.store(request).pointers, *(() if states is None else states.pointers))
+
+
+def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row its slot, where its own list of slots begins (position, and index in the last array; −1: no list)."""
+    slot, tail_from = positions.tolist(), [0] * len(positions)
+    tail_at = [-1] * len(positions)
+    tail: list[int] = []
+    for r in reserved:
+        if r.parents is None:
+            continue
+        for index, path in enumerate(paths(r.parents)):
+            row = r.first + index
+            slot[row], tail_from[row], tail_at[row] = r.start + index, r.start, len(tail)
+            tail += [r.start + place for place in path]
+    return torch.tensor(slot), torch.tensor(tail_from), torch.tensor(tail_at), torch.tensor(tail)
