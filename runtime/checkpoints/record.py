@@ -188,8 +188,8 @@ class Architecture:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of each layer: its number among the cache's layers; where it has a state, the index of the state's first float
-        among a token's."""
+        """Of each layer: its number among the cache's layers; where it has a state, the state's first float among a
+        token's."""
         found, sizes = self.attending, self.state_sizes
         return tuple(found.index(n) if n in found else sum(sizes[:n]) for n in range(self.layers))
 

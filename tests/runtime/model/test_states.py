@@ -27,7 +27,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
 
 
-@pytest.fixture(scope="module", params=["auto", "reference"])
+# The reference decoder's share takes most of a minute; test_families.py has its short texts in every run.
+@pytest.fixture(scope="module", params=["auto", pytest.param("reference", marks=pytest.mark.slow)])
 def decoder(request: pytest.FixtureRequest, path: Path) -> BaseDecoder:
     found = load(path, threads=1, kernels=request.param).decoder
     assert isinstance(found, BaseDecoder)
@@ -160,6 +161,17 @@ def test_triton_refuses_it_in_one_sentence(path: Path) -> None:
     assert isinstance(decoder, BaseDecoder)
     with pytest.raises(UserError, match="layers with a state, which the kernels in Triton have not"):
         triton.TritonDecoder(decoder.architecture, None, decoder.parts, decoder.kernel)
+
+
+def test_put_back_for_want_of_pages(path: Path, tmp_path: Path) -> None:
+    """Requests that lose their pages, and their states with them, begin again from their texts and lose nothing."""
+    target, draft = load(path, threads=1), load(pack(path, tmp_path, "int4")[0], threads=1)
+    prompts = [text(50, seed).tolist() for seed in range(4)]
+    plain = Speculator(target, cache=CacheOptions("int8")).generate(prompts, 60, stop=())
+    tight = Speculator(target, ModelDrafter(draft), draft_length=4, cache=CacheOptions("int8", 5))
+    found = tight.generate(prompts, 60, stop=())
+    assert sum(one.metrics.preemptions for one in found) > 0
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
 @pytest.mark.slow
