@@ -32,7 +32,7 @@ KERNELS = [
     "path",
 ]
 # … and once.
-COMMON = ["api", "decoder", "draft", "noise", "pool", "pack", "states"]
+COMMON = ["api", "decoder", "draft", "noise", "pool", "pack", "states", "delta"]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]

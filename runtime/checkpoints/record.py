@@ -5,7 +5,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 # What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row.
-Mixer = Literal["attention", "convolution"]
+Mixer = Literal["attention", "convolution", "delta"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,46 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta rule (2412.06464): each value head keeps a matrix that gives a value for a key.
+
+    Queries, keys and values go through a convolution first. Its last inputs are the state, and the matrices behind them.
+    key, value  dimensions of a head.
+    into        layers that make, together, queries, keys, values and gates, and for each value head what says how much
+                of its matrix is corrected and how much stays.
+    grouped     there are two, and their rows stand key head by key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+    into: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+    grouped: bool = True
+    filter: str = "linear_attn.conv1d"
+    step: str = "linear_attn.dt_bias"
+    rate: str = "linear_attn.A_log"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a row."""
+        return 2 * self.key_heads * self.key + self.values
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all values of a row."""
+        return self.value_heads * self.value
+
+    @property
+    def floats(self) -> int:
+        """Of the state."""
+        return (self.taps - 1) * self.channels + self.values * self.key
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
 
@@ -174,6 +214,9 @@ class Architecture:
     # What each layer mixes rows by; (): all by attention.
     mixers: tuple[Mixer, ...] = ()
     convolution: Convolution | None = None
+    delta: DeltaNet | None = None
+    # The layer of queries makes as many numbers besides, head by head, whose sigmoids multiply what attention mixes.
+    output_gate: bool = False
 
     @property
     def attending(self) -> tuple[int, ...]:
@@ -183,8 +226,12 @@ class Architecture:
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """Floats of each layer's state."""
-        size = 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden
-        return tuple(size if mixer == "convolution" else 0 for mixer in self.mixers or ("attention",) * self.layers)
+        sizes = {
+            "attention": 0,
+            "convolution": 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden,
+            "delta": 0 if self.delta is None else self.delta.floats,
+        }
+        return tuple(sizes[mixer] for mixer in self.mixers or ("attention",) * self.layers)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from runtime.errors import UserError
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
-from runtime.model.build_convolution import short_convolution
 from runtime.model.build_feed_forward import mixture, mlp
-from runtime.model.layers import Block, Norm, Parts, has_planes, require_used
+from runtime.model.build_states import delta_rule, short_convolution
+from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, has_planes, require_used
 from runtime.model.rotary import RotaryTables
 from runtime.model.tensor_reader import TensorReader
 
@@ -79,11 +79,17 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
     dense = a.experts is None or number in a.dense_layers
     return Block(
         input_norm=norm(names.input_norm),
-        attention=attention(reader, a, prefix, number, rotary)
-        if number in a.attending
-        else short_convolution(reader, a, prefix),
+        attention=_mixer(reader, a, prefix, number, rotary),
         mlp_norm=norm(names.mlp_norm),
         mlp=mlp(reader, a, prefix, a.intermediate) if dense else mixture(reader, a, prefix),
         attention_norm=norm(names.attention_norm),
         output_norm=norm(names.output_norm),
     )
+
+
+def _mixer(
+    reader: TensorReader, a: Architecture, prefix: str, number: int, rotary: RotaryTables
+) -> Attention | ShortConvolution | DeltaRule:
+    if number in a.attending:
+        return attention(reader, a, prefix, number, rotary)
+    return (delta_rule if a.mixers[number] == "delta" else short_convolution)(reader, a, prefix)

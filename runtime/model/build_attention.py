@@ -44,8 +44,17 @@ def attention(reader: TensorReader, a: Architecture, prefix: str, number: int, r
         _head_norm(reader, a, f"{prefix}.{name}", count, rotary.width) if normed else None
         for name, count in ((names.query_norm, a.heads), (names.key_norm, a.kv_heads))
     )
+    gate, whole = None, [heads, kv, kv]
+    if a.output_gate:
+        # Of each head a query and its gate.
+        rows = torch.arange(2 * heads).view(a.heads, 2, a.head_dim)
+        orders[0], whole[0], first = rows[:, 0].flatten(), 2 * heads, f"{prefix}.{names.qkv[0]}"
+        bias, of_gate = reader.bias(first, 2 * heads), rows[:, 1].flatten()
+        taken = take_rows(reader.weight(first, (2 * heads, a.hidden)), of_gate)
+        gate = linear(taken, None if bias is None else bias[of_gate], reader.kernel)
     return Attention(
-        qkv=reader.join([f"{prefix}.{name}" for name in names.qkv], [heads, kv, kv], a.hidden, orders),
+        qkv=reader.join([f"{prefix}.{name}" for name in names.qkv], [heads, kv, kv], a.hidden, orders, whole),
+        gate=gate,
         out=reader.linear(f"{prefix}.{names.out}", (a.hidden, heads)),
         q_norm=query,
         k_norm=key,

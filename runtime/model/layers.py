@@ -58,6 +58,7 @@ class Attention:
     sinks           (heads,) float32.
     rotary          the number of its rotary table (RotaryTables.of).
     grows           whether its queries are multiplied by what grows with their position.
+    gate            the sigmoids of what it makes multiply what attention mixes.
     """
 
     qkv: Joined
@@ -69,6 +70,7 @@ class Attention:
     rotary: int | None = 0
     grows: bool = True
     latent: LatentHeads | None = None
+    gate: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ class ShortConvolution:
     out: Linear
     taps: Tensor
     bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A gated delta rule in attention's place (record.DeltaNet). All vectors and tables are float32.
+
+    qkv   makes queries, keys and values, gates, and for each value head corrections and what becomes its decay.
+    taps  (taps, channels), the oldest input's first.
+    step  (value heads,), added to what becomes the decay; rate (value heads,), below 0, what multiplies it then.
+    query, key  (key,), weights that turn a norm by the root mean square into one by length; queries are scaled, too.
+    norm  (value,), of the norm of a head's output.
+    """
+
+    qkv: Joined
+    out: Linear
+    taps: Tensor
+    step: Tensor
+    rate: Tensor
+    query: Tensor
+    key: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -131,7 +154,7 @@ class Block:
     """One decoder layer. A norm that is None is not there."""
 
     input_norm: Norm | None
-    attention: Attention | ShortConvolution
+    attention: Attention | ShortConvolution | DeltaRule
     mlp_norm: Norm | None
     mlp: Mlp | Mixture
     attention_norm: Norm | None = None
@@ -187,6 +210,8 @@ def linears(parts: Parts) -> Iterator[Linear]:
         yield from block.attention.qkv.parts
         if isinstance(block.attention, Attention) and block.attention.latent is not None:
             yield from block.attention.latent.linears
+        if isinstance(block.attention, Attention) and block.attention.gate is not None:
+            yield block.attention.gate
         yield block.attention.out
         experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
         if isinstance(block.mlp, Mixture):
@@ -217,7 +242,9 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
     yield from (vector for vector in vectors if vector is not None)
 
 
-def _vectors(mixer: Attention | ShortConvolution) -> list[Tensor | None]:
+def _vectors(mixer: Attention | ShortConvolution | DeltaRule) -> list[Tensor | None]:
+    if isinstance(mixer, DeltaRule):
+        return [mixer.taps, mixer.step, mixer.rate, mixer.query, mixer.key, mixer.norm]
     if isinstance(mixer, ShortConvolution):
         return [mixer.taps, mixer.bias]
     found = [mixer.q_norm, mixer.k_norm, mixer.sinks]
@@ -228,6 +255,8 @@ def _vectors(mixer: Attention | ShortConvolution) -> list[Tensor | None]:
 
 def _upper_block(block: Block) -> Block:
     attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
+    if isinstance(attention, Attention) and attention.gate is not None:
+        attention = replace(attention, gate=upper_linear(attention.gate))
     if isinstance(block.mlp, Mlp):
         return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
     # The router decides which experts are read at all, and is small: it stays whole.

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Norm, Parts, ShortConvolution
+from runtime.model.layers import Attention, Block, DeltaRule, LatentHeads, Mixture, Norm, Parts, ShortConvolution
 from runtime.model.native_batch import Batches, int64
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
@@ -29,6 +29,7 @@ from runtime.native.binding import (
     SCORINGS,
     AnglesStruct,
     ConvolutionStruct,
+    DeltaStruct,
     HeadsStruct,
     LatentStruct,
     LayerStruct,
@@ -199,6 +200,8 @@ class _Native:
         layer.out = pointer(_weight(block.attention.out).struct)
         if isinstance(block.attention, ShortConvolution):
             layer.convolution = pointer(self._convolution(block.attention))
+        elif isinstance(block.attention, DeltaRule):
+            layer.delta = pointer(self._delta(block.attention))
         else:
             self._attention(layer, block.attention)
         if isinstance(block.mlp, Mixture):
@@ -214,6 +217,8 @@ class _Native:
         layer.query_norm = self._of_heads(attention.q_norm, a.heads)
         layer.key_norm = self._of_heads(attention.k_norm, a.kv_heads)
         layer.sinks = _address(attention.sinks)
+        if attention.gate is not None:
+            layer.gate = pointer(_weight(attention.gate).struct)
         if attention.latent is not None:
             layer.latent = pointer(self._latent(attention.latent))
         layer.window = attention.window or 0
@@ -222,6 +227,15 @@ class _Native:
     def _convolution(self, how: ShortConvolution) -> ConvolutionStruct:
         self._kept.append(ConvolutionStruct(_address(how.taps), _address(how.bias), len(how.taps)))
         found: ConvolutionStruct = self._kept[-1]
+        return found
+
+    def _delta(self, how: DeltaRule) -> DeltaStruct:
+        d = self._architecture.delta
+        assert d is not None
+        vectors = [_address(part) for part in (how.taps, how.step, how.rate, how.query, how.key, how.norm)]
+        sizes = d.taps, d.key_heads, d.value_heads, d.key, d.value
+        self._kept.append(DeltaStruct(*vectors, *sizes, 1e-6 / d.key))
+        found: DeltaStruct = self._kept[-1]
         return found
 
     def _of_heads(self, weight: Tensor | None, heads: int) -> int | None:

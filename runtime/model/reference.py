@@ -20,7 +20,6 @@ from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
-from runtime.kernels.convolution import convolve
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
@@ -28,6 +27,7 @@ from runtime.kernels.routing import route
 from runtime.model.layers import (
     Attention,
     Block,
+    DeltaRule,
     LatentHeads,
     Mixture,
     Mlp,
@@ -37,6 +37,7 @@ from runtime.model.layers import (
     upper_parts,
     weight_bytes,
 )
+from runtime.model.mixers import delta_rule, short_convolution
 from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
@@ -180,7 +181,10 @@ class LlamaDecoder(BaseDecoder):
             before, mixer = x, block.attention
             normed = self.normed(x, block.input_norm)
             if isinstance(mixer, ShortConvolution):
-                mixed = self._convolve(normed, mixer, place, layout, cache)
+                mixed = short_convolution(normed, mixer, place, layout, cache)
+            elif isinstance(mixer, DeltaRule):
+                assert a.delta is not None
+                mixed = delta_rule(normed, mixer, a.delta, a.norm_eps, place, layout, cache)
             else:
                 mixed = self._attend(normed, mixer, place, layout, cache, turns)
             x = self.add(x, mixed, block.attention_norm)
@@ -245,12 +249,13 @@ class LlamaDecoder(BaseDecoder):
         k = torch.cat((token[:, :rotated], vector), dim=-1)
         return q, k.unsqueeze(1), vector.unsqueeze(1)
 
-    def output(self, mixed: Tensor, weights: Attention) -> Tensor:
-        """What attention adds, of the mixed values (T, heads, value_dim) of its heads."""
+    def output(self, mixed: Tensor, weights: Attention, x: Tensor) -> Tensor:
+        """What attention adds, of the mixed values (T, heads, value_dim) of its heads, and the rows x that it read."""
         if weights.latent is not None:
             each = [values(mixed[:, h].contiguous()) for h, values in enumerate(weights.latent.values)]
             mixed = torch.stack(each, dim=1)
-        return weights.out(mixed.reshape(len(mixed), -1))
+        mixed = mixed.reshape(len(mixed), -1)
+        return weights.out(mixed if weights.gate is None else mixed * sigmoid(weights.gate(x)))
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys (T, heads, d) normed head by head, or all heads of a row as one vector."""
@@ -286,26 +291,7 @@ class LlamaDecoder(BaseDecoder):
             positions = layout.positions[tiles.start : tiles.stop].to(self.device)
             how = weights.window, a.softcap, weights.sinks, a.chunked
             out.append(self.attention(q[places], keys, values, positions, a.scaling, *how))
-        return self.output(torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)], weights)
-
-    def _convolve(
-        self, x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache
-    ) -> Tensor:
-        """Row by row, each from the state after its parent; its own state goes to its slot."""
-        gate, second, value = weights.qkv.split(x)
-        inputs, size = gate * value, weights.taps[1:].numel()
-        out = torch.empty_like(inputs)
-        for of in layout.requests:
-            states = cache.states(of.request)
-            assert states is not None
-            for row in range(of.count):
-                at, before = of.first + row, of.before(row)
-                past = torch.zeros_like(weights.taps[1:])
-                if before >= 0:
-                    past = states.place(before)[place : place + size].view_as(past)
-                out[at], state = convolve(past, inputs[at], weights.taps, weights.bias)
-                states.place(of.start + row)[place : place + size] = state.flatten()
-        return weights.out(second * out)
+        return self.output(torch.cat(out).flatten(0, 1)[layout.scatter.to(self.device)], weights, x)
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)

@@ -88,13 +88,19 @@ class TensorReader:
         return linear(self.weight(prefix, shape), self.bias(prefix, shape[0]), self.kernel)
 
     def join(
-        self, prefixes: Sequence[str], sizes: Sequence[int], inputs: int, orders: Sequence[Tensor | None] = ()
+        self,
+        prefixes: Sequence[str],
+        sizes: Sequence[int],
+        inputs: int,
+        orders: Sequence[Tensor | None] = (),
+        whole: Sequence[int] = (),
     ) -> Joined:
         """Several layers of one input; one prefix with several sizes is a layer fused on disk.
 
         orders  of each prefix, in which order its rows are taken (None: as they are).
+        whole   the sizes on disk, where an order takes some of the rows only.
         """
-        outputs = [sum(sizes)] if len(prefixes) == 1 else sizes
+        outputs = [sum(sizes)] if len(prefixes) == 1 else whole or sizes
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         for prefix, size, order in zip(prefixes, outputs, orders or [None] * len(prefixes), strict=True):

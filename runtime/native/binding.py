@@ -98,6 +98,16 @@ class ConvolutionStruct(Structure):
     _fields_ = [*_all(c_void_p, "taps", "bias"), ("count", c_int64)]
 
 
+class DeltaStruct(Structure):
+    """decoder.h, Delta."""
+
+    _fields_ = [
+        *_all(c_void_p, "taps", "step", "rate", "query", "key", "norm"),
+        *_all(c_int64, "count", "key_heads", "value_heads", "key_dim", "value_dim"),
+        ("eps", c_float),
+    ]
+
+
 class LayerStruct(Structure):
     """decoder.h, Layer."""
 
@@ -113,6 +123,8 @@ class LayerStruct(Structure):
         ("mixture", POINTER(MixtureStruct)),
         ("latent", POINTER(LatentStruct)),
         ("convolution", POINTER(ConvolutionStruct)),
+        ("delta", POINTER(DeltaStruct)),
+        ("gate", POINTER(WeightsStruct)),
     ]
 
 
@@ -185,6 +197,7 @@ _SIZES = (
     HeadsStruct,
     AnglesStruct,
     ConvolutionStruct,
+    DeltaStruct,
 )
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {

@@ -108,11 +108,19 @@ bool sound(const Model& model) {
             const Convolution& c = *layer.convolution;
             if (c.count < 2 || !size(c.count * model.hidden) || !c.taps) return false;
             if (!fits(layer.out, model.hidden, model.hidden) || !joined(layer.qkv, 3 * model.hidden, model.hidden)) return false;
+        } else if (layer.delta) {
+            const Delta& d = *layer.delta;
+            if (d.count < 2 || !size(d.key_heads) || !size(d.value_heads) || d.value_heads % d.key_heads || !size(d.key_dim) || !size(d.value_dim)) return false;
+            const int64_t keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim, channels = 2 * keys + values;
+            if (!size(keys) || !size(values) || !size(d.count * channels) || !size(values * d.key_dim)) return false;
+            if (!d.taps || !d.step || !d.rate || !d.query || !d.key || !d.norm) return false;
+            if (!fits(layer.out, model.hidden, values) || !joined(layer.qkv, channels + values + 2 * d.value_heads, model.hidden)) return false;
         } else if (layer.latent) {
-            if (!latent(*layer.latent, layer)) return false;
+            if (layer.gate || !latent(*layer.latent, layer)) return false;
         } else if (h.value_dim || !fits(layer.out, model.hidden, h.heads * h.dim) || !joined(layer.qkv, row_of_heads(h), model.hidden)) {
             return false;
         }
+        if (layer.gate && !fits(layer.gate, h.heads * h.dim, model.hidden)) return false;
         if (!layer.mixture) {
             if (!mlp(layer.gate_up, layer.down)) return false;
             continue;
@@ -142,6 +150,7 @@ Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(mode
     for (int64_t i = 0; i < model.layers; i++) {
         const Layer& layer = model.layer[i];
         widen(layer.qkv), widen_one(layer.out), widen(layer.gate_up), widen_one(layer.down);
+        if (layer.delta) widest_ = std::max(widest_, layer.delta->key_dim);
         if (layer.latent) widen_one(layer.latent->query), widest_ = std::max(widest_, model.heads.dim);
         if (!layer.mixture) continue;
         const Mixture& m = *layer.mixture;
@@ -433,6 +442,16 @@ void Decoder::make_queries(const Layer& layer, int64_t rows) {
     by_head(l.keys, rows, q + l.rotated, q_row, each, qkv_.data() + l.rotated, stride, h.dim);
 }
 
+// Sigmoids of a layer's gates, into values_: rows are prepared again, for this layer.
+void Decoder::gate(const Layer& layer, int64_t rows) {
+    const Projection one = {1, &layer.gate};
+    const int64_t wide = layer.gate->outputs;
+    grow(values_, rows * wide);
+    prepare(one, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
+    multiply(one, rows, values_.data(), wide, false);
+    rows_of(rows, wide, [&](int, int64_t row) { path_.sigmoid(values_.data() + row * wide, wide); });
+}
+
 // Adds what a branch of a block has made to the residual stream: through its norm, and times the residual's scale.
 void Decoder::add_branch(const float* y, const Norm& after, int64_t rows) {
     const int64_t hidden = model_.hidden;
@@ -566,7 +585,9 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         prepare(layer.qkv, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
-        if (!layer.convolution) make_queries(layer, rows);
+        const bool attends = !layer.convolution && !layer.delta;
+        if (attends) make_queries(layer, rows);
+        if (attends && layer.gate) gate(layer, rows);
         if (model_.parallel)
             rows_of(rows, hidden, [&](int thread, int64_t row) {
                 std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
@@ -574,8 +595,14 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
         if (layer.convolution) {
             convolve(layer, state, batch);
             state += (layer.convolution->count - 1) * hidden;
+        } else if (layer.delta) {
+            const Delta& d = *layer.delta;
+            delta(layer, state, batch);
+            state += (d.count - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) + d.value_heads * d.value_dim * d.key_dim;
         } else {
             attend(layer, attending++, batch, angles);
+            const int64_t mixed = layer.gate ? rows * layer.gate->outputs : 0;
+            for (int64_t d = 0; d < mixed; d++) mixed_[d] = mixed_[d] * values_[d];
         }
         const Projection out = {1, &layer.out};
         const float* mixed = mixed_.data();

@@ -51,6 +51,14 @@ struct Convolution {
     int64_t count;
 };
 
+// In attention's place, beside qkv and out: a gated delta rule (model/layers.py, DeltaRule). qkv makes queries, keys and
+// values, gates, and for each value head a correction and what becomes its decay.
+struct Delta {
+    const float *taps, *step, *rate, *query, *key, *norm;
+    int64_t count, key_heads, value_heads, key_dim, value_dim;
+    float eps;  // of the norms of queries and keys
+};
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
@@ -67,6 +75,8 @@ struct Layer {
     const Mixture* mixture;   // or null
     const Latent* latent;     // or null
     const Convolution* convolution;  // or null
+    const Delta* delta;       // or null
+    const Weights* gate;      // whose sigmoids multiply what attention mixes, or null
 };
 
 struct Model {
@@ -189,6 +199,8 @@ class Decoder {
     const float* normed(const Norm& norm, int thread, int64_t row);
     void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);
+    void delta(const Layer& layer, int64_t state, const Batch& batch);
+    void gate(const Layer& layer, int64_t rows);
     void make_queries(const Layer& layer, int64_t rows);
     void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
     void branch(const Weights* out, const Norm& after, int64_t rows);

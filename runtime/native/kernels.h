@@ -163,6 +163,8 @@ struct Path {
     // In place: cap · tanh(x / cap); 1 / (1 + e^−x).
     void (*capped)(float* x, int64_t size, float cap);
     void (*sigmoid)(float* x, int64_t size);
+    // e^(rate · ln(1 + e^x)), as kernels/delta.py has it.
+    void (*decay)(const float* x, const float* rate, int64_t size, float* out);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.

@@ -122,6 +122,18 @@ void sigmoid(float* x, int64_t size) {
     each(x, nullptr, size, x, [](F16 v, F16) { return sigmoid_of(v); });
 }
 
+// delta.softplus.
+static F16 softplus(F16 x) {
+    const F16 t = exp(sub(zero(), as_float(andi(bits(x), 0x7fffffff)))), s = div(t, add(set(2.0f), t)), square = mul(s, s);
+    F16 poly = set(static_cast<float>(2.0 / 17));
+    for (int n = 7; n >= 0; n--) poly = add(mul(poly, square), set(static_cast<float>(2.0 / (2 * n + 1))));
+    return add(where_less(zero(), x, x, zero()), mul(poly, s));
+}
+
+void decay(const float* x, const float* rate, int64_t size, float* out) {
+    each(x, rate, size, out, [](F16 v, F16 r) { return exp(mul(r, softplus(v))); });
+}
+
 // Half-split rotary embedding of `heads` adjacent heads, in place.
 void rotate(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
     for (int64_t h = 0; h < heads; h++, x += dim) {

@@ -52,4 +52,6 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "gpt_oss": mixtures.gpt_oss,
     "lfm2": stateful.lfm2,
     "lfm2_moe": stateful.lfm2_moe,
+    "qwen3_next": stateful.qwen3_next,
+    "qwen3_5_text": stateful.qwen3_5,
 }

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, count, layer_types, llama
-from runtime.checkpoints.families.mixtures import of_experts
-from runtime.checkpoints.record import Architecture, Convolution, Mixer, Names
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama
+from runtime.checkpoints.families.mixtures import of_experts, qwen2_moe
+from runtime.checkpoints.record import Architecture, Convolution, DeltaNet, Mixer, Names
 from runtime.errors import UserError
 
 _LFM2 = Names(
@@ -72,3 +72,54 @@ def lfm2_moe(config: Config) -> Architecture | None:
         ),
         dense_layers=tuple(range(min(config.get("num_dense_layers", 2), count(config, "num_hidden_layers")))),
     )
+
+
+def qwen3_next(config: Config) -> Architecture | None:
+    """Gated delta rules, and in some layers attention with a gate on what it mixes; Qwen2's mixture."""
+    found = qwen2_moe({"norm_topk_prob": True, "partial_rotary_factor": 0.25} | config)
+    return None if found is None else _with_deltas(config, found, DeltaNet(*_heads(config)))
+
+
+def _heads(config: Config) -> tuple[int, int, int, int, int]:
+    """Key heads, value heads, their dimensions, and taps. Raises UserError where they do not fit each other."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    keys, values, key, value, taps = (count(config, f"linear_{name}") for name in names)
+    if values % keys or taps < 2:
+        raise UserError(
+            f"config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, found {values} and {keys},"
+            f" and linear_conv_kernel_dim 2 or more, found {taps}"
+        )
+    return keys, values, key, value, taps
+
+
+def _with_deltas(config: Config, found: Architecture, how: DeltaNet) -> Architecture | None:
+    kinds = layer_types(config)
+    if kinds is None:
+        every = config.get("full_attention_interval", 4)
+        kinds = ["full_attention" if (n + 1) % every == 0 else "linear_attention" for n in range(found.layers)]
+    if found.activation != "silu":
+        return None
+    if (other := set(kinds) - {"linear_attention", "full_attention"}) or "full_attention" not in kinds:
+        raise UserError(
+            "config.json: layer_types must be linear_attention and full_attention, found"
+            f" {sorted(other or set(kinds))}"
+        )
+    mixers: tuple[Mixer, ...] = tuple("delta" if kind == "linear_attention" else "attention" for kind in kinds)
+    return replace(
+        found,
+        windows=(None,) * found.layers,
+        norm_offset=1.0,
+        query_key_norm=True,
+        output_gate=True,
+        rotary=tuple("" if mixer == "attention" else None for mixer in mixers),
+        mixers=mixers,
+        delta=how,
+    )
+
+
+def qwen3_5(config: Config) -> Architecture | None:
+    """The same with a dense MLP, and a layer for each part of what the delta rule reads."""
+    found = llama({"partial_rotary_factor": 0.25} | config, activation(config))
+    into = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    how = DeltaNet(*_heads(config), into, grouped=False)
+    return None if found is None else _with_deltas(config, found, how)

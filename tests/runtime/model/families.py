@@ -50,6 +50,15 @@ _LATENT = _LATENT_HEADS | {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_WIDE,
@@ -225,6 +234,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 28,
         "routed_scaling_factor": 1.7,
     },
+    # Layers of delta rules on both sides of attention; two value heads to a key head, of other dimensions.
+    "qwen3_next": {
+        **_QUARTERED,
+        **_DELTA,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_5_text": {**_QUARTERED, **_DELTA},
 }
 
 

@@ -19,7 +19,7 @@ from runtime.speculative.drafters.model import ModelDrafter
 from tests.runtime.model.families import pack, write
 from tests.runtime.model.test_families import run, text
 
-KINDS = ("lfm2",)
+KINDS = ("lfm2", "qwen3_next")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,0 +1,76 @@
+"""What stands in attention's place and carries a state, in plain torch: row by row, each from the state after its parent.
+
+A row's own state goes to its slot. The meaning of the native kernels' (native/states.cpp and delta.cpp), bit for bit.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.slots import Layout
+from runtime.checkpoints.record import DeltaNet
+from runtime.kernels import delta, reference
+from runtime.kernels.activations import silu
+from runtime.kernels.convolution import convolve
+from runtime.kernels.exact import sigmoid
+from runtime.model.layers import DeltaRule, ShortConvolution
+
+
+def _walk(
+    layout: Layout, cache: KeyValueCache, place: int, size: int, step: Callable[[int, Tensor], Tensor]
+) -> None:
+    """state = step(row, state before it), of `size` floats from `place` on, for each row in order."""
+    for of in layout.requests:
+        states = cache.states(of.request)
+        assert states is not None
+        for row in range(of.count):
+            before = of.before(row)
+            past = states.place(before) if before >= 0 else torch.zeros_like(states.place(0))
+            states.place(of.start + row)[place : place + size] = step(of.first + row, past[place : place + size])
+
+
+def short_convolution(
+    x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache
+) -> Tensor:
+    """What a short convolution adds, of normed rows x (T, hidden)."""
+    gate, second, value = weights.qkv.split(x)
+    inputs, past = gate * value, weights.taps[1:]
+    out = torch.empty_like(inputs)
+
+    def step(row: int, before: Tensor) -> Tensor:
+        out[row], after = convolve(before.view_as(past), inputs[row], weights.taps, weights.bias)
+        return after.flatten()
+
+    _walk(layout, cache, place, past.numel(), step)
+    return weights.out(second * out)
+
+
+def delta_rule(
+    x: Tensor, weights: DeltaRule, how: DeltaNet, eps: float, place: int, layout: Layout, cache: KeyValueCache
+) -> Tensor:
+    """What a gated delta rule adds, of normed rows x (T, hidden); eps: of the norm of a head's output."""
+    rows, heads, keys = len(x), how.value_heads, how.key_heads * how.key
+    whole = torch.cat(weights.qkv.split(x), dim=1)
+    inputs, gates, share, left = whole.split([how.channels, how.values, heads, heads], dim=1)
+    share, left = sigmoid(share), delta.decay(left, weights.step, weights.rate)
+    past, out = weights.taps[1:], torch.empty((rows, heads, how.value), device=x.device)
+
+    def step(row: int, before: Tensor) -> Tensor:
+        seen, matrices = before.split([past.numel(), how.values * how.key])
+        made, seen = convolve(seen.view_as(past), inputs[row], weights.taps, None)
+        q, k, v = silu(made).split([keys, keys, how.values])
+        q, k = (
+            reference.rms_norm(part.view(how.key_heads, how.key), weight, 1e-6 / how.key).repeat_interleave(
+                heads // how.key_heads, dim=0
+            )
+            for part, weight in ((q, weights.query), (k, weights.key))
+        )
+        found = matrices.view(heads, how.key, how.value), q, k, v.view(heads, how.value)
+        out[row], after = delta.step(*found, left[row], share[row])
+        return torch.cat((seen.flatten(), after.flatten()))
+
+    _walk(layout, cache, place, how.floats, step)
+    normed = reference.rms_norm(out, weights.norm, eps)
+    return weights.out((silu(gates.reshape(normed.shape)) * normed).flatten(1))

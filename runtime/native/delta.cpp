@@ -1,0 +1,91 @@
+// A gated delta rule in attention's place (kernels/delta.py): each value head's matrix goes from a row's parent to the row.
+#include <algorithm>
+
+#include "decoder.h"
+
+namespace specpress {
+
+// Of the prepared rows into mixed_. What a row is alone, threads share by rows; the convolution by channels and the
+// matrices by heads, which do not meet: of each all rows go in their order, so that parents come first.
+void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
+    const Delta& d = *layer.delta;
+    const int64_t rows = batch.rows, keys = d.key_heads * d.key_dim, values = d.value_heads * d.value_dim, channels = 2 * keys + values;
+    const int64_t stride = channels + values + 2 * d.value_heads, past = d.count - 1, per = d.value_heads / d.key_heads;
+    made_.resize(std::max(made_.size(), static_cast<size_t>(rows * stride)));
+    queries_.resize(std::max(queries_.size(), static_cast<size_t>(rows * channels)));
+    mixed_.resize(std::max(mixed_.size(), static_cast<size_t>(rows * values)));
+    multiply(layer.qkv, rows, made_.data(), stride, false);
+    auto before = [&](int64_t row) -> const float* {
+        const Store& s = batch.stores[batch.request[row]];
+        const int64_t slot = batch.before ? batch.before[row] : batch.slot[row] - 1;
+        return slot < 0 ? nullptr : s.states + slot % s.held * s.width + state;
+    };
+    auto after = [&](int64_t row) {
+        const Store& s = batch.stores[batch.request[row]];
+        return s.states + batch.slot[row] % s.held * s.width + state;
+    };
+    pool_.run(channels, rows * channels < 16384 ? channels : 256, [&](int, int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < rows; row++) {
+            const float *from = before(row), *input = made_.data() + row * stride;
+            float *to = after(row), *out = queries_.data() + row * channels;
+            for (int64_t c = begin; c < end; c++) {
+                float sum = (from ? from[c] : 0.0f) * d.taps[c];
+                for (int64_t i = 1; i < past; i++) {
+                    const float seen = from ? from[i * channels + c] : 0.0f;
+                    sum = sum + seen * d.taps[i * channels + c];
+                    to[(i - 1) * channels + c] = seen;
+                }
+                out[c] = sum + input[c] * d.taps[past * channels + c];
+                to[(past - 1) * channels + c] = input[c];
+            }
+        }
+    });
+    pool_.run(rows, 1, [&](int thread, int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            float *q = queries_.data() + row * channels, *share = made_.data() + row * stride + channels + values, *left = share + d.value_heads;
+            path_.gated(q, nullptr, channels, SILU, nullptr, q);
+            for (int64_t h = 0; h < 2 * d.key_heads; h++) {
+                float* x = q + h * d.key_dim;
+                path_.norm(x, h < d.key_heads ? d.query : d.key, d.key_dim, d.eps, 0.0f, x, scratch(thread));
+            }
+            path_.sigmoid(share, d.value_heads);
+            for (int64_t h = 0; h < d.value_heads; h++) left[h] = left[h] + d.step[h];
+            path_.decay(left, d.rate, d.value_heads, left);
+        }
+    });
+    const int64_t size = d.key_dim * d.value_dim, wide = d.value_dim;
+    pool_.run(d.value_heads, 1, [&](int thread, int64_t begin, int64_t end) {
+        float* lacking = scratch(thread);
+        for (int64_t h = begin; h < end; h++)
+            for (int64_t row = 0; row < rows; row++) {
+                const float *whole = before(row), *from = whole ? whole + past * channels + h * size : nullptr;
+                const float *q = queries_.data() + row * channels + h / per * d.key_dim, *k = q + keys;
+                const float* v = queries_.data() + row * channels + 2 * keys + h * wide;
+                const float *share = made_.data() + row * stride + channels + values + h, left = share[d.value_heads];
+                float *to = after(row) + past * channels + h * size, *out = mixed_.data() + row * values + h * wide;
+                for (int64_t i = 0; i < d.key_dim; i++)
+                    for (int64_t j = 0; j < wide; j++) {
+                        const float s = (from ? from[i * wide + j] : 0.0f) * left;
+                        to[i * wide + j] = s;
+                        lacking[j] = i ? lacking[j] + s * k[i] : s * k[i];
+                    }
+                for (int64_t j = 0; j < wide; j++) lacking[j] = (v[j] - lacking[j]) * *share;
+                for (int64_t i = 0; i < d.key_dim; i++)
+                    for (int64_t j = 0; j < wide; j++) {
+                        const float s = to[i * wide + j] + k[i] * lacking[j];
+                        to[i * wide + j] = s;
+                        out[j] = i ? out[j] + s * q[i] : s * q[i];
+                    }
+            }
+    });
+    pool_.run(rows, 1, [&](int thread, int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            float* out = mixed_.data() + row * values;
+            for (int64_t h = 0; h < d.value_heads; h++)
+                path_.norm(out + h * wide, d.norm, wide, model_.norm_eps, 0.0f, out + h * wide, scratch(thread));
+            path_.gated(made_.data() + row * stride + channels, out, values, SILU, nullptr, out);
+        }
+    });
+}
+
+}  // namespace specpress
