@@ -11,6 +11,7 @@ from compress.errors import UserError
 from compress.progress import Progress
 from compress.report.quality import score_window
 from compress.stages import kv_cache
+from runtime.cache.states import bytes_of_states
 from runtime.contract import CacheKind, CacheScheme
 
 if TYPE_CHECKING:
@@ -25,9 +26,16 @@ def kind_of(option: Option) -> CacheKind:
     return "float32" if option.keeps else option.scheme  # type: ignore[return-value]
 
 
-def bytes_of(model: "Model", tokens: int) -> tuple[int, ...]:
-    """What so many tokens take in a cache of each of CACHES."""
-    return tuple(model.decoder.new_cache(kind_of(option)).bytes_per_token() * tokens for option in CACHES)
+def bytes_of(model: "Model", tokens: int, requests: int = 1) -> tuple[int, ...]:
+    """What so many tokens of so many requests take in a cache of each of CACHES, with the states of layers."""
+    states = requests * state_bytes(model)
+    return tuple(model.decoder.new_cache(kind_of(option)).bytes_per_token() * tokens + states for option in CACHES)
+
+
+def state_bytes(model: "Model") -> int:
+    """What the states of one request take, where layers carry one."""
+    architecture = getattr(model.decoder, "architecture", None)
+    return 0 if architecture is None else bytes_of_states(sum(architecture.state_sizes))
 
 
 def measure(original: "Model", windows: Tensor, threads: int | None, progress: Progress) -> tuple[float, ...]:
@@ -36,8 +44,11 @@ def measure(original: "Model", windows: Tensor, threads: int | None, progress: P
     windows  (S, T) int64 calibration tokens: all of them give the key factors, as a run has it, and the last few
              measure.
 
-    Raises UserError for keys, values or logits that are no finite numbers.
+    Of the first alone where layers carry a state: key factors are measured where every layer attends. Raises UserError
+    for keys, values or logits that are no finite numbers.
     """
+    if state_bytes(original):
+        return (0.0,)
     count = max(1, TOKENS // windows.shape[1])
     found = [0.0]
     for done, option in enumerate(CACHES[1:]):

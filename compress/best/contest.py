@@ -20,6 +20,8 @@ ORIGINAL = "original"
 # The most drafters of each finalist that are timed, of those that are predicted to pay at all: fewer where decoding all
 # prompts in every way would take longer than there is time for.
 _DRAFTERS = 3
+# Up to this γ a drafter is timed with no shorter one beside it.
+_SHORT = 4
 # How often a long prompt is read, and no repeat is begun that would take longer than this.
 _PREFILLS, _PREFILL_SECONDS = 5, 30.0
 
@@ -59,15 +61,16 @@ def hold(
 ) -> list[Way]:
     """Every way's figures: of the original plain decoding, of each finalist (by key) drafters too.
 
-    Each drafter twice: γ chosen every round, and γ as it is predicted to pay the most, which costs no choosing.
+    Each drafter with γ chosen every round; with γ as it is predicted to pay the most, which costs no choosing; and with
+    half of that where it is long: what a long draft's last tokens bring is the least certain part of a prediction.
     """
     ways: dict[tuple[str, str, int | None], Speculator] = {(ORIGINAL, PLAIN, None): Speculator(original)}
     count = _drafters(list(finalists), measured, work)
     for key, model in finalists.items():
         ways[key, PLAIN, None] = Speculator(model)
         drafting = Drafting(model, draft)
-        for one in _promising(measured[key].forward_ms, drafts, beyond)[:count]:
-            for length in (None, one.draft_length):
+        for one in promising(measured[key].forward_ms, drafts, beyond)[:count]:
+            for length in lengths(one.draft_length):
                 ways[key, one.drafter, length] = drafting.speculator(one.drafter, length)
     timed = time_interleaved({str(key): way for key, way in ways.items()}, work, progress)
     return [Way.of(*key, timed[str(key)]) for key in ways]
@@ -80,19 +83,33 @@ def first_tokens(models: Mapping[str, "Model"], prompt: Sequence[int], progress:
     return {key: 1e3 * one.seconds for key, one in timed.items()}
 
 
-def _promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[Pace]:
-    """The drafters that are predicted to pay, the fastest first, on the forwards that were measured."""
+def promising(forward_ms: Mapping[int, float], drafts: Sequence[Drafts], beyond: Sequence[float]) -> list[Pace]:
+    """The drafters that are predicted to pay, the fastest first, on the forwards that were measured.
+
+    Not one that is the last of a faster chain: the chain asks it wherever the first has nothing to say.
+    """
     rounds = {width: forward_ms[width] + more for width, more in zip(WIDTHS, beyond, strict=True)}
     paying = [found for one in drafts if (found := pace(rounds, [one])).drafter != PLAIN]
-    return sorted(paying, key=lambda found: -found.tokens_per_second)
+    ordered = sorted(paying, key=lambda found: -found.tokens_per_second)
+    names = [found.drafter for found in ordered]
+    return [
+        found
+        for place, found in enumerate(ordered)
+        if not any(name.endswith(f"+{found.drafter}") for name in names[:place])
+    ]
+
+
+def lengths(predicted: int) -> list[int | None]:
+    """The γ with which a drafter is timed; None: chosen every round."""
+    return [None, predicted] if predicted <= _SHORT else [None, predicted, -(-predicted // 2)]
 
 
 def _drafters(keys: Sequence[str], measured: Mapping[str, Measured], work: Work) -> int:
     """How many drafters of each finalist there is time for, if none makes decoding faster: at least one."""
     once = 1e-3 * len(work.prompts) * work.new_tokens * max(measured[key].forward_ms[1] for key in keys)
     ways = int(work.seconds / once / len(keys))
-    # Plain decoding, and two ways for each drafter.
-    return min(_DRAFTERS, max(1, (ways - 1) // 2))
+    # Plain decoding, and up to three ways for each drafter.
+    return min(_DRAFTERS, max(1, (ways - 1) // 3))
 
 
 def fastest(ways: Sequence[Way], model: str) -> Way:

@@ -55,19 +55,25 @@ def know(asked: Question, ready: Ready, journal: Journal, original: "Model", dra
         tuple(tuple(row) for row in journal.damages), ready.units, caches=(0.0, *journal.caches[1:offered])
     )
     tokens = asked.tokens * asked.batch
-    held = caches.bytes_of(original, tokens)[:offered]
+    held = caches.bytes_of(original, tokens, asked.batch)[:offered]
     return Known(
-        ready.units, ready.sizes, times, drafts_of(journal), quality_model, bytes_of_draft(draft, tokens), held
+        ready.units,
+        ready.sizes,
+        times,
+        drafts_of(journal),
+        quality_model,
+        bytes_of_draft(draft, tokens, asked.batch),
+        held,
     )
 
 
-def bytes_of_draft(draft: "Model | None", tokens: int) -> int:
-    """Memory that a draft takes, with keys and values of so many tokens."""
+def bytes_of_draft(draft: "Model | None", tokens: int, requests: int) -> int:
+    """Memory that a draft takes, with keys and values of so many tokens, and what states requests have."""
     if draft is None:
         return 0
     parts = getattr(draft.decoder, "parts", None)
     held = files_bytes(draft.path) if parts is None else weight_bytes(parts)
-    return held + draft.decoder.new_cache().bytes_per_token() * tokens
+    return held + draft.decoder.new_cache().bytes_per_token() * tokens + requests * caches.state_bytes(draft)
 
 
 def drafts_of(journal: Journal) -> tuple[Drafts, ...]:

@@ -18,8 +18,8 @@ Data = Mapping[str, Any]
 _NONE = "–"
 _FRONT_NOTE = (
     "The line is predicted, and corrected by the candidates that were measured: it ranks, and is a forecast only near "
-    "them. Squares are candidates as they were measured, white ones broke a budget; a thin line leads to what was "
-    "predicted. Further down is better, for sizes further left, for speed further right."
+    "them. Squares are candidates as they were measured, crosses those that broke a budget; a thin line leads to what "
+    "was predicted. Further down is better, for sizes further left, for speed further right."
 )
 
 
@@ -130,7 +130,7 @@ def _candidate(budgets: Budgets, data: Data, place: int, one: Data) -> dict[str,
         (f"{before['tokens_per_second']:,.0f}", "not timed" if way is None else f"{way['tokens_per_second']:,.0f}"),
     ]
     chosen = one["key"] == data["winner"]
-    verdict = "chosen" if chosen else one["broke"] or "keeps the budgets"
+    verdict = "chosen" if chosen else one["broke"] or "in budget"
     return {
         "number": place,
         "key": one["key"],
@@ -196,7 +196,7 @@ def _drafting(way: Data) -> str:
 
 def _drafter(way: Data) -> str:
     """With γ, where it is fixed."""
-    return str(way["drafter"]) if way["draft_length"] is None else f"{way['drafter']}, {way['draft_length']}"
+    return str(way["drafter"]) if way["draft_length"] is None else f"{way['drafter']}, γ {way['draft_length']}"
 
 
 def _ms(value: float | None) -> str:

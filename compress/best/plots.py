@@ -87,7 +87,7 @@ def _size_panel(data: Data, name: str) -> "Figure":
     speeds = [mark.speed for mark in marks]
     low, high = min(speeds), max(speeds)
     norm = Normalize(low, high if high > low else low + 1)
-    colours = LinearSegmentedColormap.from_list("speed", ["#cbd5e1", "#60a5fa", "#1e3a8a"])
+    colours = LinearSegmentedColormap.from_list("speed", ["#94a3b8", "#60a5fa", "#1e3a8a"])
     figure, axes = new_figure(_HEIGHT, width=_HALF)
     _draw(axes, data, marks, lambda mark: colours(norm(mark.speed)))
     if (limit := data["budgets"][f"{name}_bytes"]) is not None:
@@ -160,8 +160,9 @@ def _draw(axes: "Axes", data: Data, marks: Sequence[_Mark], colour: Callable[[_M
             axes.plot(*zip(mark.before, (mark.x, mark.y), strict=True), color=FAINT, linewidth=0.7, zorder=2)
         edge = _BEST if mark.chosen else _REFUSED if mark.refused else INK
         axes.plot(
-            [mark.x], [mark.y], "s", color="white" if mark.refused else colour(mark), markeredgecolor=edge,
-            markeredgewidth=2 if mark.chosen else 1.2, markersize=8 if mark.chosen else 6.5,
+            [mark.x], [mark.y], "X" if mark.refused else "s", markeredgecolor=edge,
+            color="white" if mark.refused else colour(mark), markeredgewidth=2 if mark.chosen else 1.2,
+            markersize=8 if mark.chosen else 6.5,
             zorder=4 if mark.chosen else 3, gid=f"{mark.name}, chosen" if mark.chosen else mark.name,
         )  # fmt: skip
     best = next(mark for mark in marks if mark.chosen)

@@ -16,6 +16,11 @@ from runtime.kv_store import zeros
 _FIRST, _MOST = 8, 32
 
 
+def bytes_of_states(floats: int) -> int:
+    """What a request's come to take whose layers have so many floats of a state; a wide tree takes more."""
+    return 4 * _MOST * floats
+
+
 class States:
     """One request's: `memory` (held, floats) float32, the state after slot s at s modulo `held`."""
 

@@ -44,6 +44,9 @@ _KEYS: list[tuple[Any, str]] = [
     # Some families have one for each layer.
     (_Size | list[_Size], "intermediate_size"),
     (_Size, "qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank"),
+    (_Size, "block_ff_dim block_multiple_of"),
+    # The taps of a convolution, which are a state's floats for each channel.
+    (_count(_MOST_LAYERS), "conv_L_cache"),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (_count(_MOST_WORDS), "vocab_size"),
@@ -55,17 +58,21 @@ _KEYS: list[tuple[Any, str]] = [
     (_Text, "model_type hidden_act hidden_activation activation_function"),
     (Annotated[_Text, AfterValidator(_known_dtype)], "dtype torch_dtype"),
     (Annotated[bool, Field(strict=True)], "tie_word_embeddings use_sliding_window norm_topk_prob attention_bias"),
+    (Annotated[bool, Field(strict=True)], "tie_embedding block_auto_adjust_ff_dim conv_bias use_expert_bias"),
     (
         _Positive,
         "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps rope_theta query_pre_attn_scalar",
     ),
-    (_Positive, "attn_logit_softcapping final_logit_softcapping logits_scaling swiglu_limit"),
+    (_Positive, "attn_logit_softcapping final_logit_softcapping logits_scaling swiglu_limit block_ffn_dim_multiplier"),
     (_Number, "embedding_multiplier attention_multiplier residual_multiplier logit_scale routed_scaling_factor"),
     (_Number, "swiglu_alpha router_jitter_noise"),
-    (_Count0, "first_k_dense_replace num_ln_in_parallel_attn"),
+    (_Count0, "first_k_dense_replace num_ln_in_parallel_attn num_dense_layers"),
     (_Share, "partial_rotary_factor rotary_pct"),
     (Annotated[list[_Text], Field(max_length=_MOST_LAYERS)], "layer_types"),
-    (Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=_MOST_LAYERS)], "mlp_only_layers"),
+    (
+        Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=_MOST_LAYERS)],
+        "mlp_only_layers full_attn_idxs",
+    ),
     (_Token, "bos_token_id pad_token_id"),
     (_Token | list[_Token], "eos_token_id"),
 ]

@@ -15,7 +15,7 @@ namespace {
 // A cache's memory, zeros as Python makes it.
 struct Memory {
     Memory(const ModelShape& s, int64_t blocks) {
-        const int64_t heads = DEPTH * blocks * KV_HEADS, wide = (s.dim + 15) / 16 * 16;
+        const int64_t heads = s.attending() * blocks * KV_HEADS, wide = (s.dim + 15) / 16 * 16;
         const int64_t unit = s.cache == CACHE_F32 ? 4 : 1, halves = s.cache == CACHE_INT4 ? 2 : 1;
         keys.resize(static_cast<size_t>(heads * s.dim * KEYS * unit / halves));
         values.resize(static_cast<size_t>(heads * KEYS * wide * unit / halves));
@@ -25,6 +25,14 @@ struct Memory {
     std::vector<uint8_t> keys, values;
     Floats key_scale, value_scale;
     Store store;
+};
+
+// The states of one request, which are no numbers until they are written.
+struct States {
+    explicit States(const ModelShape& s, int64_t most) : held(most), width(s.state()), memory(static_cast<size_t>(most * width), NAN) {}
+    void give(Store& store) { store.states = memory.data(), store.held = held, store.width = width; }
+    int64_t held, width;
+    Floats memory;
 };
 
 struct Result {
@@ -49,8 +57,10 @@ Result run(const NamedPath& path, const TestModel& m, int threads, const std::ve
     }
     std::vector<std::vector<int64_t>> tables;
     if (paged) memory.emplace_back(m.shape, all_blocks);
+    std::vector<States> states(requests.size(), States(m.shape, 3));
     for (const auto& tokens : requests) {
         stores.push_back(memory[paged ? 0 : stores.size()].store);
+        states[stores.size() - 1].give(stores.back());
         if (!paged) continue;
         tables.emplace_back();
         for (size_t slot = 0; slot < tokens.size(); slot += KEYS) tables.back().push_back(--all_blocks);
@@ -102,7 +112,8 @@ bool draft(const NamedPath& path, const TestModel& m, int threads, const std::ve
         for (size_t i = 0; i < prompts[r].size(); i++)
             tokens.push_back(prompts[r][i]), request.push_back(static_cast<int64_t>(r)), position.push_back(static_cast<int64_t>(i));
     }
-    for (Memory& one : memory) stores.push_back(one.store);
+    std::vector<States> states(prompts.size(), States(m.shape, 2));
+    for (Memory& one : memory) stores.push_back(one.store), states[stores.size() - 1].give(stores.back());
     const int64_t rows = static_cast<int64_t>(tokens.size()), longest = *std::max_element(steps.begin(), steps.end());
     const std::vector<int64_t> chain(tokens.size(), -1), zeros(tokens.size());
     const Batch batch = {rows,         tokens.data(), request.data(), position.data(), position.data(),
@@ -138,6 +149,58 @@ void drafts(const NamedPath& path, const TestModel& m, Random& random) {
         }
 }
 
+// A tree behind one request's text, beside a chain: each of its rows has the logits of the chain that it ends.
+void tree(const NamedPath& path, const TestModel& m, Random& random) {
+    const std::vector<int64_t> text = random_tokens(9, random), branches = random_tokens(6, random), other = random_tokens(3, random);
+    const std::vector<int64_t> parents = {-1, -1, 0, 0, 2, 1};
+    const int64_t before = static_cast<int64_t>(text.size()), count = static_cast<int64_t>(parents.size());
+    Pool pool(2);
+    Decoder decoder(m.model, *path.kernels, pool);
+    std::vector<Memory> memory;
+    std::vector<States> states(2, States(m.shape, count + 1));
+    std::vector<Store> stores;
+    for (int r = 0; r < 2; r++) memory.emplace_back(m.shape, 1);
+    for (int r = 0; r < 2; r++) stores.push_back(memory[r].store), states[r].give(stores[r]);
+    const float *cosines = m.cos.data(), *sines = m.sin.data();
+    std::vector<int64_t> request(text.size()), position, slot, from, at, tail, above;
+    for (int64_t i = 0; i < before; i++) position.push_back(i);
+    const std::vector<int64_t> chain(text.size(), -1), zeros(text.size());
+    decoder.forward({before, text.data(), request.data(), position.data(), position.data(), zeros.data(), chain.data(), nullptr, stores.data()},
+                    {&cosines, &sines, nullptr}, nullptr, 0, nullptr, nullptr);
+    std::vector<int64_t> tokens = branches;
+    request.assign(branches.size(), 0), position.clear();
+    std::vector<std::vector<int64_t>> paths;
+    for (int64_t row = 0; row < count; row++) {
+        paths.push_back(parents[row] < 0 ? std::vector<int64_t>() : paths[parents[row]]);
+        paths.back().push_back(row);
+        position.push_back(before - 1 + static_cast<int64_t>(paths.back().size())), slot.push_back(before + row), from.push_back(before);
+        at.push_back(static_cast<int64_t>(tail.size())), above.push_back(parents[row] < 0 ? before - 1 : before + parents[row]);
+        for (int64_t node : paths.back()) tail.push_back(before + node);
+    }
+    for (int64_t i = 0; i < static_cast<int64_t>(other.size()); i++) {
+        tokens.push_back(other[i]), request.push_back(1), position.push_back(i), slot.push_back(i), from.push_back(0), at.push_back(-1);
+        above.push_back(i - 1);
+    }
+    const int64_t rows = static_cast<int64_t>(tokens.size());
+    Batch batch = {rows, tokens.data(), request.data(), position.data(), slot.data(), from.data(), at.data(), tail.data(), stores.data()};
+    batch.before = above.data();
+    std::vector<int64_t> all(tokens.size());
+    for (int64_t i = 0; i < rows; i++) all[i] = i;
+    Floats hidden(static_cast<size_t>(rows * HIDDEN)), logits(static_cast<size_t>(rows * VOCABULARY));
+    decoder.forward(batch, {&cosines, &sines, nullptr}, all.data(), rows, hidden.data(), logits.data());
+    auto same = [&](int64_t row, const std::vector<int64_t>& whole) {
+        const Floats wanted = run(path, m, 1, {whole}, POSITIONS).logits;
+        expect_same(Floats(logits.begin() + row * VOCABULARY, logits.begin() + (row + 1) * VOCABULARY), Floats(wanted.end() - VOCABULARY, wanted.end()),
+                    path.name + " " + m.shape.name + " row " + std::to_string(row) + " of a tree");
+    };
+    for (int64_t row = 0; row < count; row++) {
+        std::vector<int64_t> whole = text;
+        for (int64_t node : paths[row]) whole.push_back(branches[node]);
+        same(row, whole);
+    }
+    same(rows - 1, other);
+}
+
 // A row that is not a number, beside others: all memory holds, the row stays NaN, the others keep their bits.
 void not_a_number(const NamedPath& path, TestModel& m, Random& random) {
     if (m.shape.tied) return;
@@ -162,7 +225,7 @@ void sizes(const TestModel& m) {
         Model model = m.model;
         std::vector<Layer> layers(m.layers);
         model.layer = layers.data();
-        change(model, layers[1]);
+        change(model, layers[m.shape.taps ? 0 : 1]);
         expect(!sound(model), m.shape.name + ": " + what);
     };
     refused("odd rotation", [](Model& model, Layer&) { model.heads.rotated--; });
@@ -175,6 +238,11 @@ void sizes(const TestModel& m) {
     refused("a window before the text", [](Model&, Layer& layer) { layer.window = -1; });
     refused("no way out", [](Model&, Layer& layer) { layer.out = nullptr; });
     refused("a part of the keys missing", [](Model&, Layer& layer) { layer.qkv.parts--; });
+    if (m.shape.taps) {
+        Convolution other = m.blocks[0].convolution;
+        refused("one tap", [&](Model&, Layer& layer) { other.count = 1, layer.convolution = &other; });
+        refused("no taps", [&](Model&, Layer& layer) { other.count = m.shape.taps, other.taps = nullptr, layer.convolution = &other; });
+    }
     if (!m.shape.experts) {
         refused("a smaller intermediate size", [](Model& model, Layer&) { model.intermediate--; });
         refused("gates without factors", [](Model&, Layer& layer) { layer.gate_up.parts--; });
@@ -212,6 +280,7 @@ void check(const NamedPath& path, const ModelShape& shape, Random& random, Pool&
     }
     sizes(m);
     drafts(path, m, random);
+    tree(path, m, random);
     not_a_number(path, m, random);  // last: it spoils the model
 }
 
@@ -250,7 +319,7 @@ void projections(const NamedPath& path, Random& random, Pool& pool) {
 void test_decoder(const NamedPath& path) {
     Random random(41);
     Pool pool(1);
-    std::vector<ModelShape> shapes(7);
+    std::vector<ModelShape> shapes(9);
     shapes[0].name = "dense", shapes[0].embedding_type = SCALE_F16;
     shapes[1].name = "mixture", shapes[1].experts = 5, shapes[1].embedding_type = SCALE_BF16;
     ModelShape& gemma = shapes[2];
@@ -261,6 +330,9 @@ void test_decoder(const NamedPath& path) {
     shapes[5].name = "int4, int4 cache, window", shapes[5].kind = INT4, shapes[5].cache = CACHE_INT4;
     shapes[5].window = 40, shapes[5].dim = 64;
     shapes[6].name = "ternary, int4 cache", shapes[6].kind = TERNARY, shapes[6].cache = CACHE_INT4;
+    shapes[7].name = "convolution", shapes[7].taps = 4, shapes[7].head_norms = true;
+    shapes[8].name = "convolution, int4 mixture, int8 cache", shapes[8].taps = 2, shapes[8].kind = INT4, shapes[8].experts = 5;
+    shapes[8].cache = CACHE_INT8;
     for (const ModelShape& shape : shapes) check(path, shape, random, pool);
     projections(path, random, pool);
 }

@@ -38,8 +38,11 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         // The decoder takes a weight for every head.
         for (int64_t head = 0; head < HEADS; head++) b.query_norms.insert(b.query_norms.end(), b.query_norm.begin(), b.query_norm.end());
         for (int64_t head = 0; head < KV_HEADS; head++) b.key_norms.insert(b.key_norms.end(), b.key_norm.begin(), b.key_norm.end());
-        for (int64_t heads : {HEADS, KV_HEADS, KV_HEADS}) b.qkv.add(random_layer(s.kind, heads * s.dim, HIDDEN, random, pool, true));
-        b.out.add(random_layer(s.kind, HIDDEN, HEADS * s.dim, random, pool));
+        const bool convolved = s.taps && &b == &blocks[0];
+        for (int64_t heads : {HEADS, KV_HEADS, KV_HEADS})
+            b.qkv.add(random_layer(s.kind, convolved ? HIDDEN : heads * s.dim, HIDDEN, random, pool, true));
+        b.out.add(random_layer(s.kind, HIDDEN, convolved ? HIDDEN : HEADS * s.dim, random, pool));
+        if (convolved) b.taps = random.reals(s.taps * HIDDEN, -1.0f, 1.0f), b.tap_bias = random.reals(HIDDEN, -0.5f, 0.5f);
         for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
             b.gate_up.emplace_back(), b.down.emplace_back();
             b.gate_up.back().add(random_layer(s.kind, WIDE, HIDDEN, random, pool));
@@ -55,6 +58,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         layer.input_norm.weight = b.input_norm.data(), layer.mlp_norm.weight = b.mlp_norm.data();
         if (s.head_norms) layer.query_norm = b.query_norms.data(), layer.key_norm = b.key_norms.data();
         layer.qkv = b.qkv.projection(), layer.out = b.out.pointers[0], layer.window = layers.empty() ? s.window : 0;
+        if (!b.taps.empty()) b.convolution = {b.taps.data(), b.tap_bias.data(), s.taps}, layer.convolution = &b.convolution;
         if (s.experts) {
             b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
             layer.mixture = &b.mixture;
@@ -153,6 +157,7 @@ std::vector<double> mixture(const TestModel& m, const TestBlock& b, const Floats
 std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tokens) {
     const int64_t dim = m.shape.dim, half = dim / 2;
     std::vector<std::vector<Floats>> keys(DEPTH), values(DEPTH);
+    std::vector<std::vector<double>> inputs;  // of the convolution
     std::vector<double> logits;
     auto heads_of = [&](const std::vector<double>& qkv, int64_t first, int64_t heads, const Floats* norm, bool turn, int64_t position) {
         Floats out;
@@ -167,31 +172,52 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         }
         return out;
     };
+    // What attention makes of a row's queries, keys and values, before the layer behind it.
+    auto attend = [&](int64_t l, const std::vector<double>& qkv, int64_t at) {
+        const TestBlock& b = m.blocks[l];
+        const Floats q = heads_of(qkv, 0, HEADS, m.shape.head_norms ? &b.query_norm : nullptr, true, at);
+        keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
+        values[l].push_back(heads_of(qkv, HEADS + KV_HEADS, KV_HEADS, nullptr, false, at));
+        Floats mixed;
+        const int64_t window = m.layers[l].window, first = window && at >= window ? at - window + 1 : 0;
+        for (int64_t h = 0; h < HEADS; h++) {
+            const int64_t from = h / (HEADS / KV_HEADS) * dim;
+            std::vector<double> weights, sum(static_cast<size_t>(dim));
+            double total = 0.0;
+            for (int64_t j = first; j <= at; j++) {
+                double dot = 0.0;
+                for (int64_t d = 0; d < dim; d++) dot += static_cast<double>(q[h * dim + d]) * keys[l][j][from + d];
+                weights.push_back(std::exp(dot * m.model.attention_scaling)), total += weights.back();
+            }
+            for (int64_t j = first; j <= at; j++)
+                for (int64_t d = 0; d < dim; d++) sum[d] += weights[j - first] / total * values[l][j][from + d];
+            mixed.insert(mixed.end(), sum.begin(), sum.end());
+        }
+        return mixed;
+    };
+    // And what a convolution makes of its gate, second gate and input.
+    auto convolve = [&](const TestBlock& b, const std::vector<double>& made, int64_t at) {
+        Floats mixed;
+        inputs.emplace_back();
+        for (int64_t d = 0; d < HIDDEN; d++) {
+            inputs.back().push_back(made[d] * made[2 * HIDDEN + d]);
+            double sum = b.tap_bias[d];
+            for (int64_t tap = 0; tap < m.shape.taps; tap++) {
+                const int64_t seen = at - m.shape.taps + 1 + tap;
+                if (seen >= 0) sum += b.taps[tap * HIDDEN + d] * inputs[seen][d];
+            }
+            mixed.push_back(static_cast<float>(made[HIDDEN + d] * sum));
+        }
+        return mixed;
+    };
     for (size_t position = 0; position < tokens.size(); position++) {
         const Floats start = m.embedding_of(tokens[position]);
         std::vector<double> x(start.begin(), start.end());
         for (int64_t l = 0; l < DEPTH; l++) {
             const TestBlock& b = m.blocks[l];
-            const std::vector<double> qkv = b.qkv.of(normed(x, b.input_norm, 0.0f));
+            const std::vector<double> made = b.qkv.of(normed(x, b.input_norm, 0.0f));
             const int64_t at = static_cast<int64_t>(position);
-            const Floats q = heads_of(qkv, 0, HEADS, m.shape.head_norms ? &b.query_norm : nullptr, true, at);
-            keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
-            values[l].push_back(heads_of(qkv, HEADS + KV_HEADS, KV_HEADS, nullptr, false, at));
-            Floats mixed;
-            const int64_t window = m.layers[l].window, first = window && at >= window ? at - window + 1 : 0;
-            for (int64_t h = 0; h < HEADS; h++) {
-                const int64_t from = h / (HEADS / KV_HEADS) * dim;
-                std::vector<double> weights, sum(static_cast<size_t>(dim));
-                double total = 0.0;
-                for (int64_t j = first; j <= at; j++) {
-                    double dot = 0.0;
-                    for (int64_t d = 0; d < dim; d++) dot += static_cast<double>(q[h * dim + d]) * keys[l][j][from + d];
-                    weights.push_back(std::exp(dot * m.model.attention_scaling)), total += weights.back();
-                }
-                for (int64_t j = first; j <= at; j++)
-                    for (int64_t d = 0; d < dim; d++) sum[d] += weights[j - first] / total * values[l][j][from + d];
-                mixed.insert(mixed.end(), sum.begin(), sum.end());
-            }
+            const Floats mixed = b.taps.empty() ? attend(l, made, at) : convolve(b, made, at);
             const std::vector<double> attended = b.out.of(mixed);
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d];
             const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, 0.0f));

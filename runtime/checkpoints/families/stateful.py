@@ -20,6 +20,18 @@ _LFM2 = Names(
 )
 
 
+def _of_today(config: Config) -> Config:
+    """With today's keys where the first LFM2's config.json has others; as in transformers, these win."""
+    out = dict(config)
+    out["intermediate_size"] = config.get("block_ff_dim", config.get("intermediate_size"))
+    out["tie_word_embeddings"] = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    attending = config.get("full_attn_idxs")
+    if not config.get("layer_types") and attending is not None:
+        layers = range(count(config, "num_hidden_layers"))
+        out["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in layers]
+    return out
+
+
 def _channels(config: Config) -> int:
     """Of LFM2's MLP: two thirds, times a factor, rounded up."""
     size = count(config, "intermediate_size")
@@ -55,11 +67,14 @@ def _convolved(config: Config, **more: Any) -> Architecture | None:
 
 def lfm2(config: Config) -> Architecture | None:
     """Dense."""
+    config = _of_today(config)
     return _convolved(config, intermediate=_channels(config))
 
 
 def lfm2_moe(config: Config) -> Architecture | None:
     """Sigmoids choose, with a correction. transformers adds 1e-6 to what it divides the shares by; here nothing is."""
+    config = _of_today(config)
+    layers, dense = count(config, "num_hidden_layers"), config.get("num_dense_layers")
     experts = of_experts(config, "num_experts", "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
     return _convolved(
         config,
@@ -70,7 +85,7 @@ def lfm2_moe(config: Config) -> Architecture | None:
             correction="expert_bias" if config.get("use_expert_bias", True) else None,
             scale=config.get("routed_scaling_factor", 1.0),
         ),
-        dense_layers=tuple(range(min(config.get("num_dense_layers", 2), count(config, "num_hidden_layers")))),
+        dense_layers=tuple(range(min(2 if dense is None else dense, layers))),
     )
 
 

@@ -12,6 +12,7 @@ from compress.best.space import CACHES
 from compress.progress import silent
 from runtime import load
 from runtime.contract import Rows
+from tests.runtime.model.families import write
 
 Tiny = Callable[..., Path]
 
@@ -46,3 +47,10 @@ def test_bytes_are_those_of_the_cache(tiny: Tiny) -> None:
     assert ten == tuple(10 * size for size in one) and len(one) == len(CACHES)
     assert one[0] > one[1] > one[2] > 0
     assert one[0] == model.decoder.new_cache("float32").bytes_per_token()
+
+
+def test_layers_with_a_state_have_a_float_cache_and_their_states_count(tmp_path: Path) -> None:
+    model = load(write("lfm2", tmp_path / "lfm2"), threads=1)
+    assert caches.measure(model, torch.ones((1, 8), dtype=torch.long), None, silent) == (0.0,)
+    per_token = model.decoder.new_cache("float32").bytes_per_token()
+    assert caches.bytes_of(model, 10, requests=2)[0] == 10 * per_token + 2 * 4 * 32 * (2 * 3 * 200)

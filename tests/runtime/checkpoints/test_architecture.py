@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from runtime.checkpoints.architecture import configuration, describe, transformers_configuration
 from runtime.checkpoints.open import open_checkpoint
@@ -52,3 +53,20 @@ def test_what_the_file_leaves_open_is_asked_of_transformers(
     assert not isinstance(configuration(open_checkpoint(target)), SimpleNamespace)
     (target / "config.json").write_text(json.dumps(values))
     assert isinstance(configuration(open_checkpoint(target)), SimpleNamespace)
+
+
+def test_the_first_lfm2_has_other_keys(tmp_path: Path) -> None:
+    """LFM2-350M's file: transformers reads it as today's, and so does who reads the file alone."""
+    today = {
+        **{"model_type": "lfm2", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3},
+        **{"num_key_value_heads": 2, "vocab_size": 100, "conv_L_cache": 3, "norm_eps": 1e-5, "block_multiple_of": 32},
+        **{"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "max_position_embeddings": 512},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    first = {"full_attn_idxs": [1], "block_ff_dim": 192, "tie_embedding": False, "block_dim": 64, "conv_dim": 64}
+    then = {"layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 192, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(today | first))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    found = describe(transformers_configuration(open_checkpoint(tmp_path)).to_dict())
+    assert found is not None and found.attending == (1,)
+    assert describe(today | first) == found == describe(today | then)

@@ -135,6 +135,10 @@ def test_many_configurations_run_or_are_refused_in_a_sentence(tiny: Tiny, tmp_pa
         ({"eos_token_id": True}, "eos_token_id"),
         ({"bos_token_id": "x"}, "bos_token_id"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"full_attn_idxs": 3}, "full_attn_idxs"),
+        ({"conv_L_cache": 10**9}, "conv_L_cache"),
+        ({"block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier"),
+        ({"num_dense_layers": -1}, "num_dense_layers"),
     ],
 )
 def test_refusals_name_the_key(tiny: Tiny, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -22,11 +22,11 @@ PROMPT = [5, 9, 17, 300, 41, 7, 88, 5, 9, 17, 300, 41]
 
 @pytest.fixture
 def adapted(tmp_path: Path) -> Callable[[str], Model]:
-    """Makes a tiny random model of a type, and loads it."""
+    """Makes a tiny random model of a type, and loads it through transformers, lfm2 as well."""
 
     def made(kind: str) -> Model:
         make(kind, tmp_path / kind)
-        return load(tmp_path / kind, threads=1)
+        return load(tmp_path / kind, threads=1, adapter=True)
 
     return made
 

@@ -35,8 +35,10 @@ def test_the_page_is_that_of_the_installed_transformers() -> None:
     [
         ("mixtral", "exact", ""),
         ("gpt2", "exact", ""),
+        ("lfm2", "exact", ""),
+        ("lfm2_moe", "exact", ""),
         ("bloom", "measured", ""),
-        ("lfm2", "measured", ""),
+        ("lfm3", "measured", ""),
         ("openai-gpt", "measured", "reads the whole text again"),
         ("mamba", "plain", "MambaForCausalLM cannot be rolled back"),
         ("xlnet", "plain", "XLNetLMHeadModel lets a token's logits depend on what follows it"),
