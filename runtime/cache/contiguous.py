@@ -169,18 +169,11 @@ class KeyValueCache(ABC):
 
     def _add(self, store: Store, length: int, origin: int | None = None) -> int:
         """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
-        handle = next(i for i in range(len(self._store) + 1) if i not in self._store)
+        handle, form = next(i for i in range(len(self._store) + 1) if i not in self._store), self.format
         self._store[handle], self._length[handle] = store, length
-        if self.format.state:
-            self._states[handle] = self._states[origin].copy() if origin is not None else self._new_states()
+        if form.state:
+            self._states[handle] = States(form.state, form.device) if origin is None else self._states[origin].copy()
         return handle
-
-    def _new_states(self) -> States:
-        """Raises UserError where the machine has no such memory."""
-        try:
-            return States(self.format.state, self.format.device)
-        except (RuntimeError, MemoryError) as error:
-            raise UserError("the states of a request do not fit this machine's memory; take fewer requests") from error
 
 
 class ContiguousCache(SharesNothing, KeyValueCache):

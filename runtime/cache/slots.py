@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
+from runtime.cache.states import MOST
 from runtime.checkpoints.architecture import Architecture
 from runtime.contract import Cache, Rows
 from runtime.errors import OutOfPages
@@ -167,13 +168,43 @@ def reserve(rows: Rows, cache: KeyValueCache, further: Sequence[int] | None = No
 
 
 def extend_states(
-    reserved: Sequence[Reserved], tokens: Tensor, cache: KeyValueCache, further: Sequence[int] | None = None
+    reserved: Sequence[Reserved],
+    tokens: Tensor,
+    cache: KeyValueCache,
+    logits_at: Tensor | None = None,
+    further: Sequence[int] | None = None,
 ) -> None:
-    """Makes room for the states after the rows, and after so many `further` slots whose tokens are not known yet."""
-    for number, of in enumerate(reserved if cache.format.state else ()):
+    """Makes room for the states after the rows, and after so many `further` slots whose tokens are not known yet.
+
+    logits_at  the rows whose logits are asked for (None: all): they tell what is verified from what is only read.
+    """
+    if not cache.format.state:
+        return
+    asked = None if logits_at is None else set(logits_at.tolist())
+    for number, of in enumerate(reserved):
         if (states := cache.states(of.request)) is not None:
-            unknown = [0] * (0 if further is None else further[number])
-            states.extend(tokens[of.first : of.first + of.count].tolist() + unknown, of.parents is not None)
+            more, fed = 0, tokens[of.first : of.first + of.count].tolist()
+            if further is None:
+                wanted = _states_wanted(of, asked)
+            else:
+                more = further[number]
+                wanted = min(1 + more, MOST)
+            states.extend(fed + [0] * more, wanted)
+
+
+def _states_wanted(of: Reserved, asked: set[int] | None) -> int:
+    """How many of the last states these rows need: a draft's, and none behind a prompt's last row."""
+    last = of.first + of.count - 1
+    # The logits of a text's last token and of its draft are asked for, and those of no row of the prompt before it.
+    verified = next((i for i in range(of.count) if asked is not None and last - i not in asked), of.count)
+    if of.parents is None:
+        # The logits of more rows are those of a text that is scored.
+        return verified if verified <= MOST else 0
+    branches = next(row for row, above in enumerate(of.parents) if above != row - 1)
+    # A tree that a draft model grows asks for some of its rows alone, and any of its paths may be kept.
+    wanted = min(verified, of.count - branches + MOST) if verified >= of.count - branches else of.count + 1
+    # A row's parent is there until the row is read, however they lie.
+    return max(wanted, *(row - above for row, above in enumerate(of.parents)))
 
 
 def learn_drafts(reserved: Sequence[Reserved], drafted: Tensor, steps: Sequence[int], cache: KeyValueCache) -> None:

@@ -1,7 +1,8 @@
 """The states of a request whose layers carry one from row to row: one after each of its last tokens.
 
 A row reads the state after its parent and leaves its own, so to roll back, in a chain or in a tree, is only to say
-which token is the last. What is rolled back further than states are kept is computed again from the text, to the same
+which token is the last. As many are kept as a request's drafts have needed so far: of a prompt the last ones, for a
+state may be megabytes. What is rolled back further than states are kept is computed again from the text, to the same
 bits (`States.holds`, BaseDecoder): states are a cache of what the tokens imply.
 """
 
@@ -10,24 +11,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
 from runtime.kv_store import zeros
 
-# States that a request begins with, and how many a chain makes it keep at most: drafts are shorter, and prompts longer.
-_FIRST, _MOST = 8, 32
+# States that a request begins with: small ones as a short draft needs them, large ones as a token without any.
+_FIRST, _LEAST = 8, 2
+# Floats from which on a state is large: a megabyte.
+_LARGE = 1 << 18
+# Those of the longest draft that can be asked for, and of the longest that is chosen where none was asked for.
+MOST, _CHOSEN = 65, 17
 
 
 def bytes_of_states(floats: int) -> int:
     """What a request's come to take whose layers have so many floats of a state; a wide tree takes more."""
-    return 4 * _MOST * floats
+    return 4 * _CHOSEN * floats
 
 
 class States:
-    """One request's: `memory` (held, floats) float32, the state after slot s at s modulo `held`."""
+    """One request's: `memory` (held, floats) float32, the state after slot s at s modulo `held`.
+
+    Raises UserError where the machine has no memory for more of them.
+    """
 
     def __init__(self, floats: int, device: torch.device):
-        self.memory = _allocate(_FIRST, floats, device)
+        self.memory = _allocate(_LEAST if floats >= _LARGE else _FIRST, floats, device)
         self.tokens: list[int] = []  # in order of their slots
         self._oldest = 0  # the first slot whose state is still there
+        self._end = 0  # behind the last slot that a forward took
 
     @property
     def pointers(self) -> tuple[int, int, int]:
@@ -39,13 +49,13 @@ class States:
         """Whether the state after the first `length` tokens is there; before the first it is all zeros."""
         return length == 0 or length - 1 >= self._oldest
 
-    def extend(self, tokens: Sequence[int], tree: bool) -> None:
-        """Makes room for the states after further slots, in which these tokens are: a chain, or a tree."""
+    def extend(self, tokens: Sequence[int], wanted: int) -> None:
+        """Makes room for the states after further slots, in which these tokens are; the last `wanted` will be held."""
         self._oldest = min(self._oldest, len(self.tokens))  # of a text that begins anew
-        count = len(tokens) + 1  # the state that all of them begin from stays
-        self._grow(count if tree else min(count, _MOST))
+        self._grow(wanted)
         self.tokens += tokens
-        self._oldest = max(self._oldest, len(self.tokens) - len(self.memory))
+        self._end = len(self.tokens)
+        self._oldest = max(self._oldest, self._end - len(self.memory))
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Which tokens the last slots hold."""
@@ -54,8 +64,9 @@ class States:
     def restart(self) -> None:
         """None is there any more: all are about to be computed again, of one token after the other."""
         self._oldest = len(self.tokens)
-        # That it went this far back was not foreseen: the next time it may be.
-        self._grow(min(2 * len(self.memory), _MOST))
+        # A draft that was fed token by token: the next one may be longer. What goes further back was none.
+        if (lost := self._end - self._oldest + 1) <= MOST:
+            self._grow(min(max(lost, 2 * len(self.memory)), MOST))
 
     def restarted(self) -> None:
         """They have been computed."""
@@ -79,7 +90,7 @@ class States:
         other = States(0, self.memory.device)
         other.memory = _allocate(len(self.memory), self.memory.shape[1], self.memory.device)
         other.memory.copy_(self.memory)
-        other.tokens, other._oldest = [*self.tokens], self._oldest
+        other.tokens, other._oldest, other._end = [*self.tokens], self._oldest, self._end
         return other
 
     def place(self, slot: int) -> Tensor:
@@ -98,4 +109,10 @@ class States:
 # States are moved outside of forwards, too, where what was made inside one may not be written.
 @torch.inference_mode(False)
 def _allocate(held: int, floats: int, device: torch.device) -> Tensor:
-    return zeros((held, floats), torch.float32, device)
+    try:
+        return zeros((held, floats), torch.float32, device)
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(
+            f"{held} states of a request, {4e-9 * held * floats:.1f} GB, do not fit this machine's memory; take fewer"
+            " requests or shorter drafts"
+        ) from error

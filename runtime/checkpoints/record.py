@@ -110,7 +110,7 @@ class Convolution:
 class DeltaNet:
     """A gated delta rule (2412.06464): each value head keeps a matrix that gives a value for a key.
 
-    Queries, keys and values go through a convolution first. Its last inputs are the state, and the matrices behind them.
+    Queries, keys and values go through a convolution first. The state is its last inputs, and then the matrices.
     key, value  dimensions of a head.
     into        layers that make, together, queries, keys, values and gates, and for each value head what says how much
                 of its matrix is corrected and how much stays.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runtime.kernels.exact import exp, ordered_sum
 
-# Of 2 · atanh(s) / s in s², highest power first: s is a third at most, and what is left out is below 2^-26 of the first.
+# Of 2 · atanh(s) / s in s², highest power first: s is a third at most, and what is left out below 2^-26 of the first.
 _ATANH = tuple(2.0 / (2 * n + 1) for n in range(8, -1, -1))
 
 

@@ -1,4 +1,4 @@
-"""What stands in attention's place and carries a state, in plain torch: row by row, each from the state after its parent.
+"""What stands in attention's place and carries a state, in plain torch: each row from the state after its parent.
 
 A row's own state goes to its slot. The meaning of the native kernels' (native/states.cpp and delta.cpp), bit for bit.
 """
@@ -18,9 +18,7 @@ from runtime.kernels.exact import sigmoid
 from runtime.model.layers import DeltaRule, ShortConvolution
 
 
-def _walk(
-    layout: Layout, cache: KeyValueCache, place: int, size: int, step: Callable[[int, Tensor], Tensor]
-) -> None:
+def _walk(layout: Layout, cache: KeyValueCache, place: int, size: int, step: Callable[[int, Tensor], Tensor]) -> None:
     """state = step(row, state before it), of `size` floats from `place` on, for each row in order."""
     for of in layout.requests:
         states = cache.states(of.request)
@@ -31,9 +29,7 @@ def _walk(
             states.place(of.start + row)[place : place + size] = step(of.first + row, past[place : place + size])
 
 
-def short_convolution(
-    x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache
-) -> Tensor:
+def short_convolution(x: Tensor, weights: ShortConvolution, place: int, layout: Layout, cache: KeyValueCache) -> Tensor:
     """What a short convolution adds, of normed rows x (T, hidden)."""
     gate, second, value = weights.qkv.split(x)
     inputs, past = gate * value, weights.taps[1:]

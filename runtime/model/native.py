@@ -85,7 +85,7 @@ class NativeDecoder(BaseDecoder):
             return Out(torch.empty((0, self.vocab_size)), torch.empty((0, self.hidden_size)))
         self._recall_states(rows, held)
         reserved = reserve(rows, held)
-        extend_states(reserved, tokens, held)
+        extend_states(reserved, tokens, held, logits_at)
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
         angles = self._angles(max(r.start + r.count for r in reserved) - 1)
         at = self._batches.constants(count)[2] if logits_at is None else int64(logits_at)
@@ -106,7 +106,7 @@ class NativeDecoder(BaseDecoder):
         reserved = reserve_drafts(rows, held, steps, limit, self.vocab_size)
         if not reserved:
             return torch.empty((0, 0), dtype=torch.int64)
-        extend_states(reserved, tokens, held, [count - 1 for count in steps])
+        extend_states(reserved, tokens, held, further=[count - 1 for count in steps])
         batch, kept = self._batches.of(reserved, tokens, rows.position, held)
         angles = self._angles(max(r.start + r.count + s for r, s in zip(reserved, steps, strict=True)) - 2)
         wanted, longest = integers(steps), max(steps)

@@ -162,7 +162,7 @@ class LlamaDecoder(BaseDecoder):
             return Out(empty((0, self.vocab_size)), empty((0, self.hidden_size)))
         self._recall_states(rows, held)
         layout = plan(rows, held)
-        extend_states(layout.requests, tokens, held)
+        extend_states(layout.requests, tokens, held, logits_at)
         x = self._through_blocks(tokens, rows.position, layout, held)
         if logits_at is not None:
             x = x[logits_at.to(self.device)]

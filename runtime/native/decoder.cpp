@@ -601,8 +601,6 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
             state += (d.count - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) + d.value_heads * d.value_dim * d.key_dim;
         } else {
             attend(layer, attending++, batch, angles);
-            const int64_t mixed = layer.gate ? rows * layer.gate->outputs : 0;
-            for (int64_t d = 0; d < mixed; d++) mixed_[d] = mixed_[d] * values_[d];
         }
         const Projection out = {1, &layer.out};
         const float* mixed = mixed_.data();
@@ -612,7 +610,15 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
             by_head(layer.latent->values, rows, mixed, h.heads * h.value_dim, h.value_dim, values_.data(), layer.out->inputs, value);
             mixed = values_.data();
         }
-        prepare(out, rows, [&](int, int64_t row) { return mixed + row * layer.out->inputs; });
+        prepare(out, rows, [&](int thread, int64_t row) {
+            const int64_t wide = layer.out->inputs;
+            const float* from = mixed + row * wide;
+            if (!attends || !layer.gate) return from;
+            const float* gates = values_.data() + row * wide;
+            float* to = scratch(thread) + widest_;
+            for (int64_t d = 0; d < wide; d++) to[d] = from[d] * gates[d];
+            return static_cast<const float*>(to);
+        });
         branch(layer.out, layer.attention_norm, rows);
         if (layer.mixture)
             mix(layer, rows);

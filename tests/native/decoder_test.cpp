@@ -238,7 +238,17 @@ void sizes(const TestModel& m) {
     refused("a window before the text", [](Model&, Layer& layer) { layer.window = -1; });
     refused("no way out", [](Model&, Layer& layer) { layer.out = nullptr; });
     refused("a part of the keys missing", [](Model&, Layer& layer) { layer.qkv.parts--; });
-    if (m.shape.taps) {
+    if (m.shape.delta) {
+        auto changed = [&](const char* what, auto&& change) {
+            Delta other = m.blocks[0].delta;
+            change(other);
+            refused(what, [&](Model&, Layer& layer) { layer.delta = &other; });
+        };
+        changed("a delta rule of one tap", [](Delta& other) { other.count = 1; });
+        changed("no rates", [](Delta& other) { other.rate = nullptr; });
+        changed("a larger state", [](Delta& other) { other.value_dim++; });
+        changed("value heads that share nothing", [](Delta& other) { other.key_heads = 3; });
+    } else if (m.shape.taps) {
         Convolution other = m.blocks[0].convolution;
         refused("one tap", [&](Model&, Layer& layer) { other.count = 1, layer.convolution = &other; });
         refused("no taps", [&](Model&, Layer& layer) { other.count = m.shape.taps, other.taps = nullptr, layer.convolution = &other; });
@@ -319,7 +329,7 @@ void projections(const NamedPath& path, Random& random, Pool& pool) {
 void test_decoder(const NamedPath& path) {
     Random random(41);
     Pool pool(1);
-    std::vector<ModelShape> shapes(9);
+    std::vector<ModelShape> shapes(11);
     shapes[0].name = "dense", shapes[0].embedding_type = SCALE_F16;
     shapes[1].name = "mixture", shapes[1].experts = 5, shapes[1].embedding_type = SCALE_BF16;
     ModelShape& gemma = shapes[2];
@@ -333,6 +343,9 @@ void test_decoder(const NamedPath& path) {
     shapes[7].name = "convolution", shapes[7].taps = 4, shapes[7].head_norms = true;
     shapes[8].name = "convolution, int4 mixture, int8 cache", shapes[8].taps = 2, shapes[8].kind = INT4, shapes[8].experts = 5;
     shapes[8].cache = CACHE_INT8;
+    shapes[9].name = "delta rule, gate", shapes[9].taps = 4, shapes[9].delta = shapes[9].gate = true;
+    shapes[10].name = "delta rule, int8, int4 cache", shapes[10].taps = 2, shapes[10].delta = true, shapes[10].kind = INT8;
+    shapes[10].cache = CACHE_INT4;
     for (const ModelShape& shape : shapes) check(path, shape, random, pool);
     projections(path, random, pool);
 }

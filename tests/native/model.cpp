@@ -38,11 +38,18 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         // The decoder takes a weight for every head.
         for (int64_t head = 0; head < HEADS; head++) b.query_norms.insert(b.query_norms.end(), b.query_norm.begin(), b.query_norm.end());
         for (int64_t head = 0; head < KV_HEADS; head++) b.key_norms.insert(b.key_norms.end(), b.key_norm.begin(), b.key_norm.end());
-        const bool convolved = s.taps && &b == &blocks[0];
-        for (int64_t heads : {HEADS, KV_HEADS, KV_HEADS})
-            b.qkv.add(random_layer(s.kind, convolved ? HIDDEN : heads * s.dim, HIDDEN, random, pool, true));
-        b.out.add(random_layer(s.kind, HIDDEN, convolved ? HIDDEN : HEADS * s.dim, random, pool));
+        const bool stateful = s.taps && &b == &blocks[0], convolved = stateful && !s.delta;
+        std::vector<int64_t> made = {HEADS * s.dim, KV_HEADS * s.dim, KV_HEADS * s.dim};
+        if (stateful) made = s.delta ? std::vector<int64_t>{CHANNELS, DELTA_VALUES, VALUE_HEADS, VALUE_HEADS} : std::vector<int64_t>(3, HIDDEN);
+        for (int64_t outputs : made) b.qkv.add(random_layer(s.kind, outputs, HIDDEN, random, pool, true));
+        b.out.add(random_layer(s.kind, HIDDEN, !stateful ? HEADS * s.dim : s.delta ? DELTA_VALUES : HIDDEN, random, pool));
         if (convolved) b.taps = random.reals(s.taps * HIDDEN, -1.0f, 1.0f), b.tap_bias = random.reals(HIDDEN, -0.5f, 0.5f);
+        if (stateful && s.delta) {
+            b.taps = random.reals(s.taps * CHANNELS, -1.0f, 1.0f), b.delta_norm = random.reals(VALUE_DIM, 0.5f, 1.5f);
+            b.step = random.reals(VALUE_HEADS, -1.0f, 1.0f), b.rate = random.reals(VALUE_HEADS, -0.5f, -0.01f);
+            b.delta_query = random.reals(KEY_DIM, 0.1f, 0.3f), b.delta_key = random.reals(KEY_DIM, 0.1f, 0.3f);
+        }
+        if (!stateful && s.gate) b.gate.add(random_layer(s.kind, HEADS * s.dim, HIDDEN, random, pool));
         for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
             b.gate_up.emplace_back(), b.down.emplace_back();
             b.gate_up.back().add(random_layer(s.kind, WIDE, HIDDEN, random, pool));
@@ -58,7 +65,14 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         layer.input_norm.weight = b.input_norm.data(), layer.mlp_norm.weight = b.mlp_norm.data();
         if (s.head_norms) layer.query_norm = b.query_norms.data(), layer.key_norm = b.key_norms.data();
         layer.qkv = b.qkv.projection(), layer.out = b.out.pointers[0], layer.window = layers.empty() ? s.window : 0;
-        if (!b.taps.empty()) b.convolution = {b.taps.data(), b.tap_bias.data(), s.taps}, layer.convolution = &b.convolution;
+        if (!b.tap_bias.empty()) b.convolution = {b.taps.data(), b.tap_bias.data(), s.taps}, layer.convolution = &b.convolution;
+        if (!b.step.empty()) {
+            b.delta = {b.taps.data(),       b.step.data(), b.rate.data(), b.delta_query.data(), b.delta_key.data(),
+                       b.delta_norm.data(), s.taps,        KEY_HEADS,     VALUE_HEADS,          KEY_DIM,
+                       VALUE_DIM,           1e-5f};
+            layer.delta = &b.delta;
+        }
+        if (!b.gate.pointers.empty()) layer.gate = b.gate.pointers[0];
         if (s.experts) {
             b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
             layer.mixture = &b.mixture;
@@ -158,6 +172,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
     const int64_t dim = m.shape.dim, half = dim / 2;
     std::vector<std::vector<Floats>> keys(DEPTH), values(DEPTH);
     std::vector<std::vector<double>> inputs;  // of the convolution
+    std::vector<double> matrices(static_cast<size_t>(DELTA_VALUES * KEY_DIM));
     std::vector<double> logits;
     auto heads_of = [&](const std::vector<double>& qkv, int64_t first, int64_t heads, const Floats* norm, bool turn, int64_t position) {
         Floats out;
@@ -195,18 +210,49 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         }
         return mixed;
     };
+    // A channel's last inputs, the row's own among them, times its taps.
+    auto tapped = [&](const TestBlock& b, int64_t channels, int64_t channel, int64_t at) {
+        double sum = 0.0;
+        for (int64_t tap = 0; tap < m.shape.taps; tap++) {
+            const int64_t seen = at - m.shape.taps + 1 + tap;
+            if (seen >= 0) sum += b.taps[tap * channels + channel] * inputs[seen][channel];
+        }
+        return sum;
+    };
     // And what a convolution makes of its gate, second gate and input.
     auto convolve = [&](const TestBlock& b, const std::vector<double>& made, int64_t at) {
         Floats mixed;
         inputs.emplace_back();
         for (int64_t d = 0; d < HIDDEN; d++) {
             inputs.back().push_back(made[d] * made[2 * HIDDEN + d]);
-            double sum = b.tap_bias[d];
-            for (int64_t tap = 0; tap < m.shape.taps; tap++) {
-                const int64_t seen = at - m.shape.taps + 1 + tap;
-                if (seen >= 0) sum += b.taps[tap * HIDDEN + d] * inputs[seen][d];
+            mixed.push_back(static_cast<float>(made[HIDDEN + d] * (b.tap_bias[d] + tapped(b, HIDDEN, d, at))));
+        }
+        return mixed;
+    };
+    // And a delta rule of its queries, keys and values, gates, corrections and decays.
+    auto correct = [&](const TestBlock& b, const std::vector<double>& made, int64_t at) {
+        auto silu = [](double v) { return v / (1.0 + std::exp(-v)); };
+        inputs.emplace_back(made.begin(), made.begin() + CHANNELS);
+        std::vector<double> qkv;
+        for (int64_t d = 0; d < CHANNELS; d++) qkv.push_back(silu(tapped(b, CHANNELS, d, at)));
+        Floats mixed;
+        for (int64_t h = 0; h < VALUE_HEADS; h++) {
+            const auto first = qkv.begin() + h / (VALUE_HEADS / KEY_HEADS) * KEY_DIM;
+            const Floats q = normed({first, first + KEY_DIM}, b.delta_query, 0.0f);
+            const Floats k = normed({first + DELTA_KEYS, first + DELTA_KEYS + KEY_DIM}, b.delta_key, 0.0f);
+            const double share = 1.0 / (1.0 + std::exp(-made[CHANNELS + DELTA_VALUES + h]));
+            const double left = std::exp(b.rate[h] * std::log1p(std::exp(made[CHANNELS + DELTA_VALUES + VALUE_HEADS + h] + b.step[h])));
+            std::vector<double> out;
+            for (int64_t j = 0; j < VALUE_DIM; j++) {
+                double known = 0.0, sum = 0.0;
+                double* column = matrices.data() + h * KEY_DIM * VALUE_DIM + j;
+                for (int64_t i = 0; i < KEY_DIM; i++) column[i * VALUE_DIM] *= left, known += column[i * VALUE_DIM] * k[i];
+                const double lacking = (qkv[2 * DELTA_KEYS + h * VALUE_DIM + j] - known) * share;
+                for (int64_t i = 0; i < KEY_DIM; i++) column[i * VALUE_DIM] += k[i] * lacking, sum += column[i * VALUE_DIM] * q[i];
+                out.push_back(sum);
             }
-            mixed.push_back(static_cast<float>(made[HIDDEN + d] * sum));
+            const Floats even = normed(out, b.delta_norm, 0.0f);
+            for (int64_t j = 0; j < VALUE_DIM; j++) mixed.push_back(static_cast<float>(even[j] * silu(made[CHANNELS + h * VALUE_DIM + j])));
         }
         return mixed;
     };
@@ -215,9 +261,11 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         std::vector<double> x(start.begin(), start.end());
         for (int64_t l = 0; l < DEPTH; l++) {
             const TestBlock& b = m.blocks[l];
-            const std::vector<double> made = b.qkv.of(normed(x, b.input_norm, 0.0f));
+            const Floats read = normed(x, b.input_norm, 0.0f);
+            const std::vector<double> made = b.qkv.of(read), gates = b.gate.of(read);
             const int64_t at = static_cast<int64_t>(position);
-            const Floats mixed = b.taps.empty() ? attend(l, made, at) : convolve(b, made, at);
+            Floats mixed = b.taps.empty() ? attend(l, made, at) : b.step.empty() ? convolve(b, made, at) : correct(b, made, at);
+            for (size_t d = 0; d < gates.size(); d++) mixed[d] = static_cast<float>(mixed[d] / (1.0 + std::exp(-gates[d])));
             const std::vector<double> attended = b.out.of(mixed);
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d];
             const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, 0.0f));

@@ -26,14 +26,22 @@ struct ModelShape {
     int64_t window = 0;
     int64_t embedding_type = SCALE_F32;
     int64_t dim = 20;
-    int64_t taps = 0;  // of a convolution in the first block's attention's place; 0: there is none
+    int64_t taps = 0;    // of a convolution in the first block's attention's place; 0: there is none
+    bool delta = false;  // a delta rule stands there, behind that convolution
+    bool gate = false;   // on what attention mixes
     int64_t attending() const;
     int64_t state() const;  // floats of a state
 };
 
 constexpr int64_t HIDDEN = 40, WIDE = 56, VOCABULARY = 70, HEADS = 4, KV_HEADS = 2, DEPTH = 2;
 inline int64_t ModelShape::attending() const { return taps ? DEPTH - 1 : DEPTH; }
-inline int64_t ModelShape::state() const { return taps ? (taps - 1) * HIDDEN : 0; }
+// Of a delta rule: heads and their dimensions, and what goes through its convolution.
+constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, KEY_DIM = 20, VALUE_DIM = 12, DELTA_KEYS = KEY_HEADS * KEY_DIM;
+constexpr int64_t DELTA_VALUES = VALUE_HEADS * VALUE_DIM, CHANNELS = 2 * DELTA_KEYS + DELTA_VALUES;
+inline int64_t ModelShape::state() const {
+    if (delta) return (taps - 1) * CHANNELS + DELTA_VALUES * KEY_DIM;
+    return taps ? (taps - 1) * HIDDEN : 0;
+}
 constexpr int64_t CHOSEN = 2;       // experts of a token
 constexpr int64_t POSITIONS = 110;  // that the rotary tables reach
 
@@ -49,9 +57,10 @@ struct Parts {
 
 struct TestBlock {
     Floats input_norm, mlp_norm, query_norm, key_norm, query_norms, key_norms;
-    Floats taps, tap_bias;
+    Floats taps, tap_bias, step, rate, delta_query, delta_key, delta_norm;
     specpress::Convolution convolution;
-    Parts qkv, out, router;
+    specpress::Delta delta;
+    Parts qkv, out, router, gate;
     std::vector<Parts> gate_up, down;  // one, or as many as experts
     std::vector<specpress::Projection> gate_up_projections;
     std::vector<const Weights*> down_pointers;

@@ -101,8 +101,8 @@ def _heads(config: Config) -> tuple[int, int, int, int, int]:
     keys, values, key, value, taps = (count(config, f"linear_{name}") for name in names)
     if values % keys or taps < 2:
         raise UserError(
-            f"config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, found {values} and {keys},"
-            f" and linear_conv_kernel_dim 2 or more, found {taps}"
+            "config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, found"
+            f" {values} and {keys}, and linear_conv_kernel_dim 2 or more, found {taps}"
         )
     return keys, values, key, value, taps
 
@@ -116,8 +116,7 @@ def _with_deltas(config: Config, found: Architecture, how: DeltaNet) -> Architec
         return None
     if (other := set(kinds) - {"linear_attention", "full_attention"}) or "full_attention" not in kinds:
         raise UserError(
-            "config.json: layer_types must be linear_attention and full_attention, found"
-            f" {sorted(other or set(kinds))}"
+            f"config.json: layer_types must be linear_attention and full_attention, found {sorted(other or set(kinds))}"
         )
     mixers: tuple[Mixer, ...] = tuple("delta" if kind == "linear_attention" else "attention" for kind in kinds)
     return replace(

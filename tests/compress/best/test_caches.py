@@ -53,4 +53,5 @@ def test_layers_with_a_state_have_a_float_cache_and_their_states_count(tmp_path:
     model = load(write("lfm2", tmp_path / "lfm2"), threads=1)
     assert caches.measure(model, torch.ones((1, 8), dtype=torch.long), None, silent) == (0.0,)
     per_token = model.decoder.new_cache("float32").bytes_per_token()
-    assert caches.bytes_of(model, 10, requests=2)[0] == 10 * per_token + 2 * 4 * 32 * (2 * 3 * 200)
+    # Those of a token and of a draft of sixteen, in each of two layers three inputs of 200 channels.
+    assert caches.bytes_of(model, 10, requests=2)[0] == 10 * per_token + 2 * 4 * 17 * (2 * 3 * 200)

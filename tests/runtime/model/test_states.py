@@ -1,5 +1,6 @@
 """Layers that carry a state: rolled back any distance, in chains and trees, texts go on as if it had never been."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime import Speculator, load
+from runtime.cache import states
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.contract import Rows
 from runtime.errors import UserError
@@ -19,12 +21,16 @@ from runtime.speculative.drafters.model import ModelDrafter
 from tests.runtime.model.families import pack, write
 from tests.runtime.model.test_families import run, text
 
-KINDS = ("lfm2", "qwen3_next")
+KINDS = ("lfm2", "qwen3_next", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model; those of delta rules begin with as few states as their megabytes would have them do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "lfm2":
+            patch.setattr(states, "_LARGE", 0)
+        yield write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
 
 
 # The reference decoder's share takes most of a minute; test_families.py has its short texts in every run.
@@ -35,9 +41,11 @@ def decoder(request: pytest.FixtureRequest, path: Path) -> BaseDecoder:
     return found
 
 
-def feed(decoder: BaseDecoder, cache: KeyValueCache, request: int, tokens: Tensor) -> Tensor:
+def feed(
+    decoder: BaseDecoder, cache: KeyValueCache, request: int, tokens: Tensor, asked: Tensor | None = None
+) -> Tensor:
     rows = Rows.chains([(request, cache.length(request), len(tokens))])
-    return decoder.forward(tokens, rows, cache).logits
+    return decoder.forward(tokens, rows, cache, asked).logits
 
 
 @pytest.mark.parametrize("pages", [None, 4])
@@ -47,7 +55,8 @@ def test_rolled_back_to_any_length(decoder: BaseDecoder, pages: int | None) -> N
     for length in (99, 97, 93, 80, 61, 1, 0):
         cache = decoder.new_cache("float32", pages)
         request = cache.open(140)
-        feed(decoder, cache, request, tokens)
+        feed(decoder, cache, request, tokens[:76], torch.tensor([75]))
+        feed(decoder, cache, request, tokens[76:])
         cache.truncate(request, length)
         found = feed(decoder, cache, request, other)
         want = run(decoder, torch.cat((tokens[:length], other)), 120)[length:]
@@ -129,21 +138,81 @@ def test_greedy_chains_leave_their_states(path: Path) -> None:
 
 
 def test_memory_of_states(path: Path) -> None:
-    """As many floats as the record says, for as many tokens as were held at most."""
+    """Those of the longest draft so far, of as many floats as the record says; none for what is only read."""
     decoder = load(path, threads=1).decoder
     assert isinstance(decoder, BaseDecoder)
-    cache = decoder.new_cache()
-    request = cache.open(200)
+    a, cache = decoder.architecture, decoder.new_cache()
+    if a.delta is None:
+        assert a.convolution is not None
+        least, floats = 8, (a.convolution.taps - 1) * a.hidden
+    else:
+        keys, values = a.delta.key_heads * a.delta.key, a.delta.value_heads * a.delta.value
+        least, floats = 2, (a.delta.taps - 1) * (2 * keys + values) + values * a.delta.key
+    floats *= a.layers - len(a.attending)
+    request, last = cache.open(400), torch.tensor([99])
+
+    def held() -> int:
+        kept = cache.states(request)
+        assert kept is not None and kept.memory.nbytes % (4 * floats) == 0
+        return kept.memory.nbytes // (4 * floats)
+
+    assert held() == least
+    feed(decoder, cache, request, text(100), last)
+    feed(decoder, cache, request, text(70))  # scored
+    feed(decoder, cache, request, text(1))
+    assert held() == least
+    # A prompt's last piece, with a draft behind it; and then a longer draft, and a shorter one.
+    feed(decoder, cache, request, text(100), torch.arange(90, 100))
+    assert held() == 10
+    feed(decoder, cache, request, text(12))
     feed(decoder, cache, request, text(3))
-    states = cache.states(request)
-    assert states is not None
-    # lfm2: three inputs of 200 channels in each of two layers.
-    assert sum(decoder.architecture.state_sizes) == 2 * 3 * 200
-    assert states.memory.nbytes == 8 * 4 * 2 * 3 * 200
-    feed(decoder, cache, request, text(100))
-    assert states.memory.nbytes == 32 * 4 * 2 * 3 * 200
+    assert held() == 12
+    if isinstance(decoder, NativeDecoder):
+        decoder.continue_greedy(text(9), Rows.chains([(request, 286, 9)]), cache, [14], decoder.vocab_size)
+        assert held() == 14
     # Keys and values of the one layer with attention.
-    assert cache.bytes_per_token() == 2 * 4 * decoder.architecture.kv_heads * decoder.architecture.head_dim
+    assert cache.bytes_per_token() == 2 * 4 * a.kv_heads * a.head_dim
+
+
+def test_drafts_that_are_fed_token_by_token(decoder: BaseDecoder) -> None:
+    """Nothing tells them from text: once they are rolled back, their states are kept, and no others' are."""
+    cache = decoder.new_cache()
+    request = cache.open(140)
+    feed(decoder, cache, request, text(40), torch.tensor([39]))
+    kept = cache.states(request)
+    assert kept is not None
+    first, known = len(kept.memory), text(40)
+    grown = max(10, 2 * first)
+    for fed, back, held in ((1, 1, first), (first + 1, first + 1, 2 * first), (9, 9, grown), (90, 89, grown)):
+        drafted = text(fed, seed=fed)
+        for token in drafted:
+            feed(decoder, cache, request, token.view(1))
+        cache.truncate(request, len(known) + fed - back)
+        known = torch.cat((known, drafted[: fed - back], text(1, seed=7)))
+        assert torch.equal(feed(decoder, cache, request, known[-1:]), run(decoder, known, 64)[-1:]), fed
+        assert len(kept.memory) == held
+
+
+def test_a_prompt_with_a_tree_behind_it(decoder: BaseDecoder) -> None:
+    """The tree's states are kept, and of the prompt the last alone; also where the tree begins as a chain."""
+    tokens = text(49, seed=3)
+    for parents, path in (([0, 0, 1, 1, 2, 4], [0, 1, 4, 6]), ([0, 1, 2, 2, 0, 5], [0, 1, 2, 4])):
+        cache = decoder.new_cache()
+        request = cache.open(80)
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        above = [-1, *range(42), *(42 + parent for parent in parents)]
+        positions = torch.tensor([*range(42), *(42 + depth for depth in depths)])
+        rows = Rows(torch.full((49,), request), positions, torch.tensor(above))
+        tree = decoder.forward(tokens, rows, cache, torch.arange(42, 49)).logits
+        kept = cache.states(request)
+        assert kept is not None and len(kept.memory) <= 8
+        chain = torch.cat((tokens[:42], tokens[42:][path]))
+        assert torch.equal(tree[path], run(decoder, chain, 64)[42:])
+        cache.keep(request, 43, [node - 1 for node in path[1:3]])
+        chain = torch.cat((chain[:45], tokens[:2]))
+        assert torch.equal(feed(decoder, cache, request, tokens[:2]), run(decoder, chain, 64)[-2:])
 
 
 def test_a_cache_of_a_model_without_states_is_refused(path: Path) -> None:
@@ -174,12 +243,9 @@ def test_put_back_for_want_of_pages(path: Path, tmp_path: Path) -> None:
     assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("options", [CacheOptions("float32"), CacheOptions("int4", 16)], ids=["float32", "int4-pages"])
-def test_rejected_drafts_at_every_length(path: Path, tmp_path: Path, temperature: float, options: CacheOptions) -> None:
-    """Texts of 300 tokens, cut at each length: by a draft that is often wrong they are what plain decoding gives."""
-    target, draft = load(path, threads=2), load(pack(path, tmp_path, "int4")[0], threads=2)
+def rejected_drafts(path: Path, out: Path, temperature: float, options: CacheOptions, lengths: Sequence[int]) -> None:
+    """Texts of these lengths, in order: by a draft that is often wrong they are what plain decoding gives."""
+    target, draft = load(path, threads=2), load(pack(path, out, "int4")[0], threads=2)
     prompts, sampling = [text(9, seed).tolist() for seed in (4, 5)], Sampling(temperature=temperature, seed=11)
     rates = []
 
@@ -189,8 +255,26 @@ def test_rejected_drafts_at_every_length(path: Path, tmp_path: Path, temperature
         rates.append(found[0].metrics.acceptance_rate)
         return [list(one.tokens) for one in found]
 
-    plain = texts(None, 300)
-    for length in range(1, 301):
+    plain = texts(None, lengths[-1])
+    for length in lengths:
         assert texts(ModelDrafter(draft), length) == [one[:length] for one in plain], length
     # Some drafts were taken, and some were not.
     assert rates[-1] is not None and 0 < rates[-1] < 1
+
+
+CACHED = pytest.mark.parametrize(
+    "options", [CacheOptions("float32"), CacheOptions("int4", 16)], ids=["float32", "int4-pages"]
+)
+
+
+@CACHED
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rejected_drafts(path: Path, tmp_path: Path, temperature: float, options: CacheOptions) -> None:
+    rejected_drafts(path, tmp_path, temperature, options, (1, 2, 17, 80))
+
+
+@pytest.mark.slow
+@CACHED
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rejected_drafts_at_every_length(path: Path, tmp_path: Path, temperature: float, options: CacheOptions) -> None:
+    rejected_drafts(path, tmp_path, temperature, options, range(1, 301))
