@@ -45,8 +45,9 @@ _KEYS: list[tuple[Any, str]] = [
     (_Size | list[_Size], "intermediate_size"),
     (_Size, "qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank"),
     (_Size, "block_ff_dim block_multiple_of"),
+    (_Size, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     # The taps of a convolution, which are a state's floats for each channel.
-    (_count(_MOST_LAYERS), "conv_L_cache"),
+    (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval"),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (_count(_MOST_WORDS), "vocab_size"),

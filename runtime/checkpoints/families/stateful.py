@@ -110,7 +110,7 @@ def _heads(config: Config) -> tuple[int, int, int, int, int]:
 def _with_deltas(config: Config, found: Architecture, how: DeltaNet) -> Architecture | None:
     kinds = layer_types(config)
     if kinds is None:
-        every = config.get("full_attention_interval", 4)
+        every = config.get("full_attention_interval") or 4
         kinds = ["full_attention" if (n + 1) % every == 0 else "linear_attention" for n in range(found.layers)]
     if found.activation != "silu":
         return None

@@ -139,6 +139,9 @@ def test_many_configurations_run_or_are_refused_in_a_sentence(tiny: Tiny, tmp_pa
         ({"conv_L_cache": 10**9}, "conv_L_cache"),
         ({"block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier"),
         ({"num_dense_layers": -1}, "num_dense_layers"),
+        ({"linear_num_value_heads": 0}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 10**9}, "linear_conv_kernel_dim"),
+        ({"full_attention_interval": 0}, "full_attention_interval"),
     ],
 )
 def test_refusals_name_the_key(tiny: Tiny, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ REFUSED = {
     "gemma2": "attn_logit_softcapping",
     "gpt_oss": "sinks",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "latent"),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "layers with a state"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text"), "layers with a state"),
 }
 
 
