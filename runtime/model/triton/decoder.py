@@ -61,6 +61,8 @@ class TritonDecoder(BaseDecoder):
         super().__init__(architecture, config, parts, kernel, kv)
         self._angles: dict[int, Turns] = {}
         self._logits: Tensor | None = None
+        # What the last forward returned, and its largest entries, which were looked for on the way.
+        self._returned: tuple[Tensor, Tensor] | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
@@ -89,6 +91,7 @@ class TritonDecoder(BaseDecoder):
         reserved, words = reserve(rows, held), tokens.numpy().astype("int32")
         with self._here():
             found = self._compute(reserved, len(rows), held, words, drafted, places, logits_at)
+        self._returned = found.logits, found.largest
         return Out(found.logits, found.hidden)
 
     @torch.inference_mode()
@@ -170,12 +173,20 @@ class TritonDecoder(BaseDecoder):
     ) -> tuple[list[int], list[list[int]]]:
         """See on_device.DeviceRounds. Raises ValueError as sampling.next_tokens."""
         with self._here():
-            found = next_tokens(logits, asked)
+            known = self._largest(logits, asked)
+            found = next_tokens(logits, asked) if known is None else known
         if drafted is None:
             return found.tolist(), []
         both = torch.cat((found, drafted.flatten())).tolist()
         rest, wide = both[len(asked) :], drafted.shape[1]
         return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
+
+    def _largest(self, logits: Tensor, asked: Sequence[RowSampling]) -> Tensor | None:
+        """What `next_tokens` finds for all rows of the last forward where all are greedy; else None."""
+        if self._returned is None or logits is not self._returned[0] or len(asked) != len(logits):
+            return None
+        greedy = all(one.sampling.greedy and one.sampling.plain for one in asked)
+        return self._returned[1] if greedy else None
 
     @torch.inference_mode()
     def candidates(
