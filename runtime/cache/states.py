@@ -12,12 +12,13 @@ from torch import Tensor
 
 from runtime.kv_store import zeros
 
-# States that a request begins with, and how many a chain makes it keep at most: drafts are shorter, and prompts longer.
-_FIRST, _MOST = 8, 32
+# States that a request begins with, and how many a chain makes it keep at most: drafts are shorter, as a rule, and
+# prompts longer. Where it was rolled back further, as after drafts of 64 tokens, it keeps more from then on.
+_FIRST, _MOST, _ROLLED_BACK = 8, 32, 128
 
 
 def bytes_of_states(floats: int) -> int:
-    """What a request's come to take whose layers have so many floats of a state; a wide tree takes more."""
+    """What a request's come to take whose layers have so many floats of a state; long drafts and trees take more."""
     return 4 * _MOST * floats
 
 
@@ -55,7 +56,7 @@ class States:
         """None is there any more: all are about to be computed again, of one token after the other."""
         self._oldest = len(self.tokens)
         # That it went this far back was not foreseen: the next time it may be.
-        self._grow(min(2 * len(self.memory), _MOST))
+        self._grow(min(2 * len(self.memory), _ROLLED_BACK))
 
     def restarted(self) -> None:
         """They have been computed."""
