@@ -38,26 +38,30 @@ from runtime.sampling.params import Sampling
 _LEAST_TABLE = 32
 
 
+def lacking(architecture: Architecture) -> str:
+    """What a record may say and these kernels have not, in words; "" where they have all of it."""
+    a = architecture
+    have_not = {
+        "attn_logit_softcapping": a.softcap,
+        "sinks": a.sinks,
+        "latent attention": a.latent,
+        "layers with a state": any(a.state_sizes),
+    }
+    return ", ".join(name for name, there in have_not.items() if there)
+
+
 class TritonDecoder(BaseDecoder):
     """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
         self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        """Raises UserError for what the record may say and the attention kernels have not."""
-        a = architecture
-        have_not = {
-            "attn_logit_softcapping": a.softcap,
-            "sinks": a.sinks,
-            "latent attention": a.latent,
-            "layers with a state": any(a.state_sizes),
-        }
-        for name, lacking in have_not.items():
-            if lacking:
-                raise UserError(
-                    f"config.json: {architecture.model_type} has {name}, which the kernels in Triton have not: run it"
-                    " on the CPU, or through transformers with adapter=True"
-                )
+        """Raises UserError for what the record says and the kernels have not."""
+        if lacks := lacking(architecture):
+            raise UserError(
+                f"config.json: {architecture.model_type} has {lacks}, which the kernels in Triton have not: leave the"
+                " choice of kernels to auto, which takes plain torch, or run it on the CPU"
+            )
         super().__init__(architecture, config, parts, kernel, kv)
         self._angles: dict[int, Turns] = {}
         self._logits: Tensor | None = None

@@ -16,6 +16,8 @@ from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.by_name import drafter_by_name
 from tests.conftest import write_medusa
 from tests.pretended_gpu import NAME, OnDevice, pretended_gpu
+from tests.runtime.model.families import write
+from tests.slices import often
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real CUDA device says more")
 PAIR = Path(__file__).parents[4] / "examples" / "pair"
@@ -76,6 +78,15 @@ def test_medusa(sampling: Sampling, verify: str, tmp_path: Path, monkeypatch: py
     wanted = texts("cpu", PAIR / "target", "medusa", "auto", sampling, verify, False, heads)
     with pretended_gpu(monkeypatch):
         assert texts("cuda", PAIR / "target", "medusa", "auto", sampling, verify, False, heads) == wanted
+
+
+@pytest.mark.parametrize("kind", often(["gemma2", "gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe"], "lfm2"))
+def test_families_that_plain_torch_runs_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the kernels in Triton have not all of (dispatch.choose_for)."""
+    path = write(kind, tmp_path / kind)
+    wanted = texts("cpu", path, "lookup", "auto", Sampling(), "coupled", False)
+    with pretended_gpu(monkeypatch):
+        assert texts("cuda", path, "lookup", "auto", Sampling(), "coupled", False) == wanted
 
 
 def test_beams(monkeypatch: pytest.MonkeyPatch) -> None:
