@@ -171,7 +171,7 @@ def measure_grid(
     """Every choice compressed, measured, and decoded in every way; and the seconds that all of it took."""
     began = perf_counter()
     lengths = [int(length) for length in asked.lengths.split(",")]
-    beside = bytes_of_draft(bench.draft, CONTEXT) + bytes_of(bench.original, CONTEXT)[0]
+    beside = bytes_of_draft(bench.draft, CONTEXT, 1) + bytes_of(bench.original, CONTEXT)[0]
     points = []
     tried = list(OPTIONS)[: asked.options]
     # One model holds what is of one library.

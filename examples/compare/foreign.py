@@ -147,9 +147,9 @@ def _row(setting: Setting, out: Path, doing: Any, pythons: tuple[Path, Path], lo
 
 
 def _print(rows: list[Row], title: str) -> None:
-    from runtime.bench.output import Column, console, table
+    from runtime.bench.output import console, table
 
-    columns: list[Column] = [
+    columns = [
         ("setting", "checkpoint", "s"), ("library", "written by", "s"),
         ("layers", "its layers in transformers", "s"), ("their_ms", "ms a token there", ".1f"),
         ("our_ms", "here", ".1f"), ("ratio", "times as fast", ".2f"),

@@ -206,7 +206,7 @@ class Place:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 call()
-        return graph.replay
+        return _Replay(graph, call)
 
     def require_triton(self, command: str) -> None:
         """Raises UserError where Triton's kernels, which `command` measures, cannot run."""
@@ -235,6 +235,17 @@ class Place:
                 "cuda": torch.version.cuda,
             }
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Replay:
+    """A graph, and the call that it was captured from: the graph reads the memory that the call holds."""
+
+    graph: torch.cuda.CUDAGraph
+    captured: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 # For tasks on the host alone.

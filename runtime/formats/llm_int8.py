@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.errors import UserError
 from runtime.formats import int8, nf4
 from runtime.formats.packed import PackedWeight
-from runtime.formats.tensors import Tensors, fetch, read_bias, with_bias
+from runtime.formats.tensors import Tensors, divided, fetch, read_bias, with_bias
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ def from_tensors(tensors: Tensors, prefix: str) -> PackedWeight:
     name = f"{prefix}.weight_format"
     if name in tensors and bool(tensors[name].any()):
         raise UserError(f"tensor {name}: codes row by row (0) are read, found another layout; save the model again")
-    scale = (fetch(tensors, f"{prefix}.SCB", torch.float32, shape=(n,)) / 127.0).unsqueeze(1)
+    scale = divided(fetch(tensors, f"{prefix}.SCB", torch.float32, shape=(n,)), 127.0).unsqueeze(1)
     return PackedWeight(int8.scheme(), codes, scale, bias=read_bias(tensors, prefix, n))
 
 

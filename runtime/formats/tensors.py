@@ -93,6 +93,12 @@ def stored_scale_dtype(weight: torch.dtype) -> torch.dtype:
     return weight if weight in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
+def divided(values: Tensor, by: float) -> Tensor:
+    """values / by in their float type, rounded once wherever they lie: on CUDA torch multiplies by a number's
+    reciprocal, which has other bits."""
+    return values / torch.full_like(values, by)
+
+
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales (float32) as they will be read back from a file that holds `dtype`; round codes against these.
 

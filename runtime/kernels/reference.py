@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
+from runtime.formats.tensors import divided
 from runtime.kernels.exact import exp, ordered_sum, tanh, tree_sum
 from runtime.kernels.fused import fused_sum, product
 from runtime.kernels.joined import HoldsTensors
@@ -197,7 +198,7 @@ def packed_linear(weight: PackedWeight) -> FloatLinear | Int8Linear | GroupLinea
     size = size or k
     codes, scale = weight.codes, weight.scale
     if kind.levels:
-        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], scale / kind.levels
+        codes, scale = kind.format.INT8_LEVELS.to(codes.device)[codes.long()], divided(scale, kind.levels)
     exact = torch.float32 if 127 * kind.largest * size < _EXACT_FLOAT else torch.float64
     groups = -(-k // size)
     codes = torch.nn.functional.pad(codes, (0, groups * size - k))

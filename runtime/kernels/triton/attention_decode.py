@@ -24,6 +24,8 @@ from runtime.kv_store import VECTOR, Store
 SPLIT = 128
 # Rows of a tile, one per query head of a row of the forward: the tensor cores' instruction has as many.
 TILE = 16
+# Warps of a program. No bit depends on it.
+_WARPS = 8
 # Splits that the second kernel reads at once.
 _AT_ONCE = 8
 
@@ -149,7 +151,7 @@ def attend(
         (places.table, places.request, places.position, places.start, places.start if tail is None else tail),
         rows, places.table.shape[1], 1 if tail is None else tail.shape[1], splits, heads.scaling / math.log(2.0),
         SHAPE=shape, TREE=tail is not None, ALONE=splits == 1,
-        num_warps=4, num_stages=stages(kind, dim), enable_fp_fusion=False,
+        num_warps=_WARPS, num_stages=stages(kind, dim), enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows, count)](

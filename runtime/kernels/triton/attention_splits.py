@@ -85,8 +85,11 @@ def one_split(
         before = tl.load(request + row - 1, mask=(row < rows) & (r > 0), other=-2)
         active = (request_of == mine) & (last >= 0) & (mine != before) & (row < rows)
         bound = tl.max(tl.where(active, last, -1))
+        # A loop without a turn reads nothing, but the GPU looks at the address of its first asynchronous load, which
+        # must exist: so rows that are none have the first request, and begin where their split begins.
+        mine = tl.maximum(mine, 0)
         lowest = tl.min(tl.where(active, first, 2147483647))
-        low = tl.maximum(begin, lowest // count * count)
+        low = tl.maximum(begin, tl.where(bound < 0, 0, lowest) // count * count)
         high = tl.minimum(begin + SHAPE.split, bound + 1)
         shared = high
         if TREE:

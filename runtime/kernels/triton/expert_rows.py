@@ -58,6 +58,8 @@ def rows_of(rows, picked, COUNT: tl.constexpr, PAIRED: tl.constexpr, BLOCK_T: tl
         there = (place < COUNT) & works
         to_row = t * COUNT + place
         from_row = to_row if PAIRED else t
+        # Programs without work read nothing, but the GPU looks at the addresses of their first asynchronous loads.
+        expert = tl.maximum(expert, 0)
     return from_row, to_row, there, expert, works
 
 

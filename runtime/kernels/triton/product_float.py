@@ -5,9 +5,12 @@ into three terms of 8 or 11 bits, which together are the float32 number, and eac
 products whose error is that of float32 addition alone. float32 weights have no such cut: their products are float32's.
 fp8 (E4M3) has values that bfloat16 holds exactly; a row's scale is multiplied once, to the sum.
 
-Error of y, against the exact product: the accumulator is rounded, or truncated by one unit, 3K / 16 times at most (once
-for each tensor-core step; K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what of x
-lies below bfloat16's range (2⁻¹³³).
+Tensor cores cut off what they add, always towards zero, so each block of BLOCK_K inputs has sums of its own, which are
+then added with rounding.
+
+Error of y, against the exact product: a sum is rounded, or truncated by one unit, once for each tensor-core step of a
+block and once for each block (K times for float32 weights), so |y − exact| ≤ (K + splits) · 2⁻²³ · Σ|w · x|, plus what
+of x lies below bfloat16's range (2⁻¹³³).
 """
 
 import triton
@@ -56,26 +59,28 @@ def float_product(
                 k_in = inside + k < inputs
                 w = tl.load(weight_at + k, mask=n_in[:, None] & k_in[None, :], other=0.0)
                 v = tl.load(x_at + k, mask=t_in[None, :] & k_in[:, None], other=0.0)
+            block = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
             if KIND == "float32":
-                part = _times(w, v, part, "ieee", INTERPRETED)
+                block = _times(w, v, block, "ieee", INTERPRETED)
             elif KIND == "float16":
                 # Every float16 is a tf32 number. Terms by truncation: each is exact, and so is what it leaves.
                 wide = w.to(tl.float32)
                 high = _upper_bits(v, 13)
                 rest = v - high
                 middle = _upper_bits(rest, 13)
-                part = _times(wide, rest - middle, part, "tf32", INTERPRETED)
-                part = _times(wide, middle, part, "tf32", INTERPRETED)
-                part = _times(wide, high, part, "tf32", INTERPRETED)
+                block = _times(wide, rest - middle, block, "tf32", INTERPRETED)
+                block = _times(wide, middle, block, "tf32", INTERPRETED)
+                block = _times(wide, high, block, "tf32", INTERPRETED)
             else:
                 if KIND == "fp8":
                     w = _from_e4m3(w)
                 high = _upper_bits(v, 16)
                 rest = v - high
                 middle = _upper_bits(rest, 16)
-                part = _times(w, (rest - middle).to(tl.bfloat16), part, "tf32", INTERPRETED)
-                part = _times(w, middle.to(tl.bfloat16), part, "tf32", INTERPRETED)
-                part = _times(w, high.to(tl.bfloat16), part, "tf32", INTERPRETED)
+                block = _times(w, (rest - middle).to(tl.bfloat16), block, "tf32", INTERPRETED)
+                block = _times(w, middle.to(tl.bfloat16), block, "tf32", INTERPRETED)
+                block = _times(w, high.to(tl.bfloat16), block, "tf32", INTERPRETED)
+            part += block
         total += part
     where = t.to(tl.int64)[None, :] * outputs + n[:, None]
     here = n_in[:, None] & t_in[None, :]

@@ -1,8 +1,9 @@
 """Tile sizes by kind of weight and generation of GPU, and how K is cut.
 
-None of these figures has been measured yet: they are starting points, chosen by what fits registers and what fills the
-machine, for `python -m runtime.bench gpu tune` to replace on a GPU. No choice of tiles changes a bit of an integer
-product; `splits` does where groups are scaled, so it looks at the scheme and K only.
+Hopper's narrow tiles are the quickest of nine (packed weights) and four (floats) in steps of Llama-3.1-8B's shape on
+an H200 (docs/gpu.md); the others are starting points, chosen by what fits registers and what fills the machine, for
+`python -m runtime.bench gpu tune` to replace. No choice of tiles changes a bit of an integer product; `splits` does
+where groups are scaled, so it looks at the scheme and K only.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ LEAST = 8
 _LOAD, _WARP = 4, 32
 # Inputs that one split adds before the partial sums are. Constants of the arithmetic, not of a GPU. Float tiles stay
 # large on small layers (a smaller one would be another instruction), so their K is cut sooner.
-INPUTS_PER_SPLIT = {"integer": 4096, "float": 2048}
+INPUTS_PER_SPLIT = {"integer": 4096, "float": 1024}
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,16 @@ class Plan:
 
 _HOPPER = 264
 _AMPERE = 216
-# By the least compute capability, newest first.
+_HOPPER_WIDE = Tiles(128, 64, 0, 8, 3)
+# By the least compute capability, newest first, and by kind: where a kind has no plan of its own that of its class.
 PLANS: dict[tuple[int, int], dict[str, Plan]] = {
     (9, 0): {
-        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), Tiles(128, 64, 0, 8, 3), _HOPPER, few=Tiles(32, NARROW, 0, 4, 4)),
-        "float": Plan(Tiles(64, NARROW, 64, 4, 4), Tiles(64, 64, 64, 4, 3), _HOPPER),
+        "integer": Plan(Tiles(64, NARROW, 0, 4, 4), _HOPPER_WIDE, _HOPPER, few=Tiles(32, NARROW, 0, 4, 4)),
+        **dict.fromkeys(
+            ("int8", "nf4", "ternary"),
+            Plan(Tiles(64, NARROW, 0, 4, 6), _HOPPER_WIDE, _HOPPER, few=Tiles(16, NARROW, 0, 1, 8)),
+        ),
+        "float": Plan(Tiles(64, NARROW, 128, 4, 4), Tiles(64, 64, 128, 4, 2), _HOPPER),
     },
     (8, 0): {
         "integer": Plan(Tiles(32, NARROW, 0, 4, 4), Tiles(64, 64, 0, 4, 3), _AMPERE),
@@ -75,7 +81,8 @@ def plan(kind: str, device: torch.device, outputs: int | None = None) -> Plan:
     if device.type != "cuda":
         return INTERPRETER[name]
     capability = torch.cuda.get_device_capability(device)
-    found = next(plans[name] for least, plans in PLANS.items() if capability >= least)
+    plans = next(plans for least, plans in PLANS.items() if capability >= least)
+    found = plans.get(kind, plans[name])
     if found.few is None or outputs is None or 2 * outputs >= found.programs * found.narrow.block_n:
         return found
     return replace(found, narrow=found.few)

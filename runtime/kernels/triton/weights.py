@@ -11,6 +11,7 @@ from runtime.formats import dequantize, fp8
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.formats.schemes import KINDS
+from runtime.formats.tensors import divided
 from runtime.kernels.joined import HoldsTensors
 from runtime.kernels.triton.weight_layout import PER_BYTE, Cut, cut
 
@@ -162,7 +163,7 @@ def _packed(weight: PackedWeight, device: torch.device) -> GpuWeight:
     per_byte = PER_BYTE["planes" if planes else found]
     shape = cut(k, weight.scheme.group_size, per_byte)
     levels = row.levels
-    scale = _by_group("scale", weight.scale / levels if levels else weight.scale, n, shape, device)
+    scale = _by_group("scale", divided(weight.scale, levels) if levels else weight.scale, n, shape, device)
     offset = None if weight.offset is None else _by_group("offset", weight.offset, n, shape, device)
     stored = _spread(codes, shape)
     pairs = _pairs(row.format.INT8_LEVELS).to(device) if levels else None

@@ -38,29 +38,35 @@ from runtime.sampling.params import Sampling
 _LEAST_TABLE = 32
 
 
+def lacking(architecture: Architecture) -> str:
+    """What a record may say and these kernels have not, in words; "" where they have all of it."""
+    a = architecture
+    have_not = {
+        "attn_logit_softcapping": a.softcap,
+        "sinks": a.sinks,
+        "latent attention": a.latent,
+        "layers with a state": any(a.state_sizes),
+    }
+    return ", ".join(name for name, there in have_not.items() if there)
+
+
 class TritonDecoder(BaseDecoder):
     """A `Decoder` whose rows have the same bits at every width; on a CPU by Triton's interpreter."""
 
     def __init__(
         self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
     ):
-        """Raises UserError for what the record may say and the attention kernels have not."""
-        a = architecture
-        have_not = {
-            "attn_logit_softcapping": a.softcap,
-            "sinks": a.sinks,
-            "latent attention": a.latent,
-            "layers with a state": any(a.state_sizes),
-        }
-        for name, lacking in have_not.items():
-            if lacking:
-                raise UserError(
-                    f"config.json: {architecture.model_type} has {name}, which the kernels in Triton have not: run it"
-                    " on the CPU, or through transformers with adapter=True"
-                )
+        """Raises UserError for what the record says and the kernels have not."""
+        if lacks := lacking(architecture):
+            raise UserError(
+                f"config.json: {architecture.model_type} has {lacks}, which the kernels in Triton have not: leave the"
+                " choice of kernels to auto, which takes plain torch, or run it on the CPU"
+            )
         super().__init__(architecture, config, parts, kernel, kv)
         self._angles: dict[int, Turns] = {}
         self._logits: Tensor | None = None
+        # What the last forward returned, and its largest entries, which were looked for on the way.
+        self._returned: tuple[Tensor, Tensor] | None = None
         self._graphs, self._staging = Graphs(self.device), Staging(self.device)
 
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> GpuCache:
@@ -89,6 +95,7 @@ class TritonDecoder(BaseDecoder):
         reserved, words = reserve(rows, held), tokens.numpy().astype("int32")
         with self._here():
             found = self._compute(reserved, len(rows), held, words, drafted, places, logits_at)
+        self._returned = found.logits, found.largest
         return Out(found.logits, found.hidden)
 
     @torch.inference_mode()
@@ -170,12 +177,20 @@ class TritonDecoder(BaseDecoder):
     ) -> tuple[list[int], list[list[int]]]:
         """See on_device.DeviceRounds. Raises ValueError as sampling.next_tokens."""
         with self._here():
-            found = next_tokens(logits, asked)
+            known = self._largest(logits, asked)
+            found = next_tokens(logits, asked) if known is None else known
         if drafted is None:
             return found.tolist(), []
         both = torch.cat((found, drafted.flatten())).tolist()
         rest, wide = both[len(asked) :], drafted.shape[1]
         return both[: len(asked)], [rest[i : i + wide] for i in range(0, len(rest), wide)]
+
+    def _largest(self, logits: Tensor, asked: Sequence[RowSampling]) -> Tensor | None:
+        """What `next_tokens` finds for all rows of the last forward where all are greedy; else None."""
+        if self._returned is None or logits is not self._returned[0] or len(asked) != len(logits):
+            return None
+        greedy = all(one.sampling.greedy and one.sampling.plain for one in asked)
+        return self._returned[1] if greedy else None
 
     @torch.inference_mode()
     def candidates(

@@ -140,7 +140,9 @@ class MedusaDrafter:
         known = [self._states[r.id][0] == len(r.tokens) if r.id in self._states else False for r in requests]
         ready = [i for i in range(len(requests)) if budgets[i] > 0 and known[i]]
         if ready:
-            logits = host(self._heads.logits(torch.stack([self._states[requests[i].id][1] for i in ready])))
+            states = torch.stack([self._states[requests[i].id][1] for i in ready])
+            # One copy from the device for all requests: the tree is grown on the host.
+            logits = host(self._heads.logits(states).cpu())
             argmax_tokens(logits.reshape(-1, logits.shape[-1]), "draft")
             for i, rows in zip(ready, logits, strict=True):
                 drafts[i] = self._draft(requests[i], budgets[i], rows)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -260,8 +261,10 @@ def config(kind: str) -> Any:
 
 def write(kind: str, path: Path) -> Path:
     """Writes the model: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
     torch.manual_seed(7)
     made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime import Speculator, load
 from runtime.cache import states
 from runtime.cache.contiguous import ContiguousCache, KeyValueCache
+from runtime.cache.states import States
 from runtime.contract import Rows
 from runtime.errors import UserError
 from runtime.model.native import NativeDecoder
@@ -213,6 +214,27 @@ def test_a_prompt_with_a_tree_behind_it(decoder: BaseDecoder) -> None:
         cache.keep(request, 43, [node - 1 for node in path[1:3]])
         chain = torch.cat((chain[:45], tokens[:2]))
         assert torch.equal(feed(decoder, cache, request, tokens[:2]), run(decoder, chain, 64)[-2:])
+
+
+def test_long_drafts_do_not_make_it_read_the_text_again_each_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 tokens one is taken each time: once the states do not reach back, then they do."""
+    decoder = load(path, threads=1).decoder
+    assert isinstance(decoder, BaseDecoder)
+    restarts, restart = [], States.restart
+
+    def counted(states: States) -> None:
+        restarts.append(len(states.tokens))
+        restart(states)
+
+    monkeypatch.setattr(States, "restart", counted)
+    cache, tokens = decoder.new_cache(), text(64)
+    request = cache.open(100)
+    for length in range(1, 20):
+        feed(decoder, cache, request, tokens)
+        cache.truncate(request, length)
+    assert restarts == [1]
+    want = run(decoder, torch.cat((tokens[:1].repeat(19), tokens[:3])), 64)[-3:]
+    assert torch.equal(feed(decoder, cache, request, tokens[:3]), want)
 
 
 def test_a_cache_of_a_model_without_states_is_refused(path: Path) -> None:

@@ -109,7 +109,7 @@ def layers(cases: list[tuple[str, int, int, bool]], plans: dict[str, tile_sizes.
                 planes=kind in ("planes", "upper"),
             )
         laid_out = gpu_weight(weight, None, "cpu")
-        layer = triton_linear(laid_out, plans["float" if laid_out.cut is None else "integer"])
+        layer = triton_linear(laid_out, plans.get(laid_out.kind, plans["float" if laid_out.cut is None else "integer"]))
         yield layer.upper() if kind == "upper" else layer
         if layer.plan.few is not None and cases is not FEW:
             yield replace(layer, plan=replace(layer.plan, narrow=layer.plan.few))

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from runtime.kernels.triton import tile_sizes
-from runtime.kernels.triton.weight_layout import CHUNKS
+from runtime.kernels.triton.weight_layout import CHUNKS, PER_BYTE
 
 ALL = [*tile_sizes.PLANS.values(), tile_sizes.INTERPRETER]
 
 
 @pytest.mark.parametrize("plans", ALL)
 def test_tiles(plans: dict[str, tile_sizes.Plan]) -> None:
-    assert set(plans) == {"integer", "float"}
+    assert {"integer", "float"} <= set(plans) <= {"integer", "float", *PER_BYTE}
     for name, plan in plans.items():
         for tiles in (plan.narrow, plan.wide, plan.few):
             if tiles is None:
@@ -27,6 +27,14 @@ def test_tiles(plans: dict[str, tile_sizes.Plan]) -> None:
         assert plan.narrow.block_k == plan.wide.block_k
         if name == "float":
             assert plan.few is None
+
+
+def test_a_kind_may_have_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper, device = tile_sizes.PLANS[9, 0], torch.device("cuda")
+    assert tile_sizes.plan("nf4", device) == hopper["nf4"] != hopper["integer"]
+    assert tile_sizes.plan("int4", device) == tile_sizes.plan("planes", device) == hopper["integer"]
+    assert tile_sizes.plan("fp8", device) == tile_sizes.plan("float", device) == hopper["float"]
 
 
 def test_newest_first() -> None:
@@ -46,7 +54,7 @@ def test_rows_choose_tiles() -> None:
 
 def test_splits_follow_the_inputs() -> None:
     assert [tile_sizes.splits("int4", k) for k in (1, 4096, 4097, 14336)] == [1, 1, 2, 4]
-    assert [tile_sizes.splits("float", k) for k in (64, 2048, 4096, 14336)] == [1, 1, 2, 7]
+    assert [tile_sizes.splits("float", k) for k in (64, 2048, 4096, 14336)] == [1, 2, 4, 14]
     assert tile_sizes.splits("nf4", 11008) == tile_sizes.splits("ternary", 11008)
 
 
@@ -54,7 +62,7 @@ def test_a_device_gets_the_newest_plan_that_it_can_run(monkeypatch: pytest.Monke
     device = torch.device("cuda")
     for capability, expected in (((8, 0), (8, 0)), ((8, 9), (8, 0)), ((9, 0), (9, 0)), ((12, 0), (9, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where, found=capability: found)
-        assert tile_sizes.plan("nf4", device) == tile_sizes.PLANS[expected]["integer"]
+        assert tile_sizes.plan("int4", device) == tile_sizes.PLANS[expected]["integer"]
         assert tile_sizes.plan("float", device, 64) == tile_sizes.PLANS[expected]["float"]
     small, large = tile_sizes.plan("int4", device, 2048), tile_sizes.plan("int4", device, 32_000)
     assert small.narrow == tile_sizes.PLANS[9, 0]["integer"].few

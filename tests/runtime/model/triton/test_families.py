@@ -9,6 +9,8 @@ from torch import Tensor
 from runtime import load
 from runtime.contract import Decoder, Rows
 from runtime.errors import UserError
+from runtime.kernels import dispatch
+from runtime.model.layers import described
 from runtime.model.reference import BaseDecoder
 from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, write
 from tests.slices import often
@@ -49,3 +51,20 @@ def test_what_the_kernels_have_not_is_refused(tmp_path: Path, device: str, kind:
     path = write(kind, tmp_path / kind)
     with pytest.raises(UserError, match=lacking):
         load(path, device=device, kernels="triton")
+
+
+@pytest.mark.parametrize("kind", often(list(REFUSED), "lfm2", "gpt_oss"))
+def test_auto_takes_plain_torch_for_them_and_says_so(
+    tmp_path: Path, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Triton is the first choice, as on a GPU."""
+    there = {one.name: one for one in dispatch.available(device)}
+    monkeypatch.setattr(dispatch, "available", lambda *_: [there["triton"], there["plain-torch"]])
+    assert load(write("cohere2", tmp_path / "cohere2"), device=device).decoder.kernels == "triton"
+    path = write(kind, tmp_path / kind)
+    decoder = load(path, device=device).decoder
+    assert decoder.kernels == "plain-torch" and f"triton has no {REFUSED[kind]}" in described(decoder)
+    tokens = torch.randint(1, VOCABULARY, (7,), generator=torch.manual_seed(1))
+    monkeypatch.undo()
+    want = run(load(path, kernels="reference").decoder, tokens, 7)
+    assert float((run(decoder, tokens, 4).cpu() - want).norm() / want.norm()) < 1e-5

@@ -14,7 +14,10 @@ from runtime.kernels import dispatch
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.by_name import drafter_by_name
+from tests.conftest import write_medusa
 from tests.pretended_gpu import NAME, OnDevice, pretended_gpu
+from tests.runtime.model.families import write
+from tests.slices import often
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real CUDA device says more")
 PAIR = Path(__file__).parents[4] / "examples" / "pair"
@@ -22,10 +25,19 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 5, 6]]
 WARM = Sampling(0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
 
 
-def texts(device: str, path: Path, drafter: str, kv: Any, sampling: Sampling, verify: str, adapter: bool) -> Any:
+def texts(
+    device: str,
+    path: Path,
+    drafter: str,
+    kv: Any,
+    sampling: Sampling,
+    verify: str,
+    adapter: bool,
+    draft: Path | None = None,
+) -> Any:
     options: dict[str, Any] = {"device": device, "kernels": "plain-torch"}
     model = load(path, planes=drafter == "nested", adapter=adapter, **options)
-    draft = str(PAIR / "draft") if drafter in ("model", "tree") else None
+    draft = PAIR / "draft" if drafter in ("model", "tree") else draft
     made = drafter_by_name(model, drafter, draft, None, verify, options).drafter
     speculator = Speculator(model, made, 2, verify, False, CacheOptions(kv))  # type: ignore[arg-type]
     return [one.tokens for one in speculator.generate(PROMPTS, max_new_tokens=5, stop=(), sampling=sampling)]
@@ -58,6 +70,23 @@ def test_packed_weights(scheme: str, drafter: str, tmp_path: Path, monkeypatch: 
     wanted = texts("cpu", model, drafter, "auto", Sampling(), "coupled", False)
     with pretended_gpu(monkeypatch):
         assert texts("cuda", model, drafter, "auto", Sampling(), "coupled", False) == wanted
+
+
+@pytest.mark.parametrize(("sampling", "verify"), [(Sampling(), "coupled"), (WARM, "coupled"), (WARM, "rejection")])
+def test_medusa(sampling: Sampling, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = write_medusa(PAIR / "target", tmp_path / "medusa", scale=0.02)
+    wanted = texts("cpu", PAIR / "target", "medusa", "auto", sampling, verify, False, heads)
+    with pretended_gpu(monkeypatch):
+        assert texts("cuda", PAIR / "target", "medusa", "auto", sampling, verify, False, heads) == wanted
+
+
+@pytest.mark.parametrize("kind", often(["gemma2", "gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe"], "lfm2"))
+def test_families_that_plain_torch_runs_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the kernels in Triton have not all of (dispatch.choose_for)."""
+    path = write(kind, tmp_path / kind)
+    wanted = texts("cpu", path, "lookup", "auto", Sampling(), "coupled", False)
+    with pretended_gpu(monkeypatch):
+        assert texts("cuda", path, "lookup", "auto", Sampling(), "coupled", False) == wanted
 
 
 def test_beams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_logprobs_of_tokens_that_the_device_chose(target: Model, draft: Model) -
 
 
 def test_structured_texts_are_judged_on_the_host(target: Model, draft: Model) -> None:
+    pytest.importorskip("llguidance")
     structure = Structure.regex("a(cd|gh)")
     for sampling in SAMPLINGS[1:]:
         plain = Speculator(target).generate(PROMPTS[:1], 5, sampling, structure=structure)[0]

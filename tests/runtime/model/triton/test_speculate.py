@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime import Model, Speculator, load
+from runtime.bench.oracle import OracleDrafter
 from runtime.model.on_device import DeviceRounds
 from runtime.model.triton.decoder import TritonDecoder
 from runtime.sampling.params import Sampling
@@ -81,6 +82,19 @@ def test_trees_are_read_once_a_level(draft: Model, plan: TreeShape | Growth, mon
     by_host = trees(SAMPLINGS)
     assert len(read) == 2
     assert [(made.tokens, made.parents) for made in here] == [(made.tokens, made.parents) for made in by_host]
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0])
+def test_an_oracle_on_the_device(target: Model, draft: Model, right: float) -> None:
+    """The draft's chains run on the device, and what is verified there are the oracle's tokens."""
+    prompts = [[7, 300, 12, 9], [3, 4, 3]]
+    plain, rounds = texts(target, None, prompts, Sampling())
+    known = {tuple(prompt): text for prompt, text in zip(prompts, plain, strict=True)}
+    oracle = OracleDrafter(draft, known, right)
+    assert isinstance(target.decoder, DeviceRounds) and isinstance(oracle, DeferredDrafter)
+    found, counted = texts(target, oracle, prompts, Sampling())
+    # The draft is the target's twin: by itself it would be right in either case.
+    assert found == plain and (counted < rounds if right else counted == rounds)
 
 
 def test_nested(tiny_packed: Callable[[str], Path], device: str) -> None:
