@@ -219,9 +219,13 @@ def linears(parts: Parts) -> Iterator[Linear]:
             if block.mlp.shared_gate is not None:
                 yield block.mlp.shared_gate
         for mlp in experts:
-            yield from mlp.gate_up.parts
-            yield mlp.down
+            yield from mlp_linears(mlp)
     yield parts.head
+
+
+def mlp_linears(mlp: Mlp) -> tuple[Linear, ...]:
+    """The linear layers of one MLP or expert."""
+    return (*mlp.gate_up.parts, mlp.down)
 
 
 def weight_bytes(*decoders: Parts) -> int:

@@ -17,7 +17,7 @@ from runtime.bench.__main__ import app
 from runtime.bench.forwards import CONTEXT, tree
 from runtime.bench.layers import Layer, copies, layers
 from runtime.bench.measure import WARM_UP, Sample, cache_bytes, fastest, interleaved, machine, row
-from runtime.bench.random_models import SHAPES
+from runtime.bench.shapes import SHAPES
 from runtime.contract import Rows
 from runtime.kernels.dispatch import Kernel, choose
 
