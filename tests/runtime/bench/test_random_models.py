@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,23 @@ def test_nothing_is_replaced_and_nothing_half_written_stays(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match="exists already"):
         write_shape("pair", "int8", path)
+
+
+@pytest.mark.parametrize("shape", ["gpt-oss-20b", "deepseek-v2-lite", "qwen3.5-4b"])
+def test_the_first_layers_of_any_family(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture in mxfp4, latent attention, gated delta rules: at sizes that a test can hold."""
+    about = SHAPES[shape]
+    small = dict(about.config) | {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 5}
+    small |= {key: value[:5] for key, value in small.items() if key == "layer_types"}
+    small |= {key: 8 for key in ("num_local_experts", "n_routed_experts") if key in small}
+    small |= {"intermediate_size": 192, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    tiny = {**SHAPES, shape: replace(about, config=small)}
+    monkeypatch.setattr("runtime.bench.random_models.SHAPES", tiny)
+    path = write_shape(shape, "int4", tmp_path / "m", layers=4)
+    decoder = load(path).decoder
+    assert decoder.architecture.layers == 4  # type: ignore[attr-defined]
+    cache, ids = decoder.new_cache(), torch.arange(100, 124)
+    found = decoder.forward(ids, Rows.chains([(cache.open(24), 0, 24)]), cache).logits  # type: ignore[attr-defined]
+    assert torch.isfinite(found).all() and 0.5 < found.std() < 2 and (found[1:] - found[:-1]).std() > 0.3
+    with pytest.raises(UserError, match=f"--layers: {shape} has 5, found 6"):
+        write_shape(shape, "int4", tmp_path / "n", layers=6)
