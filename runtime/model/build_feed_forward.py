@@ -73,23 +73,30 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
     )
 
 
-def _expert(reader: TensorReader, a: Architecture, prefix: str, size: int, names: tuple[str, str, str]) -> Mlp:
+def _expert(
+    reader: TensorReader,
+    a: Architecture,
+    prefix: str,
+    size: int,
+    names: tuple[str, str, str],
+    limits: Tensor | None = None,
+) -> Mlp:
     gate, up, down = (f"{prefix}.{name}" for name in names)
-    return Mlp(reader.join([gate, up], [size, size], a.hidden), reader.linear(down, (a.hidden, size)))
+    return Mlp(reader.join([gate, up], [size, size], a.hidden), reader.linear(down, (a.hidden, size)), limits)
 
 
 def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
     held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
+    limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
     fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in held), None)
     if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
         names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
-        return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names) for i in range(experts.count))
+        return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names, limits) for i in range(experts.count))
     order = None
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
-    limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
     layers = zip(
         *_stack(reader, experts, f"{base}.{fused[0]}"), *_stack(reader, experts, f"{base}.{fused[1]}"), strict=True
     )

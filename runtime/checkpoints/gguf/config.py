@@ -59,6 +59,8 @@ def configure(header: Header) -> dict[str, Any]:
     config |= family.fixed
     if family.more is not None:
         config |= family.more(keys, config)
+    if not family.sized:
+        del config["head_dim"]
     config |= _special_ids(header, vocab)
     return config | {"quantization_config": {"quant_method": "gguf"}}
 

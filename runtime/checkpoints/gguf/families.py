@@ -17,6 +17,7 @@ class Family:
 
     eps    transformers' key of the norms' epsilon; `rms` norms by the root mean square have another key there.
     mixed  layers without attention have no key heads.
+    sized  config.json has the size of a head.
     """
 
     model_type: str
@@ -25,6 +26,7 @@ class Family:
     eps: str = "rms_norm_eps"
     rms: bool = True
     mixed: bool = False
+    sized: bool = True
 
 
 # Each expert gets names of its own, so a count out of a damaged file must be a sane one.
@@ -301,7 +303,7 @@ FAMILIES: dict[str, Family] = {
     "phi2": Family("phi", None, {"hidden_act": "gelu_new", "qk_layernorm": False}, "layer_norm_eps", False),
     "gpt2": Family("gpt2", _gpt2, {"activation_function": "gelu_new"}, "layer_norm_epsilon", False),
     "gptneox": Family("gpt_neox", _gpt_neox, {}, "layer_norm_eps", False),
-    "falcon": Family("falcon", _falcon, {}, "layer_norm_epsilon", False),
+    "falcon": Family("falcon", _falcon, {}, "layer_norm_epsilon", False, sized=False),
     "nemotron": Family("nemotron", _nemotron, {"hidden_act": "relu2"}, "norm_eps", False),
     "olmoe": Family("olmoe", lambda keys, config: experts(keys), {"norm_topk_prob": False, "clip_qkv": None}),
 }
