@@ -31,6 +31,7 @@ from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight
 from runtime.model.tensor_reader import take_rows
 
+
 @dataclass(frozen=True)
 class Written:
     """A tensor of the file: its part, type and shape."""
@@ -90,6 +91,11 @@ def _arranged(part: Part, weight: Weight) -> Weight:
     """A tensor of transformers' as its part has it: (N, K), or (N,) for a vector; rows in llama.cpp's order."""
     if part.rows is not None:
         weight = take_rows(weight, torch.from_numpy(part.rows))
+    if part.columns is not None:
+        whole = dequantize(weight) if isinstance(weight, PackedWeight) else weight
+        return whole[:, torch.from_numpy(part.columns)]
+    if part.logarithm and isinstance(weight, Tensor):
+        return -weight.float().exp()
     if part.turned == "heads":
         whole = dequantize(weight) if isinstance(weight, PackedWeight) else weight
         return whole.view(part.heads, -1, whole.shape[1]).transpose(1, 2).reshape(-1, whole.shape[0] // part.heads)

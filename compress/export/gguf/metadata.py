@@ -121,7 +121,8 @@ def name(a: Architecture, tokens: Collection[str]) -> str:
 
 def keys(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
     """The architecture's keys; `parameters` come from `rope`."""
-    heads = [a.kv_heads if layer in a.attending else 0 for layer in range(a.layers)]
+    # Layers with a convolution are known by having no heads.
+    heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
     out: Keys = {
         "context_length": context(a)[0],
         "embedding_length": a.hidden,
@@ -220,6 +221,18 @@ def _layers(a: Architecture) -> Keys:
         out[ACTIVATION] = "gelu_pytorch_tanh"
     if a.convolution is not None:
         out["shortconv.l_cache"] = a.convolution.taps
+    if (delta := a.delta) is not None:
+        out |= {
+            "ssm.conv_kernel": delta.taps,
+            "ssm.state_size": delta.key,
+            "ssm.group_count": delta.key_heads,
+            "ssm.time_step_rank": delta.value_heads,
+            "ssm.inner_size": delta.values,
+            "attention.recurrent_layers": [layer not in a.attending for layer in range(a.layers)],
+        }
+    if a.model_type == "qwen3_5_text":
+        # Of text all sections rotate alike.
+        out["rope.dimension_sections"] = [11, 11, 10, 0]
     if (how := a.latent) is not None:
         out["attention.kv_lora_rank"] = how.rank
         out["attention.key_length_mla"], out["attention.value_length_mla"] = how.rotated + how.plain, how.value
@@ -249,7 +262,7 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
     ]
     if kind in _WINDOWS and a.windows != again.windows:
         differing.append(("windows", a.windows, again.windows))
-    if [kind is None for kind in a.rotations] != [kind is None for kind in again.rotations]:
+    if [one is None for one in a.rotations] != [one is None for one in again.rotations]:
         differing.append(("rotated layers", a.rotations, again.rotations))
     if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
         differing.append(("activation", a.activation, again.activation))
@@ -316,7 +329,9 @@ def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture,
     plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
     rotated = a.head_dim
     theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
-    for ours_kind, their_kind in {pair for pair in zip(a.rotations, again.rotations, strict=True) if pair[0] is not None}:
+    for ours_kind, their_kind in {
+        pair for pair in zip(a.rotations, again.rotations, strict=True) if pair[0] is not None
+    }:
         (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind or "")
         rotated = 2 * len(one)
         if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:

@@ -87,7 +87,10 @@ class GgufTensors(Shards):
         places = self._places[name]
         if len(places) == 1:
             return self._one(places[0], shape)
-        whole = torch.empty(shape)
+        kinds = {self.header.tensors[place.part.tensor].kind for place in places}
+        if len(kinds) == 1 and not any(place.part.turned for place in places):
+            return self._together(places, shape)
+        whole = torch.zeros(shape)
         for place in places:
             assert place.part.rows is not None
             whole[torch.from_numpy(place.part.rows)] = self._rows_of(place)
@@ -102,13 +105,28 @@ class GgufTensors(Shards):
                 what = f"tensor {stored.name} has {len(rows)} rows, expected {len(part.rows)}"
                 raise damaged(self.header.path.name, what)
             rows = rows[np.argsort(part.rows)]
+        order = None if part.columns is None else torch.from_numpy(np.argsort(part.columns))
         if not stored.kind.plain:
-            return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
+            found = to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
+            return found if order is None else dequantize(found)[:, order]
         values = _plain(stored, rows)
+        if order is not None:
+            return values[:, order]
         if part.turned == "matrix":
             return values.t().contiguous()
         values = values.reshape(shape)
+        if part.logarithm:
+            return (-values.float()).log()
         return values.float() - part.offset if part.offset else values
+
+    def _together(self, places: list[Place], shape: tuple[int, ...]) -> PackedWeight | Tensor:
+        """The rows of several tensors of one type."""
+        stored = self.header.tensors[places[0].part.tensor]
+        rows = np.concatenate([self._bytes(self.header.tensors[place.part.tensor], place) for place in places])
+        rows = rows[np.argsort(np.concatenate([place.part.rows for place in places if place.part.rows is not None]))]
+        if stored.kind.plain:
+            return _plain(stored, rows).reshape(shape)
+        return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
 
     def _rows_of(self, place: Place) -> Tensor:
         """The rows of one tensor of several, float32."""

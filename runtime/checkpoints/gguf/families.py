@@ -157,7 +157,9 @@ _SIGMOID = 2
 def _deepseek2(keys: Keys, config: Config) -> Config:
     rank, rotated = keys.whole("attention.kv_lora_rank"), keys.whole("rope.dimension_count")
     if not keys.has(".attn_k_b.weight"):
-        raise damaged(keys.shown, "tensor blk.0.attn_k_b.weight is missing, which files had before May 2025 as attn_kv_b")
+        raise damaged(
+            keys.shown, "tensor blk.0.attn_k_b.weight is missing, which files had before May 2025 as attn_kv_b"
+        )
     queries = keys.has(".attn_q_a.weight")
     shared, size = keys.whole("expert_shared_count"), keys.whole("expert_feed_forward_length")
     sigmoid = keys.whole("expert_gating_func", 1) == _SIGMOID
@@ -166,22 +168,26 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
     if not sigmoid:
         method = "greedy" if groups[0] == 1 else "group_limited_greedy"
         own = {"model_type": "deepseek_v2", "norm_topk_prob": False, "topk_method": method}
-    return own | experts(keys, "n_routed_experts") | {
-        "num_key_value_heads": config["num_attention_heads"],
-        "head_dim": rotated,
-        "kv_lora_rank": rank,
-        "q_lora_rank": keys.whole("attention.q_lora_rank") if queries else None,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": keys.whole("attention.key_length_mla") - rotated,
-        "v_head_dim": keys.whole("attention.value_length_mla"),
-        "moe_intermediate_size": size,
-        "n_shared_experts": shared,
-        "first_k_dense_replace": int(keys.real("leading_dense_block_count", 0)),
-        "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
-        "n_group": groups[0],
-        "topk_group": groups[1],
-        "rope_parameters": {k: v for k, v in config["rope_parameters"].items() if k != "partial_rotary_factor"},
-    }
+    return (
+        own
+        | experts(keys, "n_routed_experts")
+        | {
+            "num_key_value_heads": config["num_attention_heads"],
+            "head_dim": rotated,
+            "kv_lora_rank": rank,
+            "q_lora_rank": keys.whole("attention.q_lora_rank") if queries else None,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": keys.whole("attention.key_length_mla") - rotated,
+            "v_head_dim": keys.whole("attention.value_length_mla"),
+            "moe_intermediate_size": size,
+            "n_shared_experts": shared,
+            "first_k_dense_replace": int(keys.real("leading_dense_block_count", 0)),
+            "routed_scaling_factor": keys.real("expert_weights_scale", 0.0) or 1.0,
+            "n_group": groups[0],
+            "topk_group": groups[1],
+            "rope_parameters": {k: v for k, v in config["rope_parameters"].items() if k != "partial_rotary_factor"},
+        }
+    )
 
 
 def _lfm2(keys: Keys, config: Config) -> Config:
@@ -198,12 +204,36 @@ def _lfm2(keys: Keys, config: Config) -> Config:
 def _lfm2moe(keys: Keys, config: Config) -> Config:
     found = _lfm2(keys, config)
     del found["block_ff_dim"]
-    return found | experts(keys) | {
-        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
-        "num_dense_layers": int(keys.real("leading_dense_block_count", 0)),
-        "norm_topk_prob": True,
-        "use_expert_bias": keys.has(".exp_probs_b.bias"),
+    return (
+        found
+        | experts(keys)
+        | {
+            "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+            "num_dense_layers": int(keys.real("leading_dense_block_count", 0)),
+            "norm_topk_prob": True,
+            "use_expert_bias": keys.has(".exp_probs_b.bias"),
+        }
+    )
+
+
+def _deltas(keys: Keys, config: Config) -> Config:
+    layers, heads = config["num_hidden_layers"], keys.whole("ssm.time_step_rank")
+    inner, every = keys.whole("ssm.inner_size"), keys.whole("full_attention_interval", 4)
+    if inner % heads:
+        raise damaged(keys.shown, f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank {heads}")
+    slow = keys.each("attention.recurrent_layers", layers) or [(layer + 1) % every for layer in range(layers)]
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in slow],
+        "linear_num_key_heads": keys.whole("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.whole("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
     }
+
+
+def _qwen3next(keys: Keys, config: Config) -> Config:
+    return _deltas(keys, config) | _qwen2moe(keys, config)
 
 
 # llama.cpp slides in models of so many layers, and in no others.
@@ -292,6 +322,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": Family("deepseek_v3", _deepseek2),
     "lfm2": Family("lfm2", _lfm2, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, "norm_eps", mixed=True),
     "lfm2moe": Family("lfm2_moe", _lfm2moe, {"conv_bias": False}, "norm_eps", mixed=True),
+    "qwen3next": Family("qwen3_next", _qwen3next, {"norm_topk_prob": True} | _EVERY),
+    "qwen35": Family("qwen3_5_text", _deltas),
     "exaone4": Family("exaone4", _exaone4),
     "seed_oss": Family("seed_oss", _attention_bias),
     "ernie4_5": Family("ernie4_5", lambda keys, config: _biases(keys, use_bias="attn_q")),

@@ -25,6 +25,7 @@ class Form:
     renamed: Mapping[str, str] = field(default_factory=dict)
     biases: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
+    tiled: bool = False
     head: Literal["always", "never", "untied"] = "untied"
 
 
@@ -49,6 +50,8 @@ FORMS: dict[str, Form] = {
     "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
     "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}),
     "lfm2moe": Form(("lfm2_moe",), renamed={"output_norm": "token_embd_norm"}),
+    "qwen3next": Form(("qwen3_next",), renamed=_POST),
+    "qwen35": Form(("qwen3_5_text",), renamed=_POST, tiled=True),
     "exaone4": Form(("exaone4",)),
     "seed_oss": Form(("seed_oss",), renamed=_POST),
     "ernie4_5": Form(("ernie4_5",), True, biases=frozenset({"attn_output"})),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.checkpoints.gguf.names import EMBEDDING, HEAD, Form
-from runtime.checkpoints.record import Architecture, Experts, Latent
+from runtime.checkpoints.record import Architecture, DeltaNet, Experts, Latent
 
 Order = NDArray[np.int64]
 
@@ -26,7 +26,9 @@ class Part:
     stacked   each of them is an element of its first dimension.
     rows      row i is transformers' row rows[i]; None: the rows are in transformers' order. Where several parts have
               one name, each has some of its rows.
+    columns   of a matrix, as `rows`.
     offset    what is added to the values there.
+    logarithm transformers' values are x where -exp(x) is there.
     shape     transformers' shape, where it is another.
     turned    "matrix": transformers' is (inputs, outputs). "heads": of each head the rows are columns there.
     vector    float32 always, as llama.cpp wants it.
@@ -37,7 +39,9 @@ class Part:
     names: tuple[str, ...]
     stacked: bool = False
     rows: Order | None = None
+    columns: Order | None = None
     offset: float = 0.0
+    logarithm: bool = False
     shape: tuple[int, ...] | None = None
     turned: Literal["matrix", "heads"] | None = None
     heads: int = 1
@@ -113,7 +117,7 @@ def _block(names: _Names, a: Architecture, number: int, held: Collection[str]) -
     yield from names.norm(a, "post_attention_norm", n.attention_norm)
     yield from names.norm(a, "post_ffw_norm", n.output_norm)
     if number not in a.attending:
-        yield from _convolution(names, a)
+        yield from _convolution(names, a) if a.delta is None else _delta(names, a, a.delta)
     elif a.latent is not None:
         yield from _latent(names, a, a.latent)
     else:
@@ -172,6 +176,36 @@ def _convolution(names: _Names, a: Architecture) -> Iterator[Part]:
     yield Part(f"{there}.bias", (f"{here}.bias",), vector=True, bias=True)
 
 
+def _delta(names: _Names, a: Architecture, how: DeltaNet) -> Iterator[Part]:
+    """A delta rule: what its layers make lies as queries, keys and values, and their gates apart."""
+    heads = np.arange(how.value_heads)
+    per = how.value_heads // how.key_heads
+    if names.form.tiled:
+        heads = heads.reshape(how.key_heads, per).swapaxes(0, 1).reshape(-1)
+    values = (heads[:, None] * how.value + np.arange(how.value)).reshape(-1)
+    channels = np.concatenate((np.arange(how.channels - how.values), how.channels - how.values + values))
+    if how.grouped:
+        sizes = np.cumsum([how.key, how.key, per * how.value])
+        rows = np.arange(how.channels + how.values).reshape(how.key_heads, -1)
+        *qkv, gates = (part.reshape(-1) for part in np.split(rows, sizes, axis=1))
+        whole = (f"{names.here}{how.into[0]}.weight",)
+        yield Part(f"{names.tensor('attn_qkv')}.weight", whole, rows=np.concatenate(qkv))
+        yield Part(f"{names.tensor('attn_gate')}.weight", whole, rows=gates)
+        yield from names.layer("ssm_ba", how.into[1])
+    else:
+        layers = zip(("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"), how.into, strict=True)
+        for (part, name), rows in zip(layers, (channels, values, heads, heads), strict=True):
+            yield from names.layer(part, name, rows)
+    filtered = (f"{names.here}{how.filter}.weight",)
+    shape = (how.channels, 1, how.taps)
+    yield Part(f"{names.tensor('ssm_conv1d')}.weight", filtered, rows=channels, shape=shape, vector=True)
+    yield Part(f"{names.tensor('ssm_dt')}.bias", (names.here + how.step,), rows=heads, vector=True)
+    yield Part(names.tensor("ssm_a"), (names.here + how.rate,), rows=heads, logarithm=True, vector=True)
+    yield from names.norm(a, "ssm_norm", how.norm, 0.0)
+    out = (f"{names.here}{how.out}.weight",)
+    yield Part(f"{names.tensor('ssm_out')}.weight", out, columns=values if names.form.tiled else None)
+
+
 def _mlp(names: _Names, a: Architecture) -> Iterator[Part]:
     layers = ("ffn_gate", "ffn_up") if len(a.names.gate_up) == 2 else ("ffn_up",)
     for part, name in zip((*layers, "ffn_down"), (*a.names.gate_up, a.names.down), strict=True):
@@ -190,7 +224,11 @@ def _mixture(names: _Names, experts: Experts, held: Collection[str]) -> Iterator
     if experts.correction is not None:
         yield Part(f"{names.tensor('exp_probs_b')}.bias", (f"{base}.{experts.correction}",), vector=True)
     if experts.shared:
-        for part, name in (("ffn_gate_shexp", "gate_proj"), ("ffn_up_shexp", "up_proj"), ("ffn_down_shexp", "down_proj")):
+        for part, name in (
+            ("ffn_gate_shexp", "gate_proj"),
+            ("ffn_up_shexp", "up_proj"),
+            ("ffn_down_shexp", "down_proj"),
+        ):
             yield from prefix.layer(part, f"{experts.shared_name}.{name}")
     if experts.shared_gate is not None:
         gate = (f"{base}.{experts.shared_gate}.weight",)

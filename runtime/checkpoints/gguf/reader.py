@@ -58,8 +58,7 @@ TQ2_0 = BlockType("TQ2_0", 35, 256, 66)
 MXFP4 = BlockType("MXFP4", 39, 32, 17)
 
 TYPES: dict[int, BlockType] = {
-    kind.number: kind
-    for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0, MXFP4)
+    kind.number: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0, MXFP4)
 }
 """The types that are read, by number."""
 

@@ -38,6 +38,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"attention_bias": False, "rope_parameters": {**_YARN, **_TOGETHER}},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_oss": {"swiglu_limit": 7.0, "head_dim": 40},
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5_text": {},
     "lfm2": {"conv_bias": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
 }

@@ -13,8 +13,8 @@ import torch
 
 from runtime import load
 from runtime.checkpoints.architecture import configuration, describe
-from runtime.checkpoints.gguf.rope import llama3_factors
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0, BlockType
+from runtime.checkpoints.gguf.rope import llama3_factors
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.errors import UserError
