@@ -144,7 +144,7 @@ def _rope(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
         "rope.freq_base": float(parameters["rope_theta"]),
     }
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
-    if isinstance(local, dict):
+    if isinstance(local, dict) and a.model_type == "gemma3_text":
         out["rope.freq_base_swa"] = float(local["rope_theta"])
     if parameters["rope_type"] in ("linear", "yarn"):
         out |= {"rope.scaling.type": parameters["rope_type"], "rope.scaling.factor": float(parameters["factor"])}
@@ -271,7 +271,8 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
     if differing:
         what, ours, theirs = _part(*differing[0])
         raise UserError(
-            f"{shown}: expected {what} {theirs}, as llama.cpp has it for {kind}, found {ours}: export it to another form"
+            f"{shown}: expected {what} {theirs}, as llama.cpp has it for {kind}, found {ours}: export it to another"
+            " form"
         )
     _check_rotation(shown, kind, a, again, config, values)
     return tuple(_notes(a, kind, found))

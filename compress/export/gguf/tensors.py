@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the names that every family has here: experts one by one, however they are stored."""
+"""The tensors of a checkpoint under the same names for every family: experts one by one, however they are stored."""
 
 import re
 from typing import Any

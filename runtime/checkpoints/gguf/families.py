@@ -129,7 +129,8 @@ def _olmo2(keys: Keys, config: Config) -> Config:
     if keys.get("attention.sliding_window") is None:
         return {}
     full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", full["rope_theta"])}
+    # Both rotate at one base.
+    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
     sets = {"sliding_attention": local, "full_attention": full}
     return {"model_type": "olmo3", "rope_parameters": sets} | _window(keys, config, 4)
 
@@ -160,7 +161,9 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
         raise damaged(
             keys.shown, "tensor blk.0.attn_k_b.weight is missing, which files had before May 2025 as attn_kv_b"
         )
-    queries = keys.has(".attn_q_a.weight")
+    # DeepSeek-V2-Lite and those built like it.
+    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+    lite = layers in (26, 27) or (layers == 48 and vocab == 128_256)
     shared, size = keys.whole("expert_shared_count"), keys.whole("expert_feed_forward_length")
     sigmoid = keys.whole("expert_gating_func", 1) == _SIGMOID
     groups = keys.whole("expert_group_count", 1), keys.whole("expert_group_used_count", 1)
@@ -175,7 +178,7 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
             "num_key_value_heads": config["num_attention_heads"],
             "head_dim": rotated,
             "kv_lora_rank": rank,
-            "q_lora_rank": keys.whole("attention.q_lora_rank") if queries else None,
+            "q_lora_rank": None if lite else keys.whole("attention.q_lora_rank"),
             "qk_rope_head_dim": rotated,
             "qk_nope_head_dim": keys.whole("attention.key_length_mla") - rotated,
             "v_head_dim": keys.whole("attention.value_length_mla"),
@@ -218,16 +221,15 @@ def _lfm2moe(keys: Keys, config: Config) -> Config:
 
 def _deltas(keys: Keys, config: Config) -> Config:
     layers, heads = config["num_hidden_layers"], keys.whole("ssm.time_step_rank")
-    inner, every = keys.whole("ssm.inner_size"), keys.whole("full_attention_interval", 4)
-    if inner % heads:
-        raise damaged(keys.shown, f"ssm.inner_size {inner} is no multiple of ssm.time_step_rank {heads}")
+    every = keys.whole("full_attention_interval", 4)
     slow = keys.each("attention.recurrent_layers", layers) or [(layer + 1) % every for layer in range(layers)]
     return {
         "layer_types": ["linear_attention" if one else "full_attention" for one in slow],
         "linear_num_key_heads": keys.whole("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": keys.whole("ssm.state_size"),
-        "linear_value_head_dim": inner // heads,
+        # Values have as many dimensions as keys.
+        "linear_value_head_dim": keys.whole("ssm.state_size"),
         "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
     }
 
@@ -299,6 +301,11 @@ def _nemotron(keys: Keys, config: Config) -> Config:
     return _biases(keys, attention_bias="attn_q", mlp_bias="ffn_up")
 
 
+def _olmoe(keys: Keys, config: Config) -> Config:
+    # Each head has keys of its own.
+    return experts(keys) | {"num_key_value_heads": config["num_attention_heads"]}
+
+
 _TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 # Of a mixture in every layer; whether llama.cpp divides the chosen experts' shares by their sum is no key either.
 _EVERY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -337,5 +344,5 @@ FAMILIES: dict[str, Family] = {
     "gptneox": Family("gpt_neox", _gpt_neox, {}, "layer_norm_eps", False),
     "falcon": Family("falcon", _falcon, {}, "layer_norm_epsilon", False, sized=False),
     "nemotron": Family("nemotron", _nemotron, {"hidden_act": "relu2"}, "norm_eps", False),
-    "olmoe": Family("olmoe", lambda keys, config: experts(keys), {"norm_topk_prob": False, "clip_qkv": None}),
+    "olmoe": Family("olmoe", _olmoe, {"norm_topk_prob": False, "clip_qkv": None}),
 }

@@ -14,7 +14,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 40},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
     "olmo2": {},
-    "olmo3": {},
+    "olmo3": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": _YARN,
+        }
+    },
     "granite": {},
     "glm4": {},
     "ministral3": {},
@@ -31,15 +36,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {},
     "falcon": {},
-    "olmoe": {},
+    "olmoe": {"num_key_value_heads": 5},
     "qwen2_moe": {"mlp_only_layers": []},
     "granitemoe": {},
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v2": {"num_hidden_layers": 26, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek_v3": {"attention_bias": False, "rope_parameters": {**_YARN, **_TOGETHER}},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_oss": {"swiglu_limit": 7.0, "head_dim": 40},
-    "qwen3_next": {"mlp_only_layers": []},
-    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [], "linear_value_head_dim": 20},
+    "qwen3_5_text": {"linear_value_head_dim": 20},
     "lfm2": {"conv_bias": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
 }
