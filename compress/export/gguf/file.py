@@ -208,6 +208,9 @@ def _rows(tensors: Tensors, one: Written, name: str, losses: list[Loss]) -> NDAr
     return np.ascontiguousarray(packed.reshape(-1) if vector else packed)
 
 
+_FILE_TYPES = {"MXFP4": "MXFP4_MOE"}
+
+
 def _file_type(written: list[Written]) -> int:
     """llama.cpp's number for the type that most matrices have."""
     from gguf import LlamaFileType
@@ -217,4 +220,5 @@ def _file_type(written: list[Written]) -> int:
     half = F16 if F16 in kinds else BF16 if BF16 in kinds else None
     if not quantised:
         return int(LlamaFileType.ALL_F32 if half is None else LlamaFileType[f"MOSTLY_{half.name}"])
-    return int(LlamaFileType[f"MOSTLY_{quantised.most_common(1)[0][0]}"])
+    most = quantised.most_common(1)[0][0]
+    return int(LlamaFileType[f"MOSTLY_{_FILE_TYPES.get(most, most)}"])

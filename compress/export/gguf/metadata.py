@@ -188,6 +188,8 @@ def _windows(a: Architecture) -> Keys:
     }
 
 
+# llama.cpp takes the groups whose best so many experts add up to most.
+_BEST = 2
 _GATING = {"softmax": 1, "sigmoid": 2}
 
 
@@ -268,6 +270,8 @@ def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[s
         differing.append(("activation", a.activation, again.activation))
     if FORMS[kind].head == "never" and not a.tied:
         differing.append(("tied embedding and head", False, True))
+    if a.experts is not None and a.experts.groups[0] > 1 and a.experts.groups[2] != _BEST:
+        differing.append(("groups of experts by their best two", "groups of experts by their best one", ""))
     if differing:
         what, ours, theirs = _part(*differing[0])
         raise UserError(

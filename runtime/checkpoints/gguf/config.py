@@ -33,7 +33,7 @@ def configure(header: Header) -> dict[str, Any]:
         raise damaged(keys.shown, what)
     if (said := keys.whole("embedding_length")) != hidden:
         raise UserError(f"{keys.shown}: embedding_length is {said}, and {EMBEDDING} has rows of {hidden}")
-    size = keys.whole("attention.key_length", keys.whole("rope.dimension_count", max(hidden // heads, 1)))
+    size = keys.whole("attention.key_length", max(hidden // heads, 1))
     latent = keys.get("attention.kv_lora_rank") is not None
     if not latent and keys.whole("attention.value_length", size) != size:
         raise UserError(f"{keys.shown}: keys and values of different sizes are not run; give another model")

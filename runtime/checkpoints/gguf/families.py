@@ -165,7 +165,9 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
     layers, vocab = config["num_hidden_layers"], config["vocab_size"]
     lite = layers in (26, 27) or (layers == 48 and vocab == 128_256)
     shared, size = keys.whole("expert_shared_count"), keys.whole("expert_feed_forward_length")
-    sigmoid = keys.whole("expert_gating_func", 1) == _SIGMOID
+    # GLM-4.7-Flash's files may not say it.
+    glm = layers in (47, 48) and vocab == 154_880
+    sigmoid = keys.whole("expert_gating_func", _SIGMOID if glm else 1) == _SIGMOID
     groups = keys.whole("expert_group_count", 1), keys.whole("expert_group_used_count", 1)
     own: Config = {"model_type": "deepseek_v3", "norm_topk_prob": keys.truth("expert_weights_norm", False)}
     if not sigmoid:
@@ -282,14 +284,14 @@ def _gpt_neox(keys: Keys, config: Config) -> Config:
 
 
 def _falcon(keys: Keys, config: Config) -> Config:
-    kv_heads = config["num_key_value_heads"]
+    kv_heads, two = config["num_key_value_heads"], keys.has(".attn_norm_2.weight")
     # The first, of 7B, has one norm; groups of heads came with two.
     return {
-        "new_decoder_architecture": kv_heads > 1,
+        "new_decoder_architecture": kv_heads > 1 or two,
         "num_kv_heads": kv_heads,
         "multi_query": True,
         "parallel_attn": True,
-        "num_ln_in_parallel_attn": 2 if keys.has(".attn_norm_2.weight") else 1,
+        "num_ln_in_parallel_attn": 2 if two else 1,
         "alibi": False,
         "bias": False,
         "activation": keys.get(ACTIVATION, "gelu"),

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tests.runtime.model import families
 
 _DIVIDED: dict[str, Any] = {"hidden_size": 200, "head_dim": 40}
@@ -62,3 +65,42 @@ def write(kind: str, path: Path, **changes: Any) -> Path:
     content["pre_tokenizer"]["use_regex"] = True
     (path / "tokenizer.json").write_text(json.dumps(content))
     return path
+
+
+# Sizes that whole blocks of 32 divide, for layers that stay packed.
+EVEN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 320},
+    "gpt_neox": {"hidden_size": 320, "intermediate_size": 96},
+    "falcon": {"hidden_size": 320, "ffn_hidden_size": 96, "new_decoder_architecture": True, "num_kv_heads": 5},
+    "glm4": {"hidden_size": 64, "intermediate_size": 96},
+    "smollm3": {"hidden_size": 64, "intermediate_size": 96},
+    "deepseek_v3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "qwen3_next": {"hidden_size": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_5_text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+}
+
+
+def in_mxfp4(model: Path) -> None:
+    """Gives a gpt-oss model random experts as its releases have them."""
+    tensors, rng = load_file(model / "model.safetensors"), torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=rng).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 126, shape, generator=rng).to(torch.uint8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
