@@ -300,8 +300,7 @@ class Architecture:
             "attention and mamba": mamba,
             "nothing": 0,
         }
-        mixers: tuple[Mixer, ...] = self.mixers or ("attention",) * self.layers
-        return tuple(sizes[mixer] for mixer in mixers)
+        return tuple(sizes[mixer] for mixer in self.mixers) or (0,) * self.layers
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

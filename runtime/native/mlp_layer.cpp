@@ -12,7 +12,9 @@ void Decoder::feed(const Projection& gate_up, const Weights* down, const float* 
     const Projection one = {1, &down};
     prepare(one, rows, [&](int thread, int64_t row) {
         float* out = scratch(thread) + widest_;
-        const float* gate = gate_up_.data() + row * stride;
+        float* gate = gate_up_.data() + row * stride;
+        if (model_.mlp_gates != 1.0f)
+            for (int64_t d = 0; d < wide; d++) gate[d] = gate[d] * model_.mlp_gates;
         path_.gated(gate, model_.gated ? gate + wide : nullptr, wide, model_.activation, parameters, out);
         return static_cast<const float*>(out);
     });
@@ -23,7 +25,7 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
     feed(layer.gate_up, layer.down, layer.parameters, rows, [&](int thread, int64_t row) {
         return model_.parallel ? static_cast<const float*>(normed_.data() + row * model_.hidden) : normed(layer.mlp_norm, thread, row);
     });
-    branch(layer.down, layer.output_norm, rows);
+    branch(layer.down, layer.output_norm, model_.mlp_added, rows);
 }
 
 // Some experts a row; each row's are added in the order of their number, and then what all rows go through.
@@ -81,7 +83,7 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
             for (int64_t d = row * hidden; d < (row + 1) * hidden; d++)
                 sum_[d] = sum_[d] + (m.shared_gate ? expert_[d] * share_[row] : expert_[d]);
     }
-    add_branch(sum_.data(), layer.output_norm, rows);
+    add_branch(sum_.data(), layer.output_norm, model_.mlp_added, rows);
 }
 
 }  // namespace specpress

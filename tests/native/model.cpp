@@ -101,7 +101,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
     model.heads = {HEADS, KV_HEADS, s.dim, 2 * half, s.cache, nullptr};
     model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.activation = s.gelu ? specpress::GELU_TANH : specpress::SILU;
     model.norm_eps = 1e-5f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
-    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.residual_scale = model.logits_scale = 1.0f, model.head = head.pointers[0];
+    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.logits_scale = model.attention_read = model.attention_added = model.mlp_gates = model.mlp_added = 1.0f, model.head = head.pointers[0];
     if (!s.tied) model.embedding = embedding16.empty() ? static_cast<const void*>(embedding32.data()) : embedding16.data();
     model.embedding_type = s.embedding_type;
 }
