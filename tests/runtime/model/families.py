@@ -294,24 +294,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(kind: str) -> Any:
-    """The transformers configuration of a family."""
+def config(kind: str, **more: Any) -> Any:
+    """The transformers configuration of a family; `more` in place of the table's, or taken away by None."""
     from transformers import AutoConfig
 
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
     # None takes a key of the common shape away; of others it is a value, as that of DeepSeek-V2-Lite's q_lora_rank.
-    told = {k: v for k, v in (shape | FAMILIES[kind]).items() if v is not None or k not in shape}
+    told = {k: v for k, v in (shape | FAMILIES[kind] | more).items() if v is not None or k not in shape}
     return AutoConfig.for_model(kind, **told)
 
 
-def write(kind: str, path: Path) -> Path:
-    """Writes the model: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
+def write(kind: str, path: Path, **more: Any) -> Path:
+    """Writes the model, with `more` in its configuration: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     torch.manual_seed(7)
-    made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
+    made = AutoModelForCausalLM.from_config(config(kind, **more), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
