@@ -305,7 +305,8 @@ def config(kind: str, **more: Any) -> Any:
 
 
 def write(kind: str, path: Path, **more: Any) -> Path:
-    """Writes the model, with `more` in its configuration: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
+    """Writes the model, with `more` in its configuration: all of its tensors random, norms and biases as well, so that
+    none can be left out unnoticed."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if kind not in CONFIG_MAPPING:
