@@ -18,7 +18,6 @@ from compress.errors import UserError
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord
 
-
 # The layers that read an expert's input, by their number.
 FIRST = {1: ("up_proj",), 2: ("gate_proj", "up_proj")}
 

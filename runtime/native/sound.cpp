@@ -55,7 +55,7 @@ bool sound(const Model& model) {
             if (!fits(m.into, m.heads * m.dim + channels_of(m) + m.heads, model.hidden)) return false;
         }
         if (!layer.out) {
-            if (layer.convolution || layer.delta || layer.latent || layer.gate) return false;
+            if (layer.qkv.parts || layer.convolution || layer.delta || layer.latent || layer.gate) return false;
         } else if (layer.convolution) {
             const Convolution& c = *layer.convolution;
             if (c.count < 2 || !size(c.count * model.hidden) || !c.taps) return false;

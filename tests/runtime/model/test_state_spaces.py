@@ -24,7 +24,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "heads of more than a vector": (
         "mamba2",
-        {"hidden_size": 70, "num_heads": 2, "head_dim": 70, "n_groups": 2, "time_step_limit": [0.0, 1e9], "state_size": 33},
+        {
+            "hidden_size": 70,
+            "num_heads": 2,
+            "head_dim": 70,
+            "n_groups": 2,
+            "time_step_limit": [0.0, 1e9],
+            "state_size": 33,
+        },
     ),
     "dense blocks alone": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
     # transformers' cache has no length without attention.
