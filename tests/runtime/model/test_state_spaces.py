@@ -13,6 +13,7 @@ from runtime.checkpoints.architecture import describe
 from runtime.errors import UserError
 from runtime.model.load import own_architecture
 from runtime.model.reference import BaseDecoder
+from runtime.native.binding import PATHS, usable
 from runtime.speculate import CacheOptions
 from tests.runtime.model.families import config, write
 from tests.runtime.model.test_families import FLOATS, relative, run, text, together, transformers_logits, tree_after
@@ -71,6 +72,20 @@ def test_a_variant(name: str, tmp_path: Path) -> None:
     together(decoder, [tokens, text(7)], CacheOptions("int4", 4))
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
+def test_every_instruction_path(kind: str, tmp_path: Path) -> None:
+    """Heads wider than four vectors, and no multiple of one: the reference's bits. Plain torch is near to them."""
+    sizes = {"hidden_size": 170, "num_heads": 2, "head_dim": 170, "n_groups": 2, "state_size": 37}
+    if kind == "falcon_h1":
+        sizes = {"mamba_d_ssm": 166, "mamba_d_head": 83, "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 21}
+    path, tokens = write(kind, tmp_path / kind, **sizes), text(19)
+    want = run(load(path, threads=1, kernels="reference").decoder, tokens, 19)
+    for name in (name for name in PATHS if usable(name)[0]):
+        found = load(path, threads=2, kernels=name).decoder
+        assert torch.equal(run(found, tokens, 19), want) and torch.equal(run(found, tokens, 2), want), name
+    assert relative(run(load(path, threads=1, kernels="plain-torch").decoder, tokens, 19), want) < 1e-5
+
+
 def test_a_model_without_attention_has_no_keys(tmp_path: Path) -> None:
     decoder = load(write("mamba2", tmp_path / "mamba2"), threads=1).decoder
     assert isinstance(decoder, BaseDecoder)
@@ -80,7 +95,6 @@ def test_a_model_without_attention_has_no_keys(tmp_path: Path) -> None:
             handle = cache.open(100)
             store = cache.store(handle)
             assert cache.bytes_per_token() == 0 and all(part.numel() == 0 for part in (store.keys, store.values))
-            # There is no last position either.
     assert decoder.max_positions >= 1 << 20
 
 
