@@ -31,7 +31,13 @@ _FALCON_H1 = Names(
     down="feed_forward.down_proj",
 )
 # What layers are called, and what they were called once; and the letters of Nemotron-H's pattern.
-_KINDS = {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
+_KINDS: dict[str, Mixer] = {
+    "linear_attention": "mamba",
+    "mamba": "mamba",
+    "full_attention": "attention",
+    "attention": "attention",
+}
+_NOTHING: Mixer = "nothing"
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 # Of a text without positions: a million tokens, which caches are planned by.
 _NO_END = 1 << 20
@@ -59,9 +65,8 @@ def _numbers(config: Config, key: str, expected: int) -> tuple[float, ...]:
 
 
 def _limits(config: Config) -> tuple[float, float]:
-    low, high = _numbers(
-        config | {"time_step_limit": config.get("time_step_limit") or (0.0, math.inf)}, "time_step_limit", 2
-    )
+    key = "time_step_limit"
+    low, high = _numbers(config, key, 2) if config.get(key) else (0.0, math.inf)
     if low > high:
         raise UserError(f"config.json: time_step_limit must be the lower and the upper, found {low} and {high}")
     return low, high
@@ -149,7 +154,7 @@ def nemotron_h(config: Config) -> Architecture | None:
             **in_shared_experts("mixer", gated=False),
             fused=(("experts.up_proj", "experts.down_proj"),),
         )
-    mixers: list[Mixer] = [_KINDS.get(part, "nothing") for part in parts]  # type: ignore[misc]
+    mixers = [_KINDS.get(part, _NOTHING) for part in parts]
     how = _mamba(
         config,
         ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_hidden_act"),
@@ -200,17 +205,16 @@ def granitemoehybrid(config: Config) -> Architecture | None:
     if found.experts is not None:
         experts = replace(found.experts, shared=shared, shared_gate_up=_GRANITE.gate_up, shared_down=_GRANITE.down)
         found = replace(found, experts=experts)
-    values = config.get("mamba_expand", 2) * found.hidden
+    values = (config.get("mamba_expand") or 2) * found.hidden
     sizes = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "hidden_act")
     how = _mamba(config, sizes, "mamba_d_conv", _expanded(config, values), limits=_limits(config))
-    mixers: list[Mixer] = [_KINDS[kind] for kind in kinds]  # type: ignore[misc]
-    return _layered(found, how, mixers, intermediate=shared, names=_GRANITE, rotary=rotary)
+    return _layered(found, how, [_KINDS[kind] for kind in kinds], intermediate=shared, names=_GRANITE, rotary=rotary)
 
 
 def falcon_h1(config: Config) -> Architecture | None:
     """Attention and a state space side by side in each layer, and multipliers of nearly all that is made."""
     hidden, layers = count(config, "hidden_size"), count(config, "num_hidden_layers")
-    values = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * hidden
+    values = config.get("mamba_d_ssm") or (config.get("mamba_expand") or 2) * hidden
     order = "plain" if config.get("mamba_norm_before_gate", True) else "gated"
     one: Any = {key: _numbers({key: [config[key]]}, key, 1)[0] for key in config if key.endswith("_multiplier")}
     how = _mamba(
