@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, number
 from runtime.checkpoints.families.dense import granite
 from runtime.checkpoints.families.mixtures import granitemoe, in_groups, in_shared_experts, of_experts, total
 from runtime.checkpoints.record import Architecture, Mamba, Mixer, Names
@@ -43,17 +43,6 @@ _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "ml
 _NO_END = 1 << 20
 
 
-def _number(value: Any, key: str) -> float:
-    """A number that is not NaN; transformers writes infinity as a mapping. Raises UserError for anything else."""
-    try:
-        number = float(value.get("__float__", "nan") if isinstance(value, dict) else value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number):
-        raise UserError(f"config.json: {key} must hold numbers, found {str(value)[:60]}")
-    return number
-
-
 def _numbers(config: Config, key: str, expected: int) -> tuple[float, ...]:
     """So many numbers. Raises UserError for anything else; without the key they are 1."""
     found = config.get(key)
@@ -61,7 +50,7 @@ def _numbers(config: Config, key: str, expected: int) -> tuple[float, ...]:
         return (1.0,) * expected
     if not isinstance(found, list | tuple) or len(found) != expected:
         raise UserError(f"config.json: {key} must be {expected} numbers, found {str(found)[:60]}")
-    return tuple(_number(value, key) for value in found)
+    return tuple(number(value, key) for value in found)
 
 
 def _limits(config: Config) -> tuple[float, float]:
@@ -160,7 +149,7 @@ def nemotron_h(config: Config) -> Architecture | None:
         ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_hidden_act"),
         "conv_kernel",
         count(config, "mamba_head_dim"),
-        limits=(_number(config.get("time_step_min", 0.001), "time_step_min"), math.inf),
+        limits=(number(config.get("time_step_min", 0.001), "time_step_min"), math.inf),
         name="mixer",
     )
     found = llama(

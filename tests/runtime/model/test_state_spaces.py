@@ -146,6 +146,7 @@ def test_infinity_as_transformers_writes_it(tmp_path: Path) -> None:
         ("granitemoehybrid", {"layer_types": ["conv"] * 3}, r"layer_types must be .* found \['conv'\]"),
         ("granitemoehybrid", {"mamba_d_head": 7}, "must be 120 channels together, found 8 of 7"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "must be 120 channels together, found 7 of 15"),
+        ("granitemoehybrid", {"residual_multiplier": None}, "residual_multiplier must hold numbers, found None"),
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers must be 5 numbers, found \[1.0, 2.0\]"),
         ("falcon_h1", {"key_multiplier": None}, "key_multiplier must hold numbers, found None"),
     ],
