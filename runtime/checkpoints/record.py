@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
-# What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row.
-Mixer = Literal["attention", "convolution", "delta"]
+# What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row; both
+# side by side; or nothing, in a block that is only an MLP or a mixture.
+Mixer = Literal["attention", "convolution", "delta", "mamba", "attention and mamba", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,11 @@ class Experts:
     tolerance: float = 0.0
     # Experts stand in so many groups, of which so many are chosen from: those whose best so many add up to most.
     groups: tuple[int, int, int] = (1, 1, 1)
-    # An MLP that every token goes through besides, of so many channels (0: none), where it is, and what gates it.
+    # An MLP that every token goes through besides, of so many channels (0: none); its layers in the block, as
+    # Names.gate_up and Names.down have them; and what gates it, beside the router.
     shared: int = 0
-    shared_name: str = "shared_expert"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str | None = None
     # A share multiplies what its expert reads, not what it makes.
     scaled_inputs: bool = False
@@ -147,8 +150,62 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """A state space (Mamba-2, 2405.21060): each head keeps a matrix, of which a row leaves a part, and to which it adds
+    its input times a vector B; what it reads from it by a vector C is the output.
+
+    One layer makes gates, inputs, Bs, Cs and steps; inputs, Bs and Cs go through a convolution and SiLU. The state is
+    the convolution's last inputs, and then the matrices.
+    heads, dim     of the inputs; dimensions of a head.
+    groups, state  heads of a group have B and C in common; their dimensions.
+    limits         between which a row's step lies.
+    norm           of the outputs times SiLU of the gates, group by group: "gated"; before they are multiplied: "plain";
+                   or none.
+    read, added    what it reads and what it adds are multiplied by these.
+    multipliers    of gates, inputs, Bs, Cs and steps.
+    """
+
+    heads: int
+    dim: int
+    groups: int
+    state: int
+    taps: int
+    limits: tuple[float, float] = (0.0, float("inf"))
+    norm: Literal["gated", "plain", "none"] = "gated"
+    read: float = 1.0
+    added: float = 1.0
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    # Where the block keeps its parts, which have the same names everywhere.
+    name: str = "mamba"
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all heads."""
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        """Inputs, Bs and Cs of a row."""
+        return self.values + 2 * self.groups * self.state
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Of gates, inputs, Bs, Cs and steps."""
+        vectors = self.groups * self.state
+        return self.values, self.values, vectors, vectors, self.heads
+
+    @property
+    def floats(self) -> int:
+        """Of the state."""
+        return (self.taps - 1) * self.channels + self.values * self.state
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
+    """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family.
+
+    A model without attention has no heads: heads, kv_heads and head_dim are 0.
+    """
 
     model_type: str
     layers: int
@@ -215,35 +272,47 @@ class Architecture:
     mixers: tuple[Mixer, ...] = ()
     convolution: Convolution | None = None
     delta: DeltaNet | None = None
+    mamba: Mamba | None = None
+    # Layers that have no MLP.
+    without_mlp: tuple[int, ...] = ()
+    # Multipliers of what attention reads and what it adds, and of the MLP's gates before their activation and of what
+    # it adds.
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     # The layer of queries makes as many numbers besides, head by head, whose sigmoids multiply what attention mixes.
     output_gate: bool = False
 
     @property
     def attending(self) -> tuple[int, ...]:
         """The layers with attention: the cache holds keys and values of these."""
-        return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] == "attention")
+        attends = ("attention", "attention and mamba")
+        return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] in attends)
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """Floats of each layer's state."""
-        sizes = {
+        mamba = 0 if self.mamba is None else self.mamba.floats
+        sizes: dict[Mixer, int] = {
             "attention": 0,
             "convolution": 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden,
             "delta": 0 if self.delta is None else self.delta.floats,
+            "mamba": mamba,
+            "attention and mamba": mamba,
+            "nothing": 0,
         }
-        return tuple(sizes[mixer] for mixer in self.mixers or ("attention",) * self.layers)
+        return tuple(sizes[mixer] for mixer in self.mixers) or (0,) * self.layers
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Of each layer: its number among the cache's layers; where it has a state, the state's first float among a
-        token's."""
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer: how many of the layers before it are in the cache, and how many floats of a token's state
+        are theirs."""
         found, sizes = self.attending, self.state_sizes
-        return tuple(found.index(n) if n in found else sum(sizes[:n]) for n in range(self.layers))
+        return tuple((sum(layer < n for layer in found), sum(sizes[:n])) for n in range(self.layers))
 
     @property
     def scaling(self) -> float:
         """What attention's scores are multiplied by."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return max(self.head_dim, 1) ** -0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def value_dim(self) -> int:

@@ -15,7 +15,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
 from runtime.model.build_feed_forward import mixture, mlp
-from runtime.model.build_states import delta_rule, short_convolution
+from runtime.model.build_states import delta_rule, short_convolution, state_space
 from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, has_planes, require_used
 from runtime.model.rotary import RotaryTables
 from runtime.model.tensor_reader import TensorReader
@@ -76,20 +76,24 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
     def norm(name: str | None) -> Norm | None:
         return reader.norm(None if name is None else f"{prefix}.{name}")
 
+    mixer, has_mlp = a.mixers[number] if a.mixers else "attention", number not in a.without_mlp
     dense = a.experts is None or number in a.dense_layers
     return Block(
-        input_norm=norm(names.input_norm),
+        input_norm=None if mixer == "nothing" else norm(names.input_norm),
         attention=_mixer(reader, a, prefix, number, rotary),
-        mlp_norm=norm(names.mlp_norm),
-        mlp=mlp(reader, a, prefix, a.intermediate) if dense else mixture(reader, a, prefix),
+        mlp_norm=norm(names.mlp_norm) if has_mlp else None,
+        mlp=None if not has_mlp else mlp(reader, a, prefix, a.intermediate) if dense else mixture(reader, a, prefix),
         attention_norm=norm(names.attention_norm),
         output_norm=norm(names.output_norm),
+        mamba=state_space(reader, a, prefix) if mixer in ("mamba", "attention and mamba") else None,
     )
 
 
 def _mixer(
     reader: TensorReader, a: Architecture, prefix: str, number: int, rotary: RotaryTables
-) -> Attention | ShortConvolution | DeltaRule:
+) -> Attention | ShortConvolution | DeltaRule | None:
     if number in a.attending:
         return attention(reader, a, prefix, number, rotary)
+    if a.mixers[number] in ("mamba", "nothing"):
+        return None
     return (delta_rule if a.mixers[number] == "delta" else short_convolution)(reader, a, prefix)

@@ -109,6 +109,27 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """A state space in attention's place or beside it (record.Mamba). All vectors and tables are float32.
+
+    into  makes gates, inputs, Bs, Cs and steps; multipliers (its outputs,): of what it makes; None: 1.
+    taps  (taps, channels), the oldest input's first; bias (channels,).
+    step  (heads,), added to the steps; rate (heads,), below 0; skip (heads,): by how much an input is its own output.
+    norm  (groups, dimensions of a group); None: there is no norm.
+    """
+
+    into: Linear
+    out: Linear
+    taps: Tensor
+    bias: Tensor | None
+    step: Tensor
+    rate: Tensor
+    skip: Tensor
+    norm: Tensor | None
+    multipliers: Tensor | None
+
+
+@dataclass(frozen=True)
 class Mlp:
     """down(act(gate(x)) · up(x)), or down(act(up(x))) where gate_up is one layer of one size.
 
@@ -151,20 +172,31 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. A norm that is None is not there."""
+    """One decoder layer. What is None is not there.
+
+    mamba  beside attention, or alone: both read the same.
+    """
 
     input_norm: Norm | None
-    attention: Attention | ShortConvolution | DeltaRule
+    attention: Attention | ShortConvolution | DeltaRule | None
     mlp_norm: Norm | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
     attention_norm: Norm | None = None
     output_norm: Norm | None = None
+    mamba: StateSpace | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """Those that there are."""
         all_of = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm)
         return tuple(norm for norm in all_of if norm is not None)
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The MLP, or all of a mixture's."""
+        if self.mlp is None:
+            return ()
+        return self.mlp.mlps if isinstance(self.mlp, Mixture) else (self.mlp,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,18 +239,15 @@ def has_planes(parts: Parts) -> bool:
 def linears(parts: Parts) -> Iterator[Linear]:
     """Every linear layer, in a forward's order; of a mixture all experts."""
     for block in parts.blocks:
-        yield from block.attention.qkv.parts
-        if isinstance(block.attention, Attention) and block.attention.latent is not None:
-            yield from block.attention.latent.linears
-        if isinstance(block.attention, Attention) and block.attention.gate is not None:
-            yield block.attention.gate
-        yield block.attention.out
-        experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
+        if block.mamba is not None:
+            yield from (block.mamba.into, block.mamba.out)
+        if block.attention is not None:
+            yield from _mixing(block.attention)
         if isinstance(block.mlp, Mixture):
             yield block.mlp.router
             if block.mlp.shared_gate is not None:
                 yield block.mlp.shared_gate
-        for mlp in experts:
+        for mlp in block.mlps:
             yield from mlp_linears(mlp)
     yield parts.head
 
@@ -226,6 +255,15 @@ def linears(parts: Parts) -> Iterator[Linear]:
 def mlp_linears(mlp: Mlp) -> tuple[Linear, ...]:
     """The linear layers of one MLP or expert."""
     return (*mlp.gate_up.parts, mlp.down)
+
+
+def _mixing(mixer: Attention | ShortConvolution | DeltaRule) -> Iterator[Linear]:
+    yield from mixer.qkv.parts
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        yield from mixer.latent.linears
+    if isinstance(mixer, Attention) and mixer.gate is not None:
+        yield mixer.gate
+    yield mixer.out
 
 
 def weight_bytes(*decoders: Parts) -> int:
@@ -241,12 +279,17 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
     for norm in (parts.norm, *(norm for block in parts.blocks for norm in block.norms)):
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
-        vectors += _vectors(block.attention)
-        vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
+        vectors += _vectors(block.attention) + _vectors(block.mamba)
+        if block.mlp is not None:
+            vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
     yield from (vector for vector in vectors if vector is not None)
 
 
-def _vectors(mixer: Attention | ShortConvolution | DeltaRule) -> list[Tensor | None]:
+def _vectors(mixer: Attention | ShortConvolution | DeltaRule | StateSpace | None) -> list[Tensor | None]:
+    if mixer is None:
+        return []
+    if isinstance(mixer, StateSpace):
+        return [mixer.taps, mixer.bias, mixer.step, mixer.rate, mixer.skip, mixer.norm, mixer.multipliers]
     if isinstance(mixer, DeltaRule):
         return [mixer.taps, mixer.step, mixer.rate, mixer.query, mixer.key, mixer.norm]
     if isinstance(mixer, ShortConvolution):
@@ -258,16 +301,24 @@ def _vectors(mixer: Attention | ShortConvolution | DeltaRule) -> list[Tensor | N
 
 
 def _upper_block(block: Block) -> Block:
-    attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
+    attention, mamba, mlp = block.attention, block.mamba, block.mlp
+    if attention is not None:
+        attention = replace(attention, qkv=_upper_joined(attention.qkv), out=upper_linear(attention.out))
     if isinstance(attention, Attention) and attention.gate is not None:
         attention = replace(attention, gate=upper_linear(attention.gate))
-    if isinstance(block.mlp, Mlp):
-        return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
+    if mamba is not None:
+        mamba = replace(mamba, into=upper_linear(mamba.into), out=upper_linear(mamba.out))
+    if mlp is not None:
+        mlp = _upper_mixture(mlp) if isinstance(mlp, Mixture) else _upper_mlp(mlp)
+    return replace(block, attention=attention, mamba=mamba, mlp=mlp)
+
+
+def _upper_mixture(mixture: Mixture) -> Mixture:
     # The router decides which experts are read at all, and is small: it stays whole.
-    experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
-    stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
-    shared = None if block.mlp.shared is None else _upper_mlp(block.mlp.shared)
-    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked, shared=shared))
+    experts = tuple(_upper_mlp(expert) for expert in mixture.experts)
+    stacked = None if mixture.stacked is None else mixture.stacked.upper()
+    shared = None if mixture.shared is None else _upper_mlp(mixture.shared)
+    return replace(mixture, experts=experts, stacked=stacked, shared=shared)
 
 
 def _upper_mlp(mlp: Mlp) -> Mlp:

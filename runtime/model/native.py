@@ -19,7 +19,17 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import Attention, Block, DeltaRule, LatentHeads, Mixture, Norm, Parts, ShortConvolution
+from runtime.model.layers import (
+    Attention,
+    Block,
+    DeltaRule,
+    LatentHeads,
+    Mixture,
+    Norm,
+    Parts,
+    ShortConvolution,
+    StateSpace,
+)
 from runtime.model.native_batch import Batches, int64
 from runtime.model.reference import BaseDecoder
 from runtime.native.binding import (
@@ -33,6 +43,7 @@ from runtime.native.binding import (
     HeadsStruct,
     LatentStruct,
     LayerStruct,
+    MambaStruct,
     MixtureStruct,
     ModelStruct,
     NormStruct,
@@ -166,9 +177,8 @@ class _Native:
             layers=len(layers),
             hidden=a.hidden,
             intermediate=max(
-                _weight(mlp.down).shape[1]
-                for block in parts.blocks
-                for mlp in (block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,))
+                (_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps),
+                default=0,
             ),
             vocabulary=a.vocab,
             activation=ACTIVATIONS[a.activation],
@@ -182,10 +192,13 @@ class _Native:
             norm_eps=a.norm_eps,
             embedding_scale=a.embedding_scale,
             attention_scaling=a.scaling,
-            residual_scale=a.residual_scale,
             logits_scale=a.logits_scale,
             softcap=a.softcap,
             final_softcap=a.final_softcap,
+            attention_read=a.attention_scales[0],
+            attention_added=a.residual_scale * a.attention_scales[1],
+            mlp_gates=a.mlp_scales[0],
+            mlp_added=a.residual_scale * a.mlp_scales[1],
             layer=layers,
             norm=_norm(parts.norm),
             head=pointer(_weight(parts.head).struct),
@@ -201,18 +214,22 @@ class _Native:
     def _fill(self, layer: LayerStruct, block: Block) -> None:
         layer.input_norm, layer.attention_norm = _norm(block.input_norm), _norm(block.attention_norm)
         layer.mlp_norm, layer.output_norm = _norm(block.mlp_norm), _norm(block.output_norm)
-        layer.qkv = self._projection(block.attention.qkv)
-        layer.out = pointer(_weight(block.attention.out).struct)
+        layer.rotary = -1
+        if block.mamba is not None:
+            layer.mamba = pointer(self._mamba(block.mamba))
+        if block.attention is not None:
+            layer.qkv = self._projection(block.attention.qkv)
+            layer.out = pointer(_weight(block.attention.out).struct)
         if isinstance(block.attention, ShortConvolution):
             layer.convolution = pointer(self._convolution(block.attention))
         elif isinstance(block.attention, DeltaRule):
             layer.delta = pointer(self._delta(block.attention))
-        else:
+        elif block.attention is not None:
             self._attention(layer, block.attention)
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
             layer.parameters = _address(block.mlp.experts[0].parameters)
-        else:
+        elif block.mlp is not None:
             layer.gate_up = self._projection(block.mlp.gate_up)
             layer.down = pointer(_weight(block.mlp.down).struct)
             layer.parameters = _address(block.mlp.parameters)
@@ -242,6 +259,19 @@ class _Native:
         self._kept.append(DeltaStruct(*vectors, *sizes, 1e-6 / d.key))
         found: DeltaStruct = self._kept[-1]
         return found
+
+    def _mamba(self, how: StateSpace) -> MambaStruct:
+        a, m = self._architecture, self._architecture.mamba
+        assert m is not None
+        vectors = (how.multipliers, how.taps, how.bias, how.step, how.rate, how.skip, how.norm)
+        struct = MambaStruct(
+            *(pointer(_weight(layer).struct) for layer in (how.into, how.out)),
+            *(_address(part) for part in vectors),
+            *(m.taps, m.heads, m.dim, m.groups, m.state, m.norm == "gated"),
+            *(*m.limits, m.read, a.residual_scale * m.added),
+        )
+        self._kept.append(struct)
+        return struct
 
     def _of_heads(self, weight: Tensor | None, heads: int) -> int | None:
         """The address of a weight for every head, one after the other."""

@@ -37,7 +37,7 @@ from runtime.model.layers import (
     upper_parts,
     weight_bytes,
 )
-from runtime.model.mixers import delta_rule, short_convolution
+from runtime.model.mixers import delta_rule, short_convolution, state_space
 from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
@@ -177,19 +177,38 @@ class LlamaDecoder(BaseDecoder):
     def _through_blocks(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: KeyValueCache) -> Tensor:
         """The residual stream (T, hidden) behind the last block."""
         a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
-        for place, block in zip(a.places, self.parts.blocks, strict=True):
-            before, mixer = x, block.attention
-            normed = self.normed(x, block.input_norm)
-            if isinstance(mixer, ShortConvolution):
-                mixed = short_convolution(normed, mixer, place, layout, cache)
-            elif isinstance(mixer, DeltaRule):
-                assert a.delta is not None
-                mixed = delta_rule(normed, mixer, a.delta, a.norm_eps, place, layout, cache)
-            else:
-                mixed = self._attend(normed, mixer, place, layout, cache, turns)
-            x = self.add(x, mixed, block.attention_norm)
-            x = self.add(x, self.feed_forward(before if a.parallel else x, block), block.output_norm)
+        for places, block in zip(a.places, self.parts.blocks, strict=True):
+            before, normed = x, self.normed(x, block.input_norm)
+            if block.mamba is not None:
+                assert a.mamba is not None
+                added = state_space(normed, block.mamba, a.mamba, a.norm_eps, places[1], layout, cache)
+                x = self.add(x, added, None, a.mamba.added)
+            if block.attention is not None:
+                added = self._mixed(normed, block.attention, places, layout, cache, turns)
+                x = self.add(x, added, block.attention_norm, a.attention_scales[1])
+            if block.mlp is not None:
+                added = self.feed_forward(before if a.parallel else x, block)
+                x = self.add(x, added, block.output_norm, a.mlp_scales[1])
         return x
+
+    def _mixed(
+        self,
+        x: Tensor,
+        mixer: Attention | ShortConvolution | DeltaRule,
+        places: tuple[int, int],
+        layout: Layout,
+        cache: KeyValueCache,
+        turns: Turns,
+    ) -> Tensor:
+        """What stands in attention's place makes of normed rows x (T, hidden); places: see record.Architecture."""
+        a, (layer, state) = self.architecture, places
+        if isinstance(mixer, ShortConvolution):
+            return short_convolution(x, mixer, state, layout, cache)
+        if isinstance(mixer, DeltaRule):
+            assert a.delta is not None
+            return delta_rule(x, mixer, a.delta, a.norm_eps, state, layout, cache)
+        read = a.attention_scales[0]
+        return self._attend(x if read == 1.0 else x * read, mixer, layer, layout, cache, turns)
 
     def turns(self, positions: Tensor) -> Turns:
         """What depends on the rows' positions alone."""
@@ -213,9 +232,9 @@ class LlamaDecoder(BaseDecoder):
             return reference.layer_norm(x, norm.weight, norm.bias, a.norm_eps)
         return reference.rms_norm(x, norm.weight, a.norm_eps)
 
-    def add(self, x: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
-        """The residual stream x behind what a branch y of a block adds."""
-        y, scale = self.normed(y, norm), self.architecture.residual_scale
+    def add(self, x: Tensor, y: Tensor, norm: Norm | None, own: float = 1.0) -> Tensor:
+        """The residual stream x behind what a branch y of a block adds; own: the branch's multiplier."""
+        y, scale = self.normed(y, norm), self.architecture.residual_scale * own
         return x + (y if scale == 1.0 else y * scale)
 
     def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,6 +287,7 @@ class LlamaDecoder(BaseDecoder):
     def feed_forward(self, x: Tensor, block: Block) -> Tensor:
         """What a block's MLP or mixture makes of the residual stream x (T, hidden)."""
         normed, mlp = self.normed(x, block.mlp_norm), block.mlp
+        assert mlp is not None
         return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -295,7 +315,8 @@ class LlamaDecoder(BaseDecoder):
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)
-        kind = self.architecture.activation
+        kind, scale = self.architecture.activation, self.architecture.mlp_scales[0]
+        gate = gate if scale == 1.0 else gate * scale
         return weights.down(activate(kind, gate, up[0] if up else None, weights.parameters))
 
     def _mix(self, x: Tensor, weights: Mixture) -> Tensor:

@@ -59,23 +59,35 @@ struct Delta {
     float eps;  // of the norms of queries and keys
 };
 
+// In attention's place or beside it: a state space (model/layers.py, StateSpace). `into` makes gates, inputs, Bs, Cs and steps.
+struct Mamba {
+    const Weights *into, *out;
+    const float *multipliers, *taps, *bias, *step, *rate, *skip, *norm;  // null: no multipliers, bias, norm
+    int64_t count, heads, dim, groups, state;
+    int64_t gate_first;             // outputs are normed behind their gates
+    float low, high, read, added;   // a step's limits; multipliers of what it reads, and of what it adds
+};
+// Inputs, Bs and Cs of a row.
+inline int64_t channels_of(const Mamba& m) { return m.heads * m.dim + 2 * m.groups * m.state; }
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
     const float* key_norm;
     const float* sinks;       // [heads], or null
-    Projection qkv;
-    const Weights* out;
+    Projection qkv;           // unused without `out`
+    const Weights* out;       // null: nothing stands in attention's place
     int64_t window;
     int64_t rotary;           // which table rotates it; below 0: none
     int64_t grows;            // whether queries are multiplied by Angles::growth
-    Projection gate_up;       // unused with a mixture
-    const Weights* down;
+    Projection gate_up;       // unused with a mixture and without an MLP
+    const Weights* down;      // null: neither of them is there, or a mixture
     const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
     const Latent* latent;     // or null
     const Convolution* convolution;  // or null
     const Delta* delta;       // or null
+    const Mamba* mamba;       // or null
     const Weights* gate;      // whose sigmoids multiply what attention mixes, or null
 };
 
@@ -87,7 +99,9 @@ struct Model {
     int64_t norm_of_heads, norm_rotated;   // queries and keys are normed all heads as one; after they are rotated
     int64_t tables;                        // of rotary angles
     int64_t chunked;                       // AttentionCall has it
-    float norm_eps, embedding_scale, attention_scaling, residual_scale, logits_scale, softcap, final_softcap;
+    float norm_eps, embedding_scale, attention_scaling, logits_scale, softcap, final_softcap;
+    // Multipliers of what attention reads, of what is added in its place, of an MLP's gates, and of what it adds.
+    float attention_read, attention_added, mlp_gates, mlp_added;
     const Layer* layer;
     Norm norm;
     const Weights* head;
@@ -222,14 +236,20 @@ class Decoder {
     void normalize(const Norm& norm, const float* x, float* out, float* scratch);
     void norm_heads(const float* weight, float* x, int64_t heads, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
+    const float* scaled(const float* x, float scale, int thread);
     void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);
     void delta(const Layer& layer, int64_t state, const Batch& batch);
+    void read_mamba(const Layer& layer, int64_t rows);
+    void mamba(const Layer& layer, int64_t state, const Batch& batch);
+    void filter(const Batch& batch, int64_t state, const float* input, int64_t stride, int64_t channels, const float* taps,
+                int64_t count, const float* bias, float* out);
     void gate(const Layer& layer, int64_t rows);
     void make_queries(const Layer& layer, int64_t rows);
     void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
-    void branch(const Weights* out, const Norm& after, int64_t rows);
-    void add_branch(const float* y, const Norm& after, int64_t rows);
+    void add_mixed(const Layer& layer, int64_t rows);
+    void branch(const Weights* out, const Norm& after, float scale, int64_t rows);
+    void add_branch(const float* y, const Norm& after, float scale, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
     void mix(const Layer& layer, int64_t rows);
     void mix_some(const float* parameters);
@@ -249,7 +269,7 @@ class Decoder {
     std::vector<Fed> fed_;
     std::vector<Group> groups_, outs_;
     std::vector<Projection> downs_;
-    std::vector<float> x_, qkv_, mixed_, latent_, made_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_;
     std::vector<int64_t> chosen_, members_;
     std::vector<float> factors_;
     std::vector<AttentionUnit> units_;

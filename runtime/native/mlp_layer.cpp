@@ -32,7 +32,9 @@ void Decoder::feed(const float* parameters, F&& row_of) {
     prepare(outs_.data(), count, [&](int thread, int64_t mlp, int64_t row) {
         const int64_t wide = (*fed_[mlp].down)->inputs;
         float* out = scratch(thread) + widest_;
-        const float* gate = groups_[mlp].y + row * groups_[mlp].stride;
+        float* gate = groups_[mlp].y + row * groups_[mlp].stride;
+        if (model_.mlp_gates != 1.0f)
+            for (int64_t d = 0; d < wide; d++) gate[d] = gate[d] * model_.mlp_gates;
         path_.gated(gate, model_.gated ? gate + wide : nullptr, wide, model_.activation, parameters, out);
         return static_cast<const float*>(out);
     });
@@ -44,7 +46,7 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
     feed(layer.parameters, [&](int thread, int64_t, int64_t row) {
         return model_.parallel ? static_cast<const float*>(normed_.data() + row * model_.hidden) : normed(layer.mlp_norm, thread, row);
     });
-    branch(layer.down, layer.output_norm, rows);
+    branch(layer.down, layer.output_norm, model_.mlp_added, rows);
 }
 
 // Some experts a row; each row's are added in the order of their number, and then what all rows go through. Each expert's
@@ -89,7 +91,7 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
         fed_.push_back({&m.shared_gate_up, &m.shared_down, rows, false});
     }
     mix_some(layer.parameters);
-    add_branch(sum_.data(), layer.output_norm, rows);
+    add_branch(sum_.data(), layer.output_norm, model_.mlp_added, rows);
 }
 
 // Adds to sum_ what fed_'s experts make of the rows members_, each times its factor: an input's or an output's.

@@ -29,16 +29,21 @@ struct ModelShape {
     int64_t taps = 0;    // of a convolution in the first block's attention's place; 0: there is none
     bool delta = false;  // a delta rule stands there, behind that convolution
     bool gate = false;   // on what attention mixes
+    bool mamba = false;  // that convolution is a state space's, which stands beside attention; the other block has no MLP
     int64_t attending() const;
     int64_t state() const;  // floats of a state
 };
 
 constexpr int64_t HIDDEN = 40, WIDE = 56, VOCABULARY = 70, HEADS = 4, KV_HEADS = 2, DEPTH = 2;
-inline int64_t ModelShape::attending() const { return taps ? DEPTH - 1 : DEPTH; }
+inline int64_t ModelShape::attending() const { return taps && !mamba ? DEPTH - 1 : DEPTH; }
 // Of a delta rule: heads and their dimensions, and what goes through its convolution.
 constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, KEY_DIM = 20, VALUE_DIM = 12, DELTA_KEYS = KEY_HEADS * KEY_DIM;
 constexpr int64_t DELTA_VALUES = VALUE_HEADS * VALUE_DIM, CHANNELS = 2 * DELTA_KEYS + DELTA_VALUES;
+// And of a state space.
+constexpr int64_t SPACE_HEADS = 4, SPACE_DIM = 20, GROUPS = 2, STATE = 10, SPACE = SPACE_HEADS * SPACE_DIM, VECTORS = GROUPS * STATE;
+constexpr int64_t SPACE_CHANNELS = SPACE + 2 * VECTORS, SPACE_MADE = SPACE + SPACE_CHANNELS + SPACE_HEADS;
 inline int64_t ModelShape::state() const {
+    if (mamba) return (taps - 1) * SPACE_CHANNELS + SPACE * STATE;
     if (delta) return (taps - 1) * CHANNELS + DELTA_VALUES * KEY_DIM;
     return taps ? (taps - 1) * HIDDEN : 0;
 }
@@ -58,9 +63,11 @@ struct Parts {
 struct TestBlock {
     Floats input_norm, mlp_norm, query_norm, key_norm, query_norms, key_norms;
     Floats taps, tap_bias, step, rate, delta_query, delta_key, delta_norm;
+    Floats space_taps, space_bias, space_step, space_rate, skip, space_norm, multipliers;
     specpress::Convolution convolution;
     specpress::Delta delta;
-    Parts qkv, out, router, gate;
+    specpress::Mamba mamba;
+    Parts qkv, out, router, gate, into, space_out;
     std::vector<Parts> gate_up, down;  // one, or as many as experts
     std::vector<specpress::Projection> gate_up_projections;
     std::vector<const Weights*> down_pointers;

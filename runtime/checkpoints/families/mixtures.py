@@ -1,6 +1,7 @@
 """Families with a mixture of experts beyond Mixtral and Qwen3-MoE: one function each."""
 
 from dataclasses import replace
+from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, llama, windows
 from runtime.checkpoints.families.dense import granite
@@ -19,6 +20,15 @@ def of_experts(config: Config, total: str, hidden: str, renormalize: bool) -> Ex
 def total(config: Config, *names: str) -> str:
     """The name under which config.json has the number of experts: releases of transformers differ."""
     return next((name for name in names if name in config), names[0])
+
+
+def in_shared_experts(block: str = "mlp", gated: bool = True) -> dict[str, Any]:
+    """The layers of what every token goes through, where the mixture `block` calls it so; what record.Experts has."""
+    parts = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    return {
+        "shared_gate_up": tuple(f"{block}.shared_experts.{part}" for part in parts),
+        "shared_down": f"{block}.shared_experts.down_proj",
+    }
 
 
 def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
@@ -95,7 +105,7 @@ def glm4_moe(config: Config) -> Architecture | None:
             groups=in_groups(config, experts, 2),
             scale=float(config.get("routed_scaling_factor", 1.0)),
             shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
-            shared_name="shared_experts",
+            **in_shared_experts(),
         ),
         dense_layers=tuple(range(min(config.get("first_k_dense_replace", 1), count(config, "num_hidden_layers")))),
     )
@@ -141,6 +151,8 @@ def llama4(config: Config) -> Architecture | None:
             scoring="sigmoid",
             scaled_inputs=True,
             shared=experts.hidden,
+            shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+            shared_down="feed_forward.shared_expert.down_proj",
             transposed=True,
         ),
         dense_layers=tuple(i for i in range(layers) if i not in mixed),

@@ -19,6 +19,9 @@ _LFM2 = Names(
     down="feed_forward.w2",
 )
 
+# What a delta rule reads, a layer for each part of it.
+_APART = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+
 
 def _of_today(config: Config) -> Config:
     """With today's keys where the first LFM2's config.json has others; as in transformers, these win."""
@@ -134,6 +137,12 @@ def _with_deltas(config: Config, found: Architecture, how: DeltaNet) -> Architec
 def qwen3_5(config: Config) -> Architecture | None:
     """The same with a dense MLP, and a layer for each part of what the delta rule reads."""
     found = llama({"partial_rotary_factor": 0.25} | config, activation(config))
-    into = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    how = DeltaNet(*_heads(config), into, grouped=False)
+    how = DeltaNet(*_heads(config), _APART, grouped=False)
+    return None if found is None else _with_deltas(config, found, how)
+
+
+def qwen3_5_moe(config: Config) -> Architecture | None:
+    """That of Qwen2's mixture, in all layers."""
+    found = qwen2_moe({"norm_topk_prob": True, "partial_rotary_factor": 0.25} | config)
+    how = DeltaNet(*_heads(config), _APART, grouped=False)
     return None if found is None else _with_deltas(config, found, how)
