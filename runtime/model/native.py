@@ -80,6 +80,11 @@ class NativeDecoder(BaseDecoder):
         self._native: dict[CacheKind, _Native] = {}
         self._batches = Batches()
 
+    @property
+    def experts_read(self) -> int:
+        """How many experts' weights forwards have read so far; one that several rows share counts once a forward."""
+        return sum(int(require().specpress_experts_read(each.handle)) for each in self._native.values())
+
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
         """See BaseDecoder. Raises UserError for float16, which only GPUs take."""
         if kind not in CACHES:
@@ -171,10 +176,7 @@ class _Native:
             ),
             layers=len(layers),
             hidden=a.hidden,
-            intermediate=max(
-                (_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps),
-                default=0,
-            ),
+            intermediate=max([0, *(_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps)]),
             vocabulary=a.vocab,
             activation=ACTIVATIONS[a.activation],
             gated=a.gated,

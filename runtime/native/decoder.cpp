@@ -171,14 +171,13 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     grow(x_, rows * hidden);
     grow(qkv_, rows * row_of_heads(h));
     grow(mixed_, rows * h.heads * values_of(h));
-    grow(gate_up_, rows * 2 * model_.intermediate);
     bool has_mixture = false, has_branch = model_.attention_added != 1.0f || model_.mlp_added != 1.0f;
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         has_mixture |= layer.mixture != nullptr;
         has_branch |= layer.attention_norm.weight || layer.output_norm.weight || (layer.mamba && layer.mamba->added != 1.0f);
     }
-    if (has_mixture) grow(expert_, rows * hidden), grow(sum_, rows * hidden);
+    if (has_mixture) grow(sum_, rows * hidden);
     if (has_mixture || model_.parallel) grow(normed_, rows * hidden);
     if (has_branch) grow(branch_, rows * hidden);
     embed(batch);

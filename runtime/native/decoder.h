@@ -177,6 +177,9 @@ class Decoder {
     // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
     void project(const Projection& p, const float* x, int64_t rows, float* y);
 
+    // How many experts' weights forwards have read so far: one that several rows share counts once a forward.
+    int64_t experts_read() const { return experts_read_; }
+
    private:
     // Inputs as one of the parts of a projection wants them; parts with equal wants share.
     struct Want {
@@ -185,14 +188,33 @@ class Decoder {
         std::vector<int8_t> codes;
         std::vector<float> step;
         std::vector<int32_t> sums;
-        bool wide = false;            // whether the path wants words, too
+        int64_t rows = 0, first = 0, group = -1;  // of all groups, and those of the group that came last
+        bool wide = false;                        // whether the path wants words, too
         std::vector<int16_t> words;
         std::vector<int32_t> pairs;
         int64_t stride;
         // At the beginning of a line of the cache: loads of 64 codes then touch one each.
         int8_t* first_code() { return codes.data() + (LINE - reinterpret_cast<uintptr_t>(codes.data()) % LINE) % LINE; }
     };
-    using RowSource = const float* (*)(Decoder&, int thread, int64_t row, const void* context);
+    // Where a part of a group finds its inputs: of which want, from which of its rows on; known: for an earlier part, too.
+    struct Place {
+        int64_t want, first;
+        bool known;
+    };
+    // What several rows go through besides others, and where its products go: y[rows][stride].
+    struct Group {
+        const Projection* p;
+        int64_t rows;
+        float* y;
+        int64_t stride;
+    };
+    // An MLP, and how many rows it takes.
+    struct Fed {
+        const Projection* gate_up;
+        const Weights* const* down;
+        int64_t rows;
+        bool scaled;  // a row's factor multiplies what it takes, not what it makes
+    };
     // The rows that a draft feeds itself: one per request that still grows.
     struct Growing {
         std::vector<int64_t> owner, token, position, at, zeros, chain;
@@ -204,7 +226,10 @@ class Decoder {
     void rows_of(int64_t rows, int64_t work, F&& f);
     template <class F>
     void prepare(const Projection& p, int64_t rows, F&& row_of);
+    template <class F>
+    void prepare(const Group* groups, int64_t count, F&& row_of);
     void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
+    void multiply(const Group* groups, int64_t count, bool add);
     void run(const Batch& batch, const Angles& angles);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
@@ -227,20 +252,26 @@ class Decoder {
     void add_branch(const float* y, const Norm& after, float scale, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
     void mix(const Layer& layer, int64_t rows);
+    void mix_some(const float* parameters);
     template <class F>
-    void feed(const Projection& gate_up, const Weights* down, const float* parameters, int64_t rows, F&& row_of);
+    void feed(const float* parameters, F&& row_of);
     float* scratch(int thread) { return scratch_.data() + thread * scratch_size_; }
 
     Model model_;
     const Path& path_;
     Pool& pool_;
     std::mutex one_;
-    int64_t scratch_size_ = 0, widest_ = 0;
+    int64_t scratch_size_ = 0, widest_ = 0, experts_read_ = 0;
     std::vector<float> scratch_;
     std::vector<Want> wants_;
-    std::vector<int64_t> want_of_;
-    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_;
+    std::vector<Place> places_;
+    std::vector<int64_t> first_rows_;
+    std::vector<Fed> fed_;
+    std::vector<Group> groups_, outs_;
+    std::vector<Projection> downs_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_;
     std::vector<int64_t> chosen_, members_;
+    std::vector<float> factors_;
     std::vector<AttentionUnit> units_;
     SharedText text_;
     Growing growing_;
