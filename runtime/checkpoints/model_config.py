@@ -47,7 +47,7 @@ _KEYS: list[tuple[Any, str]] = [
     (_Size, "block_ff_dim block_multiple_of"),
     (_Size, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     (_Size, "mamba_n_heads mamba_num_heads mamba_n_groups mamba_d_state ssm_state_size mamba_head_dim mamba_d_ssm"),
-    (_Size, "mamba_expand shared_intermediate_size moe_shared_expert_intermediate_size"),
+    (_Size, "mamba_expand moe_shared_expert_intermediate_size"),
     # The taps of a convolution, which are a state's floats for each channel.
     (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval mamba_d_conv"),
     # 0 where it is not used.

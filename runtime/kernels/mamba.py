@@ -1,6 +1,6 @@
 """A state space (Mamba-2, 2405.21060), row by row: each head keeps a matrix that rows add to and read from.
 
-The meaning of the native kernels' (native/mamba.cpp), bit for bit; see reference.py.
+The meaning of the native kernels' (native/mamba_layer.cpp, state_space.cpp), bit for bit; see reference.py.
 """
 
 from torch import Tensor

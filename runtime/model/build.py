@@ -16,7 +16,8 @@ from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
 from runtime.model.build_feed_forward import mixture, mlp
 from runtime.model.build_states import delta_rule, short_convolution, state_space
-from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, has_planes, require_used
+from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, require_used
+from runtime.model.planes import has_planes
 from runtime.model.rotary import RotaryTables
 from runtime.model.tensor_reader import TensorReader
 

@@ -176,10 +176,7 @@ class _Native:
             ),
             layers=len(layers),
             hidden=a.hidden,
-            intermediate=max(
-                (_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps),
-                default=0,
-            ),
+            intermediate=max([0, *(_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps)]),
             vocabulary=a.vocab,
             activation=ACTIVATIONS[a.activation],
             gated=a.gated,

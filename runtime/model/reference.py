@@ -34,10 +34,10 @@ from runtime.model.layers import (
     Norm,
     Parts,
     ShortConvolution,
-    upper_parts,
     weight_bytes,
 )
 from runtime.model.mixers import delta_rule, short_convolution, state_space
+from runtime.model.planes import upper_parts
 from runtime.model.rotary import RotaryTables
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
@@ -79,7 +79,7 @@ class BaseDecoder(ABC):
         return weight_bytes(self.parts)
 
     def upper(self) -> Self:
-        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
+        """This decoder on the upper planes of its int8 weights (planes.py): no weights of its own, caches of its own.
 
         Raises UserError where it was not loaded with planes.
         """

@@ -51,6 +51,12 @@ _LATENT = _LATENT_HEADS | {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -60,6 +66,8 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_SHARING = {"num_experts": 6, "num_experts_per_tok": 2}
+_SHARING |= {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 56}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_WIDE,
@@ -90,13 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": _YARN,
         },
     },
-    "granite": {
-        **_DIVIDED,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
-    },
+    "granite": {**_DIVIDED, **_MULTIPLIERS},
     "glm4": {**_WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "ministral": {"layer_types": _TYPES, "sliding_window": WINDOW},
     "ministral3": {"sliding_window": None, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.4}},
@@ -133,10 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_DIVIDED,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
+        **_MULTIPLIERS,
     },
     "glm4_moe": {
         **_QUARTERED,
@@ -236,24 +235,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
     # Layers of delta rules on both sides of attention; two value heads to a key head, of other dimensions.
-    "qwen3_next": {
-        **_QUARTERED,
-        **_DELTA,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 28,
-        "shared_expert_intermediate_size": 56,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_next": {**_QUARTERED, **_DELTA, **_SHARING, "mlp_only_layers": [0]},
     "qwen3_5_text": {**_QUARTERED, **_DELTA},
-    "qwen3_5_moe_text": {
-        **_QUARTERED,
-        **_DELTA,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 28,
-        "shared_expert_intermediate_size": 56,
-    },
+    "qwen3_5_moe_text": {**_QUARTERED, **_DELTA, **_SHARING},
     # State spaces alone: biases everywhere, steps that meet both of their limits.
     "mamba2": {
         **{"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
@@ -282,7 +266,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_proj_bias": True},
         **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
-        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 5.0},
+        **_MULTIPLIERS,
     },
     "falcon_h1": {
         **{"mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 10, "mamba_d_head": 12},
