@@ -131,8 +131,8 @@ def _scales(source: Source) -> tuple[Described, ...]:
     architecture = describe(source.checkpoint.config)
     if architecture is None:
         return ()
-    shape = (architecture.kv_heads, 1, 1)
-    return tuple((scale_name(layer, part), "F32", shape) for part in "kv" for layer in architecture.attending)
+    held = sorted((layer, group.shape.kv_heads) for group in architecture.key_groups for layer in group.layers)
+    return tuple((scale_name(layer, part), "F32", (heads, 1, 1)) for part in "kv" for layer, heads in held)
 
 
 def _bytes(tensor: Described, places: int) -> int:

@@ -27,8 +27,9 @@ from compress.errors import UserError
 from runtime import load
 from runtime.cache import scheme
 from runtime.cache.quantizer import LIMITS
-from runtime.checkpoints.architecture import describe
+from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.open import open_checkpoint
+from runtime.checkpoints.record import HeadShape
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import capped, first_seen, quantize_rows
@@ -110,34 +111,66 @@ class Heads:
 
 
 @torch.inference_mode()
-def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
-    """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what each block's attention saw.
+def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[tuple[int, Heads]]:
+    """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what attention saw of the keys of
+    each layer that has some, with the layer's number: once all layers have read them.
 
-    Memory, in floats: of all windows the residual stream (W · L · hidden) and one layer's keys (W · L · kv_heads · d);
+    Memory, in floats: of all windows the residual stream (W · L · hidden), the blocks' own inputs (W · L · layers ·
+    size) and the keys and values of one layer, and of those that later layers share (W · L · 2 · kv_heads · d each);
     of one window the activations of one block.
     """
     a = decoder.architecture
     places = torch.arange(windows.shape[1])
     turns = decoder.turns(places)
     stream = [decoder.embed(window, places) for window in windows]
-    for block in decoder.parts.blocks:
-        weights = block.attention
+    own = [decoder.layer_inputs(window, x) for window, x in zip(windows, stream, strict=True)]
+    last = {a.source(number): number for number in range(a.layers)}
+    held: dict[int, _Seen] = {}
+    for number, block in enumerate(decoder.parts.blocks):
+        weights, source = block.attention, a.source(number)
         assert isinstance(weights, Attention)  # `check`
-        keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
-        seen = _visible(windows.shape[1], weights.window, a.chunked)
-        for number, x in enumerate(stream):
+        if source == number:
+            held[source] = _Seen(a.shape(source))
+        found, seen = held[source], _visible(windows.shape[1], weights.window, a.chunked)
+        for index, x in enumerate(stream):
             read = decoder.normed(x, block.input_norm)
             q, k, v = decoder.project(read, weights, turns)
-            keys.append(k)
-            grouped = q.view(len(q), a.kv_heads, -1, a.head_dim).transpose(0, 1).flatten(1, 2)
-            moments += grouped.transpose(1, 2) @ grouped / (grouped.shape[1] * len(windows))
-            highest = torch.maximum(highest, v.abs().amax((0, 2)))
-            mixed = _mixed(q, k, v, decoder, weights, seen)
+            if source == number:
+                found.keep(k, v)
+            found.count(q)
+            mixed = _mixed(q, found.keys[index], found.values[index], decoder, weights, seen)
             out = decoder.output(mixed.transpose(0, 1), weights, read)
-            after = decoder.add(x, out, block.attention_norm)
-            made = decoder.feed_forward(x if a.parallel else after, block)
-            stream[number] = decoder.add(after, made, block.output_norm)
-        yield Heads(torch.cat(keys), moments, highest)
+            inputs = own[index]
+            stream[index] = decoder.behind(x, out, block, None if inputs is None else inputs[:, number])
+        if last[source] == number:
+            yield source, held.pop(source).heads()
+
+
+class _Seen:
+    """What is known so far of a layer's keys: those of each window, with their values, and the queries that read them."""
+
+    def __init__(self, shape: HeadShape):
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._kv_heads, self._dim = shape
+        self._moments = torch.zeros(self._kv_heads, self._dim, self._dim)
+        self._windows = 0
+
+    def keep(self, keys: Tensor, values: Tensor) -> None:
+        """A window's keys and values (L, kv_heads, d)."""
+        self.keys.append(keys)
+        self.values.append(values)
+
+    def count(self, q: Tensor) -> None:
+        """A window's queries (L, heads, d)."""
+        grouped = q.view(len(q), self._kv_heads, -1, self._dim).transpose(0, 1).flatten(1, 2)
+        self._moments += grouped.transpose(1, 2) @ grouped / grouped.shape[1]
+        self._windows += 1
+
+    def heads(self) -> Heads:
+        """All of it."""
+        highest = torch.stack([values.abs().amax((0, 2)) for values in self.values]).amax(0)
+        return Heads(torch.cat(self.keys), self._moments / self._windows, highest)
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:
@@ -168,26 +201,37 @@ def _visible(length: int, window: int | None, chunked: bool) -> Tensor | None:
 
 # --------------------------------------------------------------------------------------------------------- the stage
 @dataclass(frozen=True)
-class Calibrated:
-    """What `attach` writes.
+class LayerScales:
+    """Of a layer's keys and values, float32.
 
-    key_factor  (layers, kv_heads, head_dim) float32.
-    key_scale   (layers, kv_heads) float32, and value_scale: static, symmetric, of 8 bits.
+    key_factor  (kv_heads, head_dim).
+    key_scale   (kv_heads,), and value_scale: static, symmetric, of 8 bits.
     """
 
-    kind: Kind
     key_factor: Tensor
     key_scale: Tensor
     value_scale: Tensor
 
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What `attach` writes: of each layer that has keys, by its number."""
+
+    kind: Kind
+    layers: Mapping[int, LayerScales]
+
     def factors(self) -> dict[str, Tensor]:
         """The key factors by name."""
-        return {scheme.factor_name(i): factor for i, factor in enumerate(self.key_factor)}
+        return {scheme.factor_name(layer): of.key_factor for layer, of in self.layers.items()}
 
     def scales(self) -> dict[str, Tensor]:
         """The static scales by name, (kv_heads, 1, 1) as compressed-tensors has them."""
-        both = (("k", self.key_scale), ("v", self.value_scale))
-        return {scheme.scale_name(i, part): scale[:, None, None] for part, rows in both for i, scale in enumerate(rows)}
+        out = {scheme.scale_name(layer, "k"): of.key_scale[:, None, None] for layer, of in self.layers.items()}
+        return out | {scheme.scale_name(layer, "v"): of.value_scale[:, None, None] for layer, of in self.layers.items()}
+
+    def key_factors(self, a: Architecture) -> tuple[Tensor, ...]:
+        """The key factors as a cache of the model takes them (contract.CacheScheme)."""
+        return tuple(torch.stack([self.layers[layer].key_factor for layer in group.layers]) for group in a.key_groups)
 
 
 def calibrate(
@@ -223,20 +267,23 @@ def calibrate(
         parts = replace(parts, embedding=open_checkpoint(path).tensor(f"{a.names.embedding}.weight"))
     # The same layers, whose own calls leave queries and keys in sight.
     decoder = LlamaDecoder(a, loaded.config, parts, choose("reference", "cpu"))
-    rotated = RotaryTables(loaded.config, a, torch.device("cpu")).width
-    factors, key_scales, value_scales = [], [], []
-    for layer, heads in enumerate(attention_inputs(decoder, windows)):
+    rotary = RotaryTables(loaded.config, a, torch.device("cpu"))
+    found: dict[int, LayerScales] = {}
+    total = sum(len(group.layers) for group in a.key_groups)
+    for layer, heads in attention_inputs(decoder, windows):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
                 "calibration text: check the weights"
             )
-        factors.append(search(heads.keys, heads.moments, rotated, kind))
-        key_scales.append(static_scale(heads.keys.abs().amax((0, 2))))
-        value_scales.append(static_scale(heads.values))
+        found[layer] = LayerScales(
+            search(heads.keys, heads.moments, rotary.width(layer), kind),
+            static_scale(heads.keys.abs().amax((0, 2))),
+            static_scale(heads.values),
+        )
         if on_step is not None:
-            on_step(layer + 1, a.layers)
-    return Calibrated(kind, torch.stack(factors), torch.stack(key_scales), torch.stack(value_scales))
+            on_step(len(found), total)
+    return Calibrated(kind, dict(sorted(found.items())))
 
 
 def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> None:

@@ -136,10 +136,10 @@ class NativeDecoder(BaseDecoder):
         return AnglesStruct(*columns, _address(self._rotary.growth(position)))
 
     def _runner(self, cache: KeyValueCache) -> "_Native":
-        form = cache.format
-        if form.kind not in self._native or self._native[form.kind].factor is not form.key_factor:
-            self._native[form.kind] = _Native(self, self._rotary.width, form)
-        return self._native[form.kind]
+        kind = cache.format.kind
+        if kind not in self._native or not self._native[kind].fits(cache.formats):
+            self._native[kind] = _Native(self, cache.formats)
+        return self._native[kind]
 
 
 class _Native:

@@ -50,13 +50,11 @@ class TensorReader:
     def vector(self, name: str, size: int) -> Tensor:
         return self.table(name, (size,)).float()
 
-    def norm(self, name: str | None, *, heads: int = 0) -> Norm | None:
-        """A norm by its name, its offset added; None for none. Of queries or keys if there are heads."""
+    def norm(self, name: str | None, size: int = 0) -> Norm | None:
+        """A norm by its name, its offset added; None for none. Of `size` dimensions, or of the residual stream's."""
         if name is None:
             return None
-        size = self.a.hidden
-        if heads:
-            size = heads * self.a.head_dim if self.a.query_key_span == "heads" else self.a.head_dim
+        size = size or self.a.hidden
         weight = self.vector(f"{name}.weight", size)
         return Norm(weight + self.a.norm_offset if self.a.norm_offset else weight, self.bias(name, size))
 

@@ -3,7 +3,7 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, latent, mixtures, stateful
+from runtime.checkpoints.families import classic, dense, gemma, latent, mixtures, stateful
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
@@ -14,6 +14,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     **dict.fromkeys(LLAMA, first),
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma2,
+    "gemma4_text": gemma.gemma4,
     "smollm3": dense.smollm3,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo2,

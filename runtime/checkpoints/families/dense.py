@@ -8,13 +8,13 @@ from runtime.errors import UserError
 
 _LLAMA = Names()
 # Norms before and after, as Gemma calls them; and after alone.
-_AROUND = replace(
+AROUND = replace(
     _LLAMA,
     attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     output_norm="post_feedforward_layernorm",
 )
-_AFTER = replace(_AROUND, input_norm=None, mlp_norm=None)
+_AFTER = replace(AROUND, input_norm=None, mlp_norm=None)
 # One layer before the activation, no gate.
 _UNGATED = replace(_LLAMA, gate_up=("mlp.up_proj",))
 _FUSED_MLP = replace(_LLAMA, gate_up=("mlp.gate_up_proj",))
@@ -29,7 +29,7 @@ def gemma2(config: Config) -> Architecture | None:
     return llama(
         config,
         activation(config, "gelu_pytorch_tanh", "hidden_activation"),
-        names=_AROUND,
+        names=AROUND,
         tied=bool(config.get("tie_word_embeddings", True)),
         norm_offset=1.0,
         embedding_scale=count(config, "hidden_size") ** 0.5,

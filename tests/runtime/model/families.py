@@ -79,6 +79,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
         },
     },
+    # Keys of two shapes, of which the last layers read those of earlier ones; values that are keys; all else it has.
+    "gemma4_text": {
+        **_QUARTERED,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "global_head_dim": 36,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": WINDOW,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 28,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
     "smollm3": {"head_dim": 96, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "olmo2": {**_DIVIDED},
     "olmo3": {
@@ -271,6 +294,8 @@ def write(kind: str, path: Path) -> Path:
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3)
+            elif name.endswith("layer_scalar"):
+                tensor.mul_(0.8)
             elif not isinstance(tensor, torch.nn.Parameter):
                 continue
             elif tensor.dim() == 1 or "norm" in name:
