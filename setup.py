@@ -29,10 +29,24 @@ KERNELS = [
     "routing",
     "cache",
     "attention",
+    "delta_rule",
     "path",
 ]
 # … and once.
-COMMON = ["api", "decoder", "draft", "noise", "pool", "pack", "states", "delta"]
+COMMON = [
+    "api",
+    "sound",
+    "decoder",
+    "products",
+    "attention_layer",
+    "convolution_layer",
+    "delta_layer",
+    "mlp_layer",
+    "draft",
+    "noise",
+    "pool",
+    "pack",
+]
 # No contraction: an operation rounds where reference.py rounds. Warnings: gcc 12 takes its own intrinsics for mistakes.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -1,6 +1,6 @@
 """The gated delta rule (2412.06464), row by row: each head keeps a matrix that gives a value for a key.
 
-The meaning of the native kernels' (native/delta.cpp), bit for bit; see reference.py.
+The meaning of the native kernels' (native/delta_layer.cpp, delta_rule.cpp), bit for bit; see reference.py.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """What stands in attention's place and carries a state, in plain torch: each row from the state after its parent.
 
-A row's own state goes to its slot. The meaning of the native kernels' (native/states.cpp and delta.cpp), bit for bit.
+A row's own state goes to its slot. The meaning of the native kernels', bit for bit (native/convolution_layer.cpp,
+native/delta_layer.cpp).
 """
 
 from collections.abc import Callable

@@ -147,6 +147,14 @@ constexpr int64_t SPLIT = 512;   // positions whose weights share a maximum: a f
 // What a path offers.
 struct TrellisTask;
 
+// A row of one head's gated delta rule: matrices are [keys][values]; without `from` the one before is all zeros.
+struct DeltaStep {
+    const float *from, *q, *k, *v;
+    float left, share;  // what stays of the matrix, and by how much of what it lacks it is corrected
+    int64_t keys, values;
+    float *to, *out;
+};
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -165,6 +173,7 @@ struct Path {
     void (*sigmoid)(float* x, int64_t size);
     // e^(rate · ln(1 + e^x)), as kernels/delta.py has it.
     void (*decay)(const float* x, const float* rate, int64_t size, float* out);
+    void (*delta_step)(const DeltaStep& step);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.

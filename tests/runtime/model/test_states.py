@@ -217,7 +217,7 @@ def test_a_prompt_with_a_tree_behind_it(decoder: BaseDecoder) -> None:
 
 
 def test_long_drafts_do_not_make_it_read_the_text_again_each_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 tokens one is taken each time: once the states do not reach back, then they do."""
+    """Of 64 tokens one is taken each time: the states reach back to it, and a text of more is read again."""
     decoder = load(path, threads=1).decoder
     assert isinstance(decoder, BaseDecoder)
     restarts, restart = [], States.restart
@@ -232,7 +232,12 @@ def test_long_drafts_do_not_make_it_read_the_text_again_each_time(path: Path, mo
     for length in range(1, 20):
         feed(decoder, cache, request, tokens)
         cache.truncate(request, length)
-    assert restarts == [1]
+    assert not restarts
+    feed(decoder, cache, request, text(66))
+    cache.truncate(request, 20)
+    feed(decoder, cache, request, tokens[:1])
+    assert restarts == [20]
+    cache.truncate(request, 19)
     want = run(decoder, torch.cat((tokens[:1].repeat(19), tokens[:3])), 64)[-3:]
     assert torch.equal(feed(decoder, cache, request, tokens[:3]), want)
 

@@ -54,28 +54,15 @@ void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
         }
     });
     const int64_t size = d.key_dim * d.value_dim, wide = d.value_dim;
-    pool_.run(d.value_heads, 1, [&](int thread, int64_t begin, int64_t end) {
-        float* lacking = scratch(thread);
+    pool_.run(d.value_heads, 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; h++)
             for (int64_t row = 0; row < rows; row++) {
                 const float *whole = before(row), *from = whole ? whole + past * channels + h * size : nullptr;
-                const float *q = queries_.data() + row * channels + h / per * d.key_dim, *k = q + keys;
+                const float* q = queries_.data() + row * channels + h / per * d.key_dim;
                 const float* v = queries_.data() + row * channels + 2 * keys + h * wide;
                 const float *share = made_.data() + row * stride + channels + values + h, left = share[d.value_heads];
                 float *to = after(row) + past * channels + h * size, *out = mixed_.data() + row * values + h * wide;
-                for (int64_t i = 0; i < d.key_dim; i++)
-                    for (int64_t j = 0; j < wide; j++) {
-                        const float s = (from ? from[i * wide + j] : 0.0f) * left;
-                        to[i * wide + j] = s;
-                        lacking[j] = i ? lacking[j] + s * k[i] : s * k[i];
-                    }
-                for (int64_t j = 0; j < wide; j++) lacking[j] = (v[j] - lacking[j]) * *share;
-                for (int64_t i = 0; i < d.key_dim; i++)
-                    for (int64_t j = 0; j < wide; j++) {
-                        const float s = to[i * wide + j] + k[i] * lacking[j];
-                        to[i * wide + j] = s;
-                        out[j] = i ? out[j] + s * q[i] : s * q[i];
-                    }
+                path_.delta_step({from, q, q + keys, v, left, *share, d.key_dim, wide, to, out});
             }
     });
     pool_.run(rows, 1, [&](int thread, int64_t begin, int64_t end) {

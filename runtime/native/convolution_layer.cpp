@@ -1,4 +1,4 @@
-// Layers that carry a state from row to row: each row reads that after its parent and leaves its own at its slot.
+// Short convolutions in place of attention: each row reads the state after its parent and leaves its own at its slot.
 #include <algorithm>
 
 #include "decoder.h"
