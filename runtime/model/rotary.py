@@ -133,6 +133,11 @@ class RotaryTables:
         self._growth, self._device = a.query_growth, device
         self._grown = torch.empty(0, device=device)
 
+    @property
+    def count(self) -> int:
+        """Tables."""
+        return len(self._tables)
+
     def width(self, layer: int) -> int:
         """Dimensions of a head that rotate, in this layer and those of its shape; 0: none."""
         return self._widths.get(self._shapes[layer], 0)
