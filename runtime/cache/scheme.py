@@ -10,9 +10,10 @@ config.json says it twice. Ours, whatever the weights' format:
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.
 
-And compressed-tensors', where the weights are its or plain: `quantization_config.kv_cache_scheme`, whose
-`self_attn.k_scale` and `v_scale` (kv_heads, 1, 1) lie among the weights. These scales are static and always for 8 bits:
-4 static bits a head cost the embedded pair 3 % of perplexity (in transformers), where 8 cost 0.05 %.
+And compressed-tensors', where the weights are its or plain and all layers have keys of one shape:
+`quantization_config.kv_cache_scheme`, whose `self_attn.k_scale` and `v_scale` (kv_heads, 1, 1) lie among the weights.
+These scales are static and always for 8 bits: 4 static bits a head cost the embedded pair 3 % of perplexity (in
+transformers), where 8 cost 0.05 %.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.record import HeadShape
 from runtime.checkpoints.safetensors import Shards
@@ -47,9 +48,15 @@ def scale_name(layer: int, part: str) -> str:
 
 
 def holds_scales(config: Mapping[str, Any]) -> bool:
-    """Whether `quantization_config` has a place for kv_cache_scheme: compressed-tensors', or no library's yet."""
+    """Whether `quantization_config` has a place for kv_cache_scheme: compressed-tensors', or no library's yet.
+
+    Its loader wants keys of one shape in every layer.
+    """
     quantization = config.get("quantization_config")
-    return quantization is None or quantization.get("quant_method") == "compressed-tensors"
+    if quantization is not None and quantization.get("quant_method") != "compressed-tensors":
+        return False
+    a = describe(dict(config.get("text_config") or config))
+    return a is None or (len(a.key_groups) == 1 and all(a.source(layer) == layer for layer in a.attending))
 
 
 def to_config(config: Mapping[str, Any], kind: CacheKind) -> dict[str, Any]:

@@ -18,6 +18,11 @@ GEMMA4: dict[str, Any] = {
     **{"attention_k_eq_v": True, "max_position_embeddings": 512, "final_logit_softcapping": 30.0},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
 }
+# Of a tower for images.
+_TOWER: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64},
+}
 
 
 def make(model_type: str, out: Path) -> None:
@@ -28,13 +33,18 @@ def make(model_type: str, out: Path) -> None:
         shutil.copy(PAIR / name, out)
 
 
-def gemma4() -> Any:
-    """A random Gemma 4 in float32, its norms and scales random, too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def gemma4(kind: str = "gemma4_text", **changed: Any) -> Any:
+    """A random Gemma 4 in float32, its norms and scales random, too; with a tower for images as "gemma4".
+
+    changed  keys of the language model's configuration.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma4_text", **GEMMA4)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto, told = (AutoModelForCausalLM, GEMMA4 | changed)
+    if kind == "gemma4":
+        auto, told = AutoModelForImageTextToText, {"text_config": GEMMA4 | changed, "vision_config": _TOWER}
+    model = auto.from_config(AutoConfig.for_model(kind, **told), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("layer_scalar"):
