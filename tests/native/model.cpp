@@ -84,7 +84,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             layer.keys = keys++;
         if (s.inputs) b.own = {b.own_gate.pointers[0], b.own_out.pointers[0], {b.own_norm.data(), nullptr}}, layer.own = &b.own, layer.scale = BLOCK_SCALE;
         if (s.experts) {
-            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
+            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr, nullptr};
             layer.mixture = &b.mixture;
         } else {
             layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];
