@@ -30,8 +30,9 @@ from compress.progress import silent
 from runtime import Speculator, load
 from runtime.bench.jobs import random_items
 from runtime.bench.oracle import OracleDrafter
-from runtime.bench.random_models import SHAPES, write_shape
+from runtime.bench.random_models import write_shape
 from runtime.bench.random_tokenizer import write_tokenizer
+from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import Item
 from runtime.checkpoints.open import open_checkpoint
 from runtime.engine.metrics import Metrics

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from compress.model.source import default_pair
-from runtime.bench.random_models import SHAPES, write_shape
+from runtime.bench.random_models import write_shape
+from runtime.bench.shapes import SHAPES
 from runtime.cli import without_traceback
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

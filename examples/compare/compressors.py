@@ -129,7 +129,7 @@ def _time(options: Options, settings: list[Setting], pythons: tuple[Path, Path])
     from compress.model.source import default_pair
     from runtime.bench.measure import machine
     from runtime.bench.output import console
-    from runtime.bench.random_models import SHAPES
+    from runtime.bench.shapes import SHAPES
     from runtime.native import default_threads
 
     text, shape, blocks, rounds = options.text, options.shape, options.blocks, options.rounds

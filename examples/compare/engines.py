@@ -83,7 +83,7 @@ def main(
 
         from runtime.bench.measure import machine
         from runtime.bench.output import console, write
-        from runtime.bench.random_models import SHAPES
+        from runtime.bench.shapes import SHAPES
         from runtime.native import default_threads
 
         require_native_kernels()

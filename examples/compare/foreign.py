@@ -90,7 +90,7 @@ def _compare(options: Options, settings: list[Setting], pythons: tuple[Path, Pat
 
     from compress.model.source import default_pair
     from runtime.bench.measure import machine
-    from runtime.bench.random_models import SHAPES
+    from runtime.bench.shapes import SHAPES
     from runtime.native import default_threads
 
     shape, blocks = options.shape, options.blocks

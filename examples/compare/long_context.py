@@ -59,7 +59,8 @@ def main(
         # Imported here: torch takes longer to load than `--help` may take.
         from runtime.bench.measure import interleaved, machine
         from runtime.bench.output import console, table, write
-        from runtime.bench.random_models import SHAPES, write_shape
+        from runtime.bench.random_models import write_shape
+        from runtime.bench.shapes import SHAPES
         from runtime.model.load import load
 
         if shape not in SHAPES:

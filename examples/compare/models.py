@@ -55,7 +55,7 @@ def make_peers(shop: Workshop, models: Sequence[str]) -> None:
     if not missing:
         return
     shop.folder.mkdir(parents=True, exist_ok=True)
-    from runtime.bench.random_models import SHAPES
+    from runtime.bench.shapes import SHAPES
 
     with tempfile.TemporaryDirectory(prefix=".making-", dir=shop.folder) as made:
         room = Path(made)

@@ -68,7 +68,7 @@ def decode(options: DecodeOptions) -> None:
 
     plan = _plan("decode", options)
     tasks = [("decode", width) for width in plan.widths] + [("prefill", PREFILL)] * options.prefill
-    _run(plan, _forwards(tasks, options.work))
+    _run(plan, _forwards(tasks, options))
 
 
 @takes(VerifyOptions)
@@ -79,7 +79,7 @@ def verify(options: VerifyOptions) -> None:
     if options.tree:
         # Up to two rows a tree is a chain.
         tasks += [("tree", width) for width in plan.widths if width > 2]
-    _run(plan, _forwards(tasks, options.work))
+    _run(plan, _forwards(tasks, options))
 
 
 @takes(SpeculateOptions)
@@ -192,15 +192,15 @@ def _plan(command: str, options: LayerOptions) -> Plan:
     return Plan(command, options, schemes, widths, choose(options.kernels, "cpu", threads), threads)
 
 
-def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
+def _forwards(tasks: Sequence[tuple[str, int]], options: DecodeOptions | VerifyOptions) -> "Measure":
     """Measures a scheme on a model on disk."""
     from runtime.bench.forwards import time_forwards
     from runtime.model.load import load
     from runtime.model.reference import BaseDecoder
 
     def measure(plan: Plan, scheme: str, memory: "Bandwidth") -> "list[Row]":
-        options, nested = plan.options, scheme == _NESTED
-        with _model(options, _STORED.get(scheme, scheme), work) as path:
+        nested = scheme == _NESTED
+        with _model(options, _STORED.get(scheme, scheme), options.work, options.layers) as path:
             decoder = load(path, threads=plan.threads, kernels=plan.kernel.name, planes=nested).decoder
             assert isinstance(decoder, BaseDecoder)
             draft = decoder.upper() if nested else None
@@ -210,7 +210,7 @@ def _forwards(tasks: Sequence[tuple[str, int]], work: Path | None) -> "Measure":
 
 
 @contextmanager
-def _model(options: LayerOptions, scheme: str, work: Path | None) -> Iterator[Path]:
+def _model(options: LayerOptions, scheme: str, work: Path | None, layers: int | None) -> Iterator[Path]:
     """A model directory: written for this run, or kept in `work`. Raises UserError for a foreign one there."""
     from runtime.bench.random_models import model_config, write_shape
     from runtime.files import read_json
@@ -218,16 +218,18 @@ def _model(options: LayerOptions, scheme: str, work: Path | None) -> Iterator[Pa
     shape, head = options.shape, options.head
     if work is None:
         with TemporaryDirectory(prefix="specpress-bench-") as folder:
-            yield write_shape(shape, scheme, Path(folder) / "model", head)
+            yield write_shape(shape, scheme, Path(folder) / "model", head, layers=layers)
         return
-    path = work / f"{shape}-{scheme}-head-{head}"
+    path = work / f"{shape}-{scheme}-head-{head}{'' if layers is None else f'-layers-{layers}'}"
     if not path.exists():
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--work: {work} cannot be made ({error.strerror}); choose another folder") from error
-        write_shape(shape, scheme, path, head)
-    elif not (path / "config.json").is_file() or read_json(path / "config.json") != model_config(shape, scheme, head):
+        write_shape(shape, scheme, path, head, layers=layers)
+    elif not (path / "config.json").is_file() or read_json(path / "config.json") != model_config(
+        shape, scheme, head, layers
+    ):
         raise UserError(f"--work: {path} holds another model than this version writes; remove it")
     yield path
 
@@ -242,12 +244,14 @@ def _run(plan: Plan, measure: "Measure") -> None:
     from runtime.bench.measure import WARM_UP, machine, reading_speed
     from runtime.bench.output import console, show_scheme, write
 
-    options, out = plan.options, console(100)
+    options, out = plan.options, console(112)
     context = None if plan.command == "kernels" else CONTEXT
     after = "" if context is None else f"; after {context} tokens, logits of every row"
+    layers = getattr(options, "layers", None)
+    first = "" if layers is None else f" (first {layers} layers)"
     out.print(
-        f"{options.shape}, random weights: speed only. {machine()['cpu']}, {plan.threads} threads, {plan.kernel.name}"
-        f" kernels; head {options.head}{after}; {options.rounds} interleaved rounds.",
+        f"{options.shape}{first}, random weights: speed only. {machine()['cpu']}, {plan.threads} threads,"
+        f" {plan.kernel.name} kernels; head {options.head}{after}; {options.rounds} interleaved rounds.",
         soft_wrap=True,
     )
     notes = Console(stderr=True, highlight=False)
@@ -272,6 +276,7 @@ def _run(plan: Plan, measure: "Measure") -> None:
             "protocol": {
                 "command": plan.command,
                 "shape": options.shape,
+                "layers": layers,
                 "weights": "random, speed only",
                 "head": options.head,
                 "context": context,

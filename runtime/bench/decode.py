@@ -12,7 +12,7 @@ import torch
 from runtime.bench.device_models import random_model
 from runtime.bench.forwards import begun
 from runtime.bench.measure import Bench, Place, Row, Sample, read_bytes, row
-from runtime.bench.random_models import SHAPES
+from runtime.bench.shapes import SHAPES
 from runtime.contract import CacheKind, GreedyChains, Rows
 from runtime.engine.deferred import require_finite
 from runtime.kv_store import KEY_BLOCK, Store, allocate

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from runtime.bench.random_models import DEVICE_SCHEMES, NO_SHARDS, SHAPES, RandomCheckpoint, require_offered
+from runtime.bench.random_models import DEVICE_SCHEMES, NO_SHARDS, RandomCheckpoint, require_offered
+from runtime.bench.shapes import SHAPES
 from runtime.kernels.dispatch import choose
 from runtime.model.build import build
 from runtime.model.load import Model

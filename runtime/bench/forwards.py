@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runtime.bench.measure import CPU, Row, interleaved, read_bytes, row
 from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.model.native import NativeDecoder
 from runtime.model.reference import BaseDecoder
 
 CONTEXT = 64
@@ -36,15 +37,24 @@ def time_forwards(
     steps = {task: step(*task) for task in tasks}
     if draft is not None:
         steps["draft", 1] = _steps(draft, longest)("draft", 1)
+    read = {task: _bytes_read(decoder, call) for task, call in steps.items() if task[0] != "draft"}
+    if draft is not None:
+        read["draft", 1] = read_bytes(draft)
     samples = interleaved(steps, rounds, memory)
     base = next((samples[task] for task in tasks if task[0] != "prefill" and task[1] == 1), None)
-    read = dict.fromkeys(("decode", "prefill", "chain", "tree"), read_bytes(decoder))
-    if draft is not None:
-        read["draft"] = read_bytes(draft)
     return [
-        row(what, scheme, width, taken, read[what], None if what == "prefill" else base)
+        row(what, scheme, width, taken, read[what, width], None if what == "prefill" else base)
         for (what, width), taken in samples.items()
     ]
+
+
+def _bytes_read(decoder: BaseDecoder, step: Callable[[], float]) -> int:
+    """Bytes of weights that a forward reads; of a mixture those of the experts that its rows went to."""
+    if not isinstance(decoder, NativeDecoder):
+        return read_bytes(decoder)
+    before = decoder.experts_read
+    step()
+    return read_bytes(decoder, decoder.experts_read - before)
 
 
 def begun(decoder: Decoder, context: int, longest: int, tokens: int) -> tuple[Cache, int, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from runtime.bench.device_models import random_model
 from runtime.bench.measure import Bench
-from runtime.bench.random_models import SHAPES
+from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import Item, Job, Way, run_once
 from runtime.contract import Decoder
 from runtime.model.layers import described

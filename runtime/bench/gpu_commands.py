@@ -231,6 +231,6 @@ def generate(
 
 
 def _shapes(names: list[str]) -> list[str]:
-    from runtime.bench.random_models import SHAPES
+    from runtime.bench.shapes import SHAPES
 
     return known("--shape", names, list(SHAPES))

@@ -17,8 +17,9 @@ from runtime.bench.measure import machine
 from runtime.bench.options import JobOptions, SpeculateOptions, at_least_one, writable
 from runtime.bench.oracle import OracleDrafter
 from runtime.bench.prompts import read_prompts
-from runtime.bench.random_models import SHAPES, is_random, write_shape
+from runtime.bench.random_models import is_random, write_shape
 from runtime.bench.random_tokenizer import write_tokenizer
+from runtime.bench.shapes import SHAPES
 from runtime.bench.speculate import GrammarDrafter, Item, Job, Way, run_once
 from runtime.engine.requests import MAX_DRAFT_LENGTH
 from runtime.errors import UserError

@@ -8,7 +8,9 @@ from itertools import cycle, islice
 import torch
 
 from runtime.bench.measure import CPU, Row, cache_bytes, interleaved, row
-from runtime.bench.random_models import SHAPES, block_layers, random_weight
+from runtime.bench.random_models import random_weight
+from runtime.bench.shapes import SHAPES
+from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.kernels.joined import Linear
 from runtime.kernels.native_linear import NativeLinear
@@ -29,15 +31,17 @@ class Layer:
 
 
 def layers(shape: str, scheme: str, head: str) -> list[Layer]:
-    """The distinct linear layers of a forward, in its order."""
+    """The distinct linear layers of a forward, in its order. Raises UserError where blocks differ from each other."""
     about = SHAPES[shape]
-    a, sizes = about.architecture, block_layers(about)
-    rows = {name.rsplit(".", 1)[1].removesuffix("_proj"): size for name, size in sizes.items()}
-    joined = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-    found = [
-        Layer(name, scheme, sum(rows[part][0] for part in parts), rows[parts[0]][1], a.layers)
-        for name, parts in joined.items()
-    ]
+    a = about.architecture
+    if a.experts is not None or a.latent is not None or a.mixers:
+        raise UserError(f"--shape: the blocks of {shape} are not all alike; time it whole, with decode")
+    block = a.names.block.format(0)
+    joined = {"qkv": a.names.qkv, "o": (a.names.out,), "gate_up": a.names.gate_up, "down": (a.names.down,)}
+    found = []
+    for name, parts in joined.items():
+        sizes = [about.linear[f"{block}.{part}"] for part in dict.fromkeys(parts)]
+        found.append(Layer(name, scheme, sum(outputs for outputs, _ in sizes), sizes[0][1], a.layers))
     kept = "f32" if scheme == "f32" else "bf16"
     return [*found, Layer("head", "int8" if head == "int8" else kept, a.vocab, a.hidden, 1)]
 

@@ -18,7 +18,7 @@ from runtime import native
 from runtime.devices import explained, resolve
 from runtime.errors import UserError
 from runtime.kernels.triton import usable
-from runtime.model.layers import linears
+from runtime.model.layers import Mixture, linears, mlp_linears
 
 ENGINE = "specpress"
 # Rounds before those that count: the first touches memory and wakes the threads.
@@ -82,15 +82,25 @@ def row(
         "ms_median": middle * 1e3,
         "ms_min": min(seconds) * 1e3,
         "tokens_per_second": width / middle,
+        "bytes_read": read,
         "gb_per_second": read / middle / 1e9,
         "share_of_bandwidth": median(shares) if shares else None,
         "over_width_1": None if base is None else middle / median(sample.seconds for sample in base),
     } | more
 
 
-def read_bytes(decoder: Any) -> int:
-    """Bytes of weights that a forward of one row reads, of all linear layers, as the kernels (ours) hold them."""
-    return sum(layer.nbytes for layer in linears(decoder.parts))
+def read_bytes(decoder: Any, experts: int | None = None) -> int:
+    """Bytes of weights that a forward reads, of all linear layers, as the kernels (ours) hold them.
+
+    experts  how many experts it reads, in all layers; None: of each mixture those of one row.
+    """
+    mixtures = [block.mlp for block in decoder.parts.blocks if isinstance(block.mlp, Mixture)]
+    held = sum(layer.nbytes for layer in linears(decoder.parts))
+    if not mixtures:
+        return held
+    each = [sum(layer.nbytes for layer in mlp_linears(mlp)) for mixture in mixtures for mlp in mixture.experts]
+    count = sum(mixture.how.per_token for mixture in mixtures) if experts is None else experts
+    return held - sum(each) + count * sum(each) // len(each)
 
 
 class Bandwidth:

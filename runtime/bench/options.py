@@ -18,7 +18,14 @@ Widths = Annotated[str, typer.Option(help="Rows of one forward, with commas betw
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds that count.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="physical cores")]
 Alpha = Annotated[float, typer.Option(help="The oracle's acceptance per token.")]
+Layers = Annotated[int | None, typer.Option(help="The model of its first layers alone.", show_default="all")]
 Work = Annotated[Path | None, typer.Option(help="Keep the models here between runs.", show_default="removed")]
+# Those of shapes.py, which takes torch to import.
+SHAPE_NAMES = (
+    *("tinyllama-1.1b", "tinyllama-tenth", "llama-3.2-1b", "llama-2-7b", "llama-3.1-8b", "llama-3.1-8b-tenth"),
+    *("llama-3.1-70b", "qwen2.5-0.5b", "gemma-3-4b", "qwen3.5-4b", "gpt-oss-20b", "glm-4-9b", "granite-3.3-2b"),
+    *("olmo-3-7b", "smollm3-3b", "ministral-3-8b", "lfm2-1.2b", "deepseek-v2-lite", "pair"),
+)
 # Of `gpu`.
 Device = Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: interpreted, at toy sizes, no speed.")]
 Kernels = Annotated[
@@ -35,9 +42,7 @@ NewTokens = Annotated[int, typer.Option(help="Tokens of each text.")]
 class LayerOptions:
     """Of `kernels`, and what `decode` and `verify` share with it."""
 
-    shape: Annotated[str, typer.Option(help="tinyllama-1.1b, tinyllama-tenth, llama-3.2-1b, qwen2.5-0.5b or pair.")] = (
-        "tinyllama-1.1b"
-    )
+    shape: Annotated[str, typer.Option(help=f"A published model's sizes: {', '.join(SHAPE_NAMES)}.")] = "tinyllama-1.1b"
     scheme: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,6 +65,7 @@ class DecodeOptions(LayerOptions):
     """Of `decode`."""
 
     prefill: Annotated[bool, typer.Option("--prefill", help="Also a prompt of 512 tokens.")] = False
+    layers: Layers = None
     work: Work = None
 
 
@@ -68,6 +74,7 @@ class VerifyOptions(LayerOptions):
     """Of `verify`."""
 
     tree: Annotated[bool, typer.Option("--tree", help="Also binary trees of as many rows.")] = False
+    layers: Layers = None
     work: Work = None
 
 

@@ -67,7 +67,7 @@ def listed(keys: str, rows: Sequence[Figures], title: str | None = None, **headi
 def show_scheme(out: Console, command: str, scheme: str, rows: Sequence[Figures], readings: Sequence[float]) -> None:
     """A scheme's table of `kernels`, `decode` or `verify`; `readings` of the memory's speed in bytes per second."""
     speed = f"{_speeds(readings, '.1f')}" if readings else "not measured (needs the native kernels)"
-    keys = "what width ms_median ms_min tokens_per_second gb_per_second share_of_bandwidth over_width_1"
+    keys = "what width ms_median ms_min tokens_per_second bytes_read gb_per_second share_of_bandwidth over_width_1"
     if command == "verify":
         keys = keys.replace("width", "draft_length", 1)
         rows = [{**row, "draft_length": row["width"] - 1} for row in rows]

@@ -4,24 +4,27 @@ Codes and scales are drawn directly in each format, so that a billion weights ta
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from math import log2
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.architecture import Architecture, describe
+from runtime.bench.shapes import SHAPES, Shape
 from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.record import Names
 from runtime.checkpoints.safetensors import INDEX
 from runtime.errors import UserError
 from runtime.formats import fp8, hf_config, int4, int8, nf4, ternary, to_tensors, trellis
 from runtime.formats.nf4 import Nf4Weight, double_quantize
 from runtime.formats.packed import PackedWeight
+from runtime.formats.schemes import Scheme
 from runtime.formats.tensors import group_width, round_scale
 
 _BOTH = ("f32", "bf16", "int8", "int4", "nf4", "ternary")
@@ -42,110 +45,32 @@ NO_SHARDS: Any = None
 """The files of a checkpoint that has none."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A published architecture: `config` is what its config.json says, with no dtype and no quantisation."""
-
-    name: str
-    config: Mapping[str, Any]
-
-    @property
-    def architecture(self) -> Architecture:
-        """The sizes as the decoder reads them."""
-        found = describe(dict(self.config))
-        assert found is not None, f"{self.name} is of no family that the decoder runs"
-        return found
-
-    @property
-    def biased(self) -> bool:
-        """Whether queries, keys and values have biases."""
-        return bool(self.config["model_type"] == "qwen2")
-
-
-_COMMON: dict[str, Any] = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
-_LLAMA: dict[str, Any] = _COMMON | {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN2: dict[str, Any] = _COMMON | {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "use_sliding_window": False,
-}
-_LLAMA3_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def _config(
-    base: dict[str, Any],
-    sizes: tuple[int, int, int, int, int, int, int],
-    ends: tuple[int, int],
-    tied: bool = False,
-    **more: Any,
-) -> dict[str, Any]:
-    """sizes: vocabulary, hidden, MLP, layers, heads, heads of keys and values, positions. ends: ids of bos and eos."""
-    names = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    )
-    told = {"tie_word_embeddings": tied, "bos_token_id": ends[0], "eos_token_id": ends[1]}
-    return base | dict(zip(names, sizes, strict=True)) | told | more
-
-
-_LLAMA31: dict[str, Any] = _LLAMA | {"head_dim": 128, "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0}}
-_LLAMA3_ENDS = (128_000, 128_001)
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "tinyllama-1.1b": _config(_LLAMA, (32_000, 2048, 5632, 22, 32, 4, 2048), (1, 2)),
-    # 7 to 8 % of the bytes, which with what a forward costs whatever its size makes a tenth of the time.
-    "tinyllama-tenth": _config(_LLAMA, (32_000, 768, 2048, 6, 12, 4, 2048), (1, 2)),
-    "llama-3.2-1b": _config(
-        _LLAMA, (128_256, 2048, 8192, 16, 32, 8, 131_072), _LLAMA3_ENDS, tied=True, rope_parameters=_LLAMA3_ROPE
-    ),
-    "llama-2-7b": _config(_LLAMA, (32_000, 4096, 11_008, 32, 32, 32, 4096), (1, 2), head_dim=128),
-    "llama-3.1-8b": _config(_LLAMA31, (128_256, 4096, 14_336, 32, 32, 8, 131_072), _LLAMA3_ENDS),
-    "llama-3.1-8b-tenth": _config(_LLAMA31, (128_256, 2048, 8192, 4, 32, 8, 131_072), _LLAMA3_ENDS, head_dim=64),
-    "llama-3.1-70b": _config(_LLAMA31, (128_256, 8192, 28_672, 80, 64, 8, 131_072), _LLAMA3_ENDS),
-    "qwen2.5-0.5b": _config(_QWEN2, (151_936, 896, 4864, 24, 14, 2, 32_768), (151_643, 151_643), tied=True),
-    "pair": _config(_LLAMA, (4096, 512, 1536, 4, 8, 2, 1024), (0, 0), tied=True, pad_token_id=0),
-}
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {name: Shape(name, MappingProxyType(config)) for name, config in _CONFIGS.items()}
-)
-"""The shapes by name: published models, drafts of a tenth of TinyLlama's and the 8B's cost, examples/pair's target."""
-
-
 def is_random(config: Any) -> bool:
     """Whether a loaded model's configuration says that its weights are random."""
     return bool(getattr(config, MARK, False))
 
 
-def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", seed: int = 0) -> Path:
+def write_shape(
+    shape: str, scheme: str, out: str | Path, head: str = "int8", seed: int = 0, layers: int | None = None
+) -> Path:
     """Writes a model directory (config.json and sharded safetensors, no tokenizer) and returns it: whole or not at all.
 
-    shape, scheme  names of SHAPES and SCHEMES. Embedding and norms are bfloat16 (f32: float32).
+    shape, scheme  names of SHAPES and SCHEMES. Embedding and norms are bfloat16 (f32: float32), and so is what no
+                   format packs: routers, gates of one output, what latent attention expands its vectors by. Experts of
+                   gpt-oss are mxfp4 whatever the scheme.
     head           "int8": a packed head of its own, also where the published model ties it to the embedding.
                    "keep": as published, plain. Beside nf4, ternary or trellis layers no other library knows an int8
                    head; `runtime.load` does.
     seed           the same arguments give the same bytes.
+    layers         the model of its first layers alone; None: of all.
 
     Raises UserError for a name that is not offered, an `out` that exists, or a disk that refuses.
     """
     from safetensors import SafetensorError
 
-    config = model_config(shape, scheme, head)
+    require_offered(shape, scheme, head)
+    about = SHAPES[shape].first(layers)
+    config = _config_of(about, scheme, head)
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new directory for the model or remove this one")
@@ -155,7 +80,7 @@ def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", se
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as beside:
             folder = Path(beside) / "model"
             folder.mkdir()
-            drawn = RandomCheckpoint(out, config, NO_SHARDS, SHAPES[shape], scheme, head, seed=seed)
+            drawn = RandomCheckpoint(out, config, NO_SHARDS, about, scheme, head, seed=seed)
             _write_weights(folder, drawn)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             folder.rename(out)
@@ -164,14 +89,18 @@ def write_shape(shape: str, scheme: str, out: str | Path, head: str = "int8", se
     return out
 
 
-def model_config(shape: str, scheme: str, head: str = "int8") -> dict[str, Any]:
+def model_config(shape: str, scheme: str, head: str = "int8", layers: int | None = None) -> dict[str, Any]:
     """config.json of what `write_shape` writes. Raises UserError for a name that is not offered."""
     require_offered(shape, scheme, head)
-    chosen = SHAPES[shape]
-    layers = [f"model.layers.{i}.{name}" for i in range(chosen.architecture.layers) for name in block_layers(chosen)]
-    packed = {} if scheme in ("f32", "bf16") else dict.fromkeys(layers, DESCRIBED[scheme])
-    plain = [name for name in layers if name not in packed]
-    config = dict(chosen.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
+    return _config_of(SHAPES[shape].first(layers), scheme, head)
+
+
+def _config_of(about: Shape, scheme: str, head: str) -> dict[str, Any]:
+    packed: dict[str, Scheme] = {}
+    plain = [name for name in about.linear if scheme in ("f32", "bf16")]
+    if not plain:
+        packed = {name: described(scheme, inputs) for name, (_, inputs) in about.linear.items()}
+    config = dict(about.config) | {"dtype": "float32" if scheme == "f32" else "bfloat16", MARK: True}
     if head == "int8":
         config["tie_word_embeddings"] = False
     if head == "keep" or scheme in ("nf4", "ternary", *TRELLISES):
@@ -184,19 +113,11 @@ def model_config(shape: str, scheme: str, head: str = "int8") -> dict[str, Any]:
     return config
 
 
-def block_layers(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Linear layers of a block: name within it → (outputs, inputs)."""
-    a = shape.architecture
-    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    return {
-        "self_attn.q_proj": (queries, a.hidden),
-        "self_attn.k_proj": (keys, a.hidden),
-        "self_attn.v_proj": (keys, a.hidden),
-        "self_attn.o_proj": (a.hidden, queries),
-        "mlp.gate_proj": (a.intermediate, a.hidden),
-        "mlp.up_proj": (a.intermediate, a.hidden),
-        "mlp.down_proj": (a.hidden, a.intermediate),
-    }
+def described(scheme: str, inputs: int) -> Scheme:
+    """A packed scheme for rows of so many inputs: of int4 the widest groups, of up to 128, that divide them."""
+    if scheme == "int4":
+        return int4.scheme(next((group for group in (128, 64, 32) if inputs % group == 0), 128))
+    return DESCRIBED[scheme]
 
 
 def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Generator) -> Weight:
@@ -220,7 +141,7 @@ def random_weight(scheme: str, outputs: int, inputs: int, generator: torch.Gener
         drawn = random_weight("bf16", outputs, inputs, generator)
         assert isinstance(drawn, Tensor)
         return fp8.pack(drawn)
-    about = DESCRIBED[scheme]
+    about = described(scheme, inputs)
     groups = inputs // group_width(inputs, about.group_size)
     first, last = CODES[scheme]
     codes = torch.randint(first, last + 1, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
@@ -249,31 +170,52 @@ class RandomCheckpoint(Checkpoint):
         return torch.float32 if self.scheme == "f32" else torch.bfloat16
 
     def names(self) -> list[str]:
-        """Of what there is besides the layers' weights: the decoder asks for biases by them."""
-        layers = range(self.shape_of.architecture.layers if self.shape_of.biased else 0)
-        return ["lm_head.weight", *(f"model.layers.{i}.self_attn.{part}_proj.bias" for i in layers for part in "qkv")]
+        """Of all tensors, as an unpacked checkpoint has them: the decoder asks for biases and experts by them."""
+        fused = self._experts_fused()
+        return [name for name in self.shape_of.tensors if name not in fused] + [
+            f"{name}_{part}" for name in fused for part in ("blocks", "scales")
+        ]
 
     def tensor(self, name: str) -> Tensor:
-        """The embedding, a norm or a bias."""
-        a = self.shape_of.architecture
-        if name.endswith("norm.weight"):
-            return torch.ones(a.hidden, dtype=self.dtype, device=self.device)
-        if name == "model.embed_tokens.weight":
-            found = random_weight(self._plain, a.vocab, a.hidden, self._generator(name))
+        """What is no packed layer: embeddings, norms of ones, routers, biases, filters."""
+        base, part = name.rpartition("_")[::2]
+        if part in ("blocks", "scales") and base in self._experts_fused():
+            return self._expert_codes(base, part)
+        shape, a, draws = self.shape_of.tensors[name], self.shape_of.architecture, self._generator(name)
+        if len(shape) == 2 and not name.endswith("_bias"):
+            found = random_weight(self._plain, shape[0], shape[1], draws)
             assert isinstance(found, Tensor)
             return found
-        outputs, _ = block_layers(self.shape_of)[name.removesuffix(".bias").split(".", 3)[-1]]
-        bias = torch.empty(outputs, device=self.device).uniform_(-0.1, 0.1, generator=self._generator(name))
-        return bias.to(self.dtype)
+        if name.endswith("norm.weight"):
+            shifted = name.removesuffix(".weight").endswith(_shifted(a.names))
+            return torch.full(shape, 1.0 - a.norm_offset * shifted, dtype=self.dtype, device=self.device)
+        # A filter keeps the size of what goes in; logarithms of decays and their biases lie where trained ones do.
+        low, high = {"A_log": (0.0, 2.0), "dt_bias": (-4.0, 0.0)}.get(name.rsplit(".", 1)[1], (-0.1, 0.1))
+        if len(shape) == 3:
+            high = (3.0 / shape[-1]) ** 0.5
+            low = -high
+        return torch.empty(shape, device=self.device).uniform_(low, high, generator=draws).to(self.dtype)
 
     def weight(self, prefix: str, unpack: bool = True) -> Weight:
         """A layer's weight, of variance 1 / inputs, in the scheme."""
-        a = self.shape_of.architecture
-        if prefix == "lm_head":
-            kind = "int8" if self.head == "int8" else self._plain
-            return random_weight(kind, a.vocab, a.hidden, self._generator(prefix))
-        sizes = block_layers(self.shape_of)[prefix.split(".", 3)[-1]]
-        return random_weight(self.scheme, *sizes, self._generator(prefix))
+        outputs, inputs = self.shape_of.tensors[f"{prefix}.weight"]
+        kind = self.scheme if prefix in self.shape_of.linear else self._plain
+        if prefix == "lm_head" and self.head == "int8":
+            kind = "int8"
+        return random_weight(kind, outputs, inputs, self._generator(prefix))
+
+    def _experts_fused(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of experts that are not one by one: (experts, inputs, outputs)."""
+        fused = (".experts.gate_up_proj", ".experts.down_proj")
+        return {name: shape for name, shape in self.shape_of.tensors.items() if name.endswith(fused)}
+
+    def _expert_codes(self, name: str, part: str) -> Tensor:
+        """mxfp4: codes of levels whose mean square is 8.6, and exponents that bring the variance near 1 / inputs."""
+        experts, inputs, outputs = self._experts_fused()[name]
+        size = (experts, outputs, inputs // 32)
+        if part == "scales":
+            return torch.full(size, 127 - round(log2(8.6 * inputs) / 2), dtype=torch.uint8)
+        return torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=self._generator(name))
 
     @property
     def _plain(self) -> str:
@@ -294,24 +236,39 @@ def _write_weights(folder: Path, model: RandomCheckpoint) -> None:
     """One shard per block, and one before them for everything outside the blocks; and their index."""
     from safetensors.torch import save_file
 
-    a, blocks = model.shape_of.architecture, block_layers(model.shape_of)
-    head = ["lm_head"] if model.head == "int8" or not a.tied else []
-    shards = [(head, ["model.embed_tokens", "model.norm"])]
-    for at in (f"model.layers.{number}" for number in range(a.layers)):
-        norms = [f"{at}.{norm}" for norm in ("input_layernorm", "post_attention_layernorm")]
-        shards.append(([f"{at}.{name}" for name in blocks], norms))
+    a, linear = model.shape_of.architecture, dict(model.shape_of.linear)
+    packed_head = model.head == "int8"
+    if packed_head:
+        linear["lm_head"] = model.shape_of.tensors["lm_head.weight"][:2]  # type: ignore[assignment]
+    block = a.names.block.format("")
+
+    def place(name: str) -> int:
+        return int(name.removeprefix(block).split(".", 1)[0]) if name.startswith(block) else -1
+
+    names = [n for n in model.names() if packed_head or not a.tied or n != "lm_head.weight"]
+    shards = [list(found) for _, found in groupby(sorted(names, key=place), key=place)]
     weight_map: dict[str, str] = {}
     total = 0
-    for number, (layers, plain) in enumerate(shards, start=1):
-        tensors = {name: model.tensor(name) for name in (f"{prefix}.weight" for prefix in plain)}
-        for prefix in layers:
-            tensors |= _stored(model, prefix)
+    for number, held in enumerate(shards, start=1):
+        tensors: dict[str, Tensor] = {}
+        for name in held:
+            prefix, part = name.rpartition(".")[::2]
+            if prefix not in linear:
+                tensors[name] = model.tensor(name)
+            elif part == "weight":
+                tensors |= _stored(model, prefix)
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shifted(names: Names) -> tuple[str, ...]:
+    """The norms that a model's offset is for: of blocks, of queries and keys, and the last."""
+    found = (names.norm, names.input_norm, names.attention_norm, names.mlp_norm, names.output_norm)
+    return tuple(name for name in (*found, names.query_norm, names.key_norm) if name is not None)
 
 
 def _stored(model: RandomCheckpoint, prefix: str) -> dict[str, Tensor]:

@@ -245,11 +245,15 @@ def linears(parts: Parts) -> Iterator[Linear]:
             if block.mlp.shared_gate is not None:
                 yield block.mlp.shared_gate
         for mlp in experts:
-            yield from mlp.gate_up.parts
-            yield mlp.down
+            yield from mlp_linears(mlp)
         if block.own is not None:
             yield from (block.own.gate, block.own.out)
     yield parts.head
+
+
+def mlp_linears(mlp: Mlp) -> tuple[Linear, ...]:
+    """The linear layers of one MLP or expert."""
+    return (*mlp.gate_up.parts, mlp.down)
 
 
 def weight_bytes(*decoders: Parts) -> int:

@@ -47,6 +47,11 @@ class NativeDecoder(BaseDecoder):
         self._native: dict[CacheKind, NativeModel] = {}
         self._batches = Batches()
 
+    @property
+    def experts_read(self) -> int:
+        """How many experts' weights forwards have read so far; one that several rows share counts once a forward."""
+        return sum(int(require().specpress_experts_read(each.handle)) for each in self._native.values())
+
     def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
         """See BaseDecoder. Raises UserError for float16, which only GPUs take."""
         if kind not in CACHES:

@@ -161,6 +161,7 @@ SPECPRESS_API int64_t specpress_draft(Decoder* decoder, const Batch* first, cons
                                       const int64_t* steps, int64_t limit, int64_t* tokens, int64_t stride) {
     return decoder->draft(*first, *angles, requests, steps, limit, tokens, stride);
 }
+SPECPRESS_API int64_t specpress_experts_read(const Decoder* decoder) { return decoder->experts_read(); }
 SPECPRESS_API void specpress_project(Decoder* decoder, const Projection* p, const float* x, int64_t rows, float* y) {
     decoder->project(*p, x, rows, y);
 }

@@ -75,6 +75,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "decoder_free": (None, [_P]),
     "forward": (None, [_P, _P, _P, _P, _I, _P, _P]),
     "draft": (_I, [_P, _P, _P, _I, _P, _I, _P, _I]),
+    "experts_read": (_I, [_P]),
     "project": (None, [_P, _P, _P, _I, _P]),
     "norm": (None, [_I, _P, _P, _I, _I, c_float, c_float, _P]),
     "layer_norm": (None, [_I, _P, _P, _P, _I, _I, c_float, _P]),

@@ -196,6 +196,9 @@ class Decoder {
     // y[rows][outputs] = x[rows][inputs] Wᵀ for layers of one input, side by side.
     void project(const Projection& p, const float* x, int64_t rows, float* y);
 
+    // How many experts' weights forwards have read so far: one that several rows share counts once a forward.
+    int64_t experts_read() const { return experts_read_; }
+
    private:
     // Inputs as one of the parts of a projection wants them; parts with equal wants share.
     struct Want {
@@ -251,7 +254,7 @@ class Decoder {
     const Path& path_;
     Pool& pool_;
     std::mutex one_;
-    int64_t scratch_size_ = 0, widest_ = 0;
+    int64_t scratch_size_ = 0, widest_ = 0, experts_read_ = 0;
     std::vector<float> scratch_;
     std::vector<Want> wants_;
     std::vector<int64_t> want_of_;

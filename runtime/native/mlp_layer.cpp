@@ -66,6 +66,7 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
             for (int64_t i = 0; i < to.chosen; i++)
                 if (chosen_[row * to.chosen + i] == e) members.push_back(row);
         if (members.empty()) continue;
+        experts_read_++;
         const int64_t count = static_cast<int64_t>(members.size());
         feed(m.gate_up[e], m.down[e], layer.parameters, count, [&](int thread, int64_t i) {
             const float* x = row_of(thread, members[i]);

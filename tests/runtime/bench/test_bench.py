@@ -17,12 +17,14 @@ from runtime.bench.__main__ import app
 from runtime.bench.forwards import CONTEXT, tree
 from runtime.bench.layers import Layer, copies, layers
 from runtime.bench.measure import WARM_UP, Sample, cache_bytes, fastest, interleaved, machine, row
-from runtime.bench.random_models import SHAPES
+from runtime.bench.options import SHAPE_NAMES
+from runtime.bench.shapes import SHAPES
 from runtime.contract import Rows
 from runtime.kernels.dispatch import Kernel, choose
 
 KEYS = {
-    *("what", "engine", "scheme", "width", "ms_median", "ms_min", "tokens_per_second", "gb_per_second"),
+    *("what", "engine", "scheme", "width", "ms_median", "ms_min", "tokens_per_second", "bytes_read"),
+    "gb_per_second",
     *("share_of_bandwidth", "over_width_1"),
 }
 HAS_NATIVE = native.usable("portable")[0]
@@ -212,7 +214,7 @@ def test_a_row() -> None:
     samples = [Sample(0.2, 10e9), Sample(0.1, 50e9), Sample(0.4, 10e9)]
     found = row("x", "int8", 4, samples, 10**9, [Sample(0.1, 1e9)])
     assert set(found) == KEYS
-    assert list(found.values()) == ["x", "specpress", "int8", 4, 200.0, 100.0, 20.0, 5.0, 0.25, 2.0]
+    assert list(found.values()) == ["x", "specpress", "int8", 4, 200.0, 100.0, 20.0, 10**9, 5.0, 0.25, 2.0]
     unknown = row("x", "int8", 4, [Sample(0.2, None)], 10**9, None)
     assert unknown["gb_per_second"] == 5.0
     assert unknown["share_of_bandwidth"] is None and unknown["over_width_1"] is None
@@ -274,4 +276,4 @@ def test_help_loads_no_model_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     done = subprocess.run([sys.executable, "-m", "runtime.bench", "decode", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--prefill" in done.stdout
-    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and len(SHAPES) == 9
+    assert all(name in done.stdout for name in ("qwen2.5-0.5b", "ternary")) and tuple(SHAPES) == SHAPE_NAMES

@@ -14,7 +14,8 @@ from runtime.bench.device_models import random_model
 from runtime.bench.kernels import winners
 from runtime.bench.measure import find, read_bytes
 from runtime.bench.output import show_choices
-from runtime.bench.random_models import DEVICE_SCHEMES, SHAPES, Shape, random_weight
+from runtime.bench.random_models import DEVICE_SCHEMES, random_weight
+from runtime.bench.shapes import SHAPES, Shape
 from runtime.contract import Rows
 from runtime.formats import dequantize
 from runtime.formats.packed import PackedWeight

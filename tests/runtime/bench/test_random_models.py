@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,11 @@ from runtime.bench.random_models import (
     HEADS,
     MARK,
     SCHEMES,
-    SHAPES,
-    block_layers,
     model_config,
     random_weight,
     write_shape,
 )
+from runtime.bench.shapes import SHAPES
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.errors import UserError
@@ -57,15 +58,26 @@ def tokens(vocabulary: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("shape", "parameters"),
-    [("tinyllama-1.1b", 1_100_048_384), ("llama-3.2-1b", 1_235_814_400), ("qwen2.5-0.5b", 494_032_768)],
+    [
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("gemma-3-4b", 3_880_263_168),
+        ("qwen3.5-4b", 4_205_751_296),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("glm-4-9b", 9_400_279_040),
+        ("granite-3.3-2b", 2_533_539_840),
+        ("olmo-3-7b", 7_298_011_136),
+        ("smollm3-3b", 3_075_098_624),
+        ("ministral-3-8b", 8_489_553_920),
+        ("lfm2-1.2b", 1_170_340_608),
+        ("deepseek-v2-lite", 15_706_484_224),
+    ],
 )
 def test_the_shapes_have_as_many_parameters_as_the_published_models(shape: str, parameters: int) -> None:
     about = SHAPES[shape]
-    a, layers = about.architecture, block_layers(about)
-    block = sum(n * k for n, k in layers.values()) + 2 * a.hidden
-    if about.biased:
-        block += sum(layers[f"self_attn.{part}_proj"][0] for part in "qkv")
-    assert a.layers * block + a.hidden + a.vocab * a.hidden * (1 if a.tied else 2) == parameters
+    left_out = "lm_head.weight" if about.architecture.tied else ""
+    assert sum(prod(size) for name, size in about.tensors.items() if name != left_out) == parameters
 
 
 def test_the_pair_is_that_of_the_examples() -> None:
@@ -132,8 +144,8 @@ def test_a_random_weight_keeps_the_size_of_what_goes_in(scheme: str) -> None:
 
 
 def test_groups_divide_the_inputs() -> None:
-    with pytest.raises(ValueError, match="groups of 128 do not divide rows of 96 inputs"):
-        random_weight("int4", 8, 96, torch.Generator())
+    with pytest.raises(ValueError, match="groups of 128 do not divide rows of 88 inputs"):
+        random_weight("int4", 8, 88, torch.Generator())
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -181,3 +193,23 @@ def test_nothing_is_replaced_and_nothing_half_written_stays(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match="exists already"):
         write_shape("pair", "int8", path)
+
+
+@pytest.mark.parametrize("shape", ["gpt-oss-20b", "deepseek-v2-lite", "qwen3.5-4b"])
+def test_the_first_layers_of_any_family(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture in mxfp4, latent attention, gated delta rules: at sizes that a test can hold."""
+    about = SHAPES[shape]
+    small = dict(about.config) | {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 5}
+    small |= {key: value[:5] for key, value in small.items() if key == "layer_types"}
+    small |= {key: 8 for key in ("num_local_experts", "n_routed_experts") if key in small}
+    small |= {"intermediate_size": 192, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    tiny = {**SHAPES, shape: replace(about, config=small)}
+    monkeypatch.setattr("runtime.bench.random_models.SHAPES", tiny)
+    path = write_shape(shape, "int4", tmp_path / "m", layers=4)
+    decoder = load(path).decoder
+    assert decoder.architecture.layers == 4  # type: ignore[attr-defined]
+    cache, ids = decoder.new_cache(), torch.arange(100, 124)
+    found = decoder.forward(ids, Rows.chains([(cache.open(24), 0, 24)]), cache).logits  # type: ignore[attr-defined]
+    assert torch.isfinite(found).all() and 0.5 < found.std() < 2 and (found[1:] - found[:-1]).std() > 0.3
+    with pytest.raises(UserError, match=f"--layers: {shape} has 5, found 6"):
+        write_shape(shape, "int4", tmp_path / "n", layers=6)

@@ -133,11 +133,11 @@ def test_every_width_and_cache(made: Made, kind: str, scheme: str) -> None:
     found = run(decoder, tokens, 64)
     if scheme == "float32":
         assert relative(found, plain) < 1e-4
-    elif decoder.architecture.experts is None:
+    elif decoder.architecture.experts is None and not any(decoder.architecture.state_sizes):
         # Packed layers round their inputs to int8, which transformers' do not.
         assert relative(found, plain) < 0.1
     else:
-        # So some rows go to other experts: most do not.
+        # So some rows go to other experts, or find a state that is further off: most do not.
         assert float(((found - plain).norm(dim=1) / plain.norm(dim=1)).median()) < 0.1
     for cached in KINDS:
         contiguous, paged = CacheOptions(cached), CacheOptions(cached, 12)
