@@ -227,10 +227,10 @@ def _blocks(model: nn.Module, body_at: str, count: Any) -> str | None:
 def _kind(name: str, parameter: Any, module: Any) -> Kind:
     from transformers.pytorch_utils import Conv1D
 
-    class_name, owner, leaf = type(module).__name__, name.split(".")[-2], name.rpartition(".")[2]
+    class_name, leaf = type(module).__name__, name.rpartition(".")[2]
     if "norm" in class_name.lower():
         return "norm"
-    if owner in _ROUTERS or "router" in name.split(".") or "router" in class_name.lower():
+    if not _ROUTERS.isdisjoint(name.split(".")[:-1]) or "router" in class_name.lower():
         return "router"
     if leaf == "bias":
         return "bias"

@@ -48,13 +48,13 @@ _KEYS: list[tuple[Any, str]] = [
     (_Size, "block_ff_dim block_multiple_of"),
     (_Size, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     # The taps of a convolution, which are a state's floats for each channel.
-    (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval"),
+    (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval moe_layer_interval"),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_SIZE)], "hidden_size_per_layer_input"),
     (_count(_MOST_WORDS), "vocab_size vocab_size_per_layer_input"),
     (_count(_MOST_POSITIONS), "max_position_embeddings n_positions"),
-    (_count(_MOST_EXPERTS), "top_k_experts"),
+    (_count(_MOST_EXPERTS), "top_k_experts moe_k moe_num_experts"),
     (
         _count(_MOST_EXPERTS),
         "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group",
@@ -72,6 +72,7 @@ _KEYS: list[tuple[Any, str]] = [
     (_Number, "embedding_multiplier attention_multiplier residual_multiplier logit_scale routed_scaling_factor"),
     (_Number, "swiglu_alpha router_jitter_noise"),
     (_Count0, "first_k_dense_replace num_ln_in_parallel_attn num_dense_layers num_kv_shared_layers"),
+    (_Count0, "moe_num_shared_experts num_shared_experts moe_layer_start_index"),
     (_Share, "partial_rotary_factor rotary_pct"),
     (Annotated[list[_Text], Field(max_length=_MOST_LAYERS)], "layer_types"),
     (

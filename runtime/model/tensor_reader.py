@@ -48,7 +48,11 @@ class TensorReader:
         return self.vector(name, size) if name in self.names else None
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self.table(name, (size,)).float()
+        """`size` numbers, float32, which a file may hold as a table of one row."""
+        found = self.checkpoint.tensor(name)
+        found = found[0] if found.shape == (1, size) and size > 1 else found
+        self._check(name, tuple(found.shape), (size,))
+        return found.to(self.device).float()
 
     def norm(self, name: str | None, size: int = 0) -> Norm | None:
         """A norm by its name, its offset added; None for none. Of `size` dimensions, or of the residual stream's."""
