@@ -70,8 +70,10 @@ class BlockLoader:
 
     def slot(self, name: str) -> Slot | None:
         """Where a tensor of a block lies in it; None for what the model has no parameter for (old masks, mostly)."""
-        parameter, expert = self.structure.find(name), self.structure.names.place(name).expert
-        path = parameter.name if parameter is not None else f"{expert or ''}.weight"
+        parameter, place = self.structure.find(name), self.structure.names.place(name)
+        path = f"{place.expert or ''}.weight"
+        if parameter is not None or place.name in self.structure.buffers:
+            path = place.name
         number, blocks = self.structure.block(name), self.structure.blocks_at.rpartition(".")[2]
         return _slot(path, f"{blocks}.{number}")
 

@@ -1,7 +1,8 @@
 """What a decoder is, as data: one frozen record per model, which every decoder reads, and nothing else of a family."""
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
 # What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row; both
@@ -34,17 +35,43 @@ class Names:
     # Gate and factor, or the one layer before an activation without a gate.
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    # Of inputs that each layer has for itself (Architecture.layer_input): of the model a table, a layer and the norm of
+    # what that makes; of a block the gate, the layer behind it and the norm of what is added.
+    layer_table: str = "model.embed_tokens_per_layer"
+    layer_projection: str = "model.per_layer_model_projection"
+    layer_norm: str = "model.per_layer_projection_norm"
+    layer_gate: str = "per_layer_input_gate"
+    layer_out: str = "per_layer_projection"
+    layer_out_norm: str = "post_per_layer_input_norm"
+    # One number that multiplies what a block leaves.
+    block_scale: str | None = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A mixture beside an MLP (Gemma 4): both read the residual stream, each through a norm of its own.
+
+    router_scale   what the router's rows are multiplied by, which are normed without a weight, beside hidden ** -0.5.
+    expert_scale   for each expert what its share is multiplied by.
+    mlp_output_norm, input_norm, output_norm  after the MLP; before and after the experts.
+    """
+
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    mlp_output_norm: str = "post_feedforward_layernorm_1"
+    input_norm: str = "pre_feedforward_layernorm_2"
+    output_norm: str = "post_feedforward_layernorm_2"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """A mixture of experts in place of the MLP, or beside it."""
 
     count: int
     per_token: int
     hidden: int
     renormalize: bool
-    # Where the block keeps it: "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
+    # Where the block keeps it ("": in itself): "block_sparse_moe" in old Mixtral files, "mlp" since transformers 5.
     names: tuple[str, ...] = ("mlp", "block_sparse_moe")
     routers: tuple[str, ...] = ("gate",)
     # What makes shares of the router's scores (kernels/routing.py); what is added to them to choose by (a tensor), and
@@ -71,6 +98,7 @@ class Experts:
     interleaved: bool = False
     # gpt-oss: the limit of gates and factors, and what the gate is multiplied by in its sigmoid.
     clamp: tuple[float, float] | None = None
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +175,27 @@ class DeltaNet:
     def floats(self) -> int:
         """Of the state."""
         return (self.taps - 1) * self.channels + self.values * self.key
+
+
+class HeadShape(NamedTuple):
+    """How many key heads a layer has, and the dimensions of each of its heads."""
+
+    kv_heads: int
+    head_dim: int
+
+
+class KeyGroup(NamedTuple):
+    """Layers whose keys and values have one shape: they lie in one memory."""
+
+    shape: HeadShape
+    layers: tuple[int, ...]
+
+
+class CacheShape(NamedTuple):
+    """(layers, kv_heads, head_dim) of each group of layers, and floats of the states of all layers that carry one."""
+
+    groups: tuple[tuple[int, int, int], ...]
+    state: int
 
 
 @dataclass(frozen=True)
@@ -281,12 +330,49 @@ class Architecture:
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     # The layer of queries makes as many numbers besides, head by head, whose sigmoids multiply what attention mixes.
     output_gate: bool = False
+    # Of each layer, where they differ: (): kv_heads and head_dim, `intermediate`.
+    head_shapes: tuple[HeadShape, ...] = ()
+    intermediates: tuple[int, ...] = ()
+    # The layer whose keys and values each layer reads, an earlier one or itself; (): all have their own.
+    keys_of: tuple[int, ...] = ()
+    # Layers whose values are their keys, as they are before norm and rotation.
+    keys_as_values: tuple[int, ...] = ()
+    # Values are normed head by head, without a weight.
+    value_norm: bool = False
+    # Each layer has an input of so many numbers for itself (Gemma 3n's): a row of a table and what a layer makes of the
+    # embedding; gated, it adds to what the block leaves. 0: none.
+    layer_input: int = 0
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """The layers with attention: the cache holds keys and values of these."""
+        """The layers with attention."""
         attends = ("attention", "attention and mamba")
         return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] in attends)
+
+    @cached_property
+    def key_groups(self) -> tuple[KeyGroup, ...]:
+        """The layers of which the cache holds keys and values, by their shape, in order of their first layers."""
+        groups: dict[HeadShape, list[int]] = {}
+        for layer in self.attending:
+            if self.source(layer) == layer:
+                groups.setdefault(self.shape(layer), []).append(layer)
+        return tuple(KeyGroup(shape, tuple(layers)) for shape, layers in groups.items())
+
+    @cached_property
+    def cache_shape(self) -> CacheShape:
+        """What a cache of the model's keys, values and states is made of."""
+        groups = tuple((len(layers), *shape) for shape, layers in self.key_groups)
+        # Without attention there is one group all the same, of no layers.
+        groups = groups or ((0, self.kv_heads, self.head_dim),)
+        return CacheShape(groups, sum(self.state_sizes))
+
+    def shape(self, layer: int) -> HeadShape:
+        """Of a layer's keys; queries have as many dimensions."""
+        return self.head_shapes[layer] if self.head_shapes else HeadShape(self.kv_heads, self.head_dim)
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.keys_of[layer] if self.keys_of else layer
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
@@ -304,10 +390,11 @@ class Architecture:
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer: how many of the layers before it are in the cache, and how many floats of a token's state
-        are theirs."""
-        found, sizes = self.attending, self.state_sizes
-        return tuple((sum(layer < n for layer in found), sum(sizes[:n])) for n in range(self.layers))
+        """Of each layer: the number of its keys among the cache's layers, which stand group by group (0: it has none);
+        and the first float of its state among a token's."""
+        held = [layer for group in self.key_groups for layer in group.layers]
+        sizes, attending = self.state_sizes, self.attending
+        return tuple((held.index(self.source(n)) if n in attending else 0, sum(sizes[:n])) for n in range(self.layers))
 
     @property
     def scaling(self) -> float:

@@ -15,6 +15,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
 from runtime.model.build_feed_forward import mixture, mlp
+from runtime.model.build_layer_inputs import layer_gate, layer_inputs
 from runtime.model.build_states import delta_rule, short_convolution, state_space
 from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, require_used
 from runtime.model.planes import has_planes
@@ -53,7 +54,7 @@ def build(
     norm = reader.norm(names.norm)
     assert norm is not None
     head = linear(table if a.tied else reader.weight(names.head, shape), reader.bias(names.head, a.vocab), kernel)
-    parts = Parts(embedding, blocks, norm, head, _positions(reader, a))
+    parts = Parts(embedding, blocks, norm, head, _positions(reader, a), layer_inputs(reader, a))
     if planes and not has_planes(parts):
         raise UserError(
             f"{checkpoint.path.name}: planes are the halves of int8 weights, and this model has no int8 layers;"
@@ -79,14 +80,17 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
 
     mixer, has_mlp = a.mixers[number] if a.mixers else "attention", number not in a.without_mlp
     dense = a.experts is None or number in a.dense_layers
+    size = a.intermediates[number] if a.intermediates else a.intermediate
     return Block(
         input_norm=None if mixer == "nothing" else norm(names.input_norm),
         attention=_mixer(reader, a, prefix, number, rotary),
         mlp_norm=norm(names.mlp_norm) if has_mlp else None,
-        mlp=None if not has_mlp else mlp(reader, a, prefix, a.intermediate) if dense else mixture(reader, a, prefix),
+        mlp=None if not has_mlp else mlp(reader, a, prefix, size) if dense else mixture(reader, a, prefix, size),
         attention_norm=norm(names.attention_norm),
         output_norm=norm(names.output_norm),
         mamba=state_space(reader, a, prefix) if mixer in ("mamba", "attention and mamba") else None,
+        own=layer_gate(reader, a, prefix) if a.layer_input else None,
+        scale=1.0 if names.block_scale is None else float(reader.vector(f"{prefix}.{names.block_scale}", 1)),
     )
 
 

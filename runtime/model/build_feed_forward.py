@@ -7,11 +7,11 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, Experts
+from runtime.checkpoints.record import Architecture, Beside, Experts
 from runtime.errors import UserError
 from runtime.formats import mxfp4
 from runtime.kernels.dispatch import Kernel, join, linear
-from runtime.model.layers import Mixture, Mlp
+from runtime.model.layers import Mixture, Mlp, MlpBeside, Norm
 from runtime.model.tensor_reader import TensorReader, Weight, take_rows
 
 
@@ -50,16 +50,17 @@ def _xielu(reader: TensorReader, prefix: str) -> Tensor:
     return torch.cat([part.float().to(reader.device) for part in found])
 
 
-def mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
-    """The mixture of the block `prefix`."""
-    return _stacked(_mixture(reader, a, prefix), reader.kernel)
+def mixture(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mixture:
+    """The mixture of the block `prefix`; an MLP beside it has `size` channels."""
+    return _stacked(_mixture(reader, a, prefix, size), reader.kernel)
 
 
-def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
+def _mixture(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mixture:
     """Experts fused in two tensors, or one by one as older files have them."""
     experts = a.experts
     assert experts is not None
-    places = [(f"{prefix}.{name}", router) for name in experts.names for router in experts.routers]
+    bases = [f"{prefix}.{name}" if name else prefix for name in experts.names]
+    places = [(base, router) for base in bases for router in experts.routers]
     found = next((place for place in places if f"{'.'.join(place)}.weight" in reader.names), None)
     if found is None:
         raise UserError(
@@ -76,6 +77,21 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
         if experts.shared
         else None,
         shared_gate=reader.linear(f"{base}.{experts.shared_gate}", (1, a.hidden)) if experts.shared_gate else None,
+        beside=None if experts.beside is None else _beside(reader, a, experts, experts.beside, prefix, size),
+    )
+
+
+def _beside(reader: TensorReader, a: Architecture, experts: Experts, how: Beside, prefix: str, size: int) -> MlpBeside:
+    norms = [reader.norm(f"{prefix}.{name}") for name in (how.mlp_output_norm, how.input_norm, how.output_norm)]
+    found = [norm for norm in norms if norm is not None]
+    scale = reader.vector(f"{prefix}.{how.router_scale}", a.hidden) * a.hidden**-0.5
+    return MlpBeside(
+        mlp=mlp(reader, a, prefix, size),
+        mlp_output_norm=found[0],
+        router_norm=Norm(scale),
+        input_norm=found[1],
+        output_norm=found[2],
+        expert_scale=reader.vector(f"{prefix}.{how.expert_scale}", experts.count),
     )
 
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder: its layers and norms, block by block, and who runs them."""
+"""The parts of a decoder: its weights as layers, norms and tables, block by block."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -54,6 +54,9 @@ class Attention:
     rotary          the number of its rotary table (RotaryTables.of).
     grows           whether its queries are multiplied by what grows with their position.
     gate            the sigmoids of what it makes multiply what attention mixes.
+    v_norm          (d,), the weight of a norm of values.
+    shares          qkv makes queries alone: keys and values are those that an earlier layer has left in the cache.
+    keys_as_values  qkv makes queries and keys, and the values are the keys before norm and rotation.
     """
 
     qkv: Joined
@@ -66,6 +69,9 @@ class Attention:
     grows: bool = True
     latent: LatentHeads | None = None
     gate: Linear | None = None
+    v_norm: Tensor | None = None
+    shares: bool = False
+    keys_as_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,27 @@ class Stacked(Protocol):
 
 
 @dataclass(frozen=True)
+class MlpBeside:
+    """What a mixture has besides that stands beside an MLP: both read the residual stream.
+
+    norms: of what the MLP makes, before the router, before the experts, and of what these make.
+    expert_scale  (experts,) float32, what shares are multiplied by.
+    """
+
+    mlp: Mlp
+    mlp_output_norm: Norm
+    router_norm: Norm
+    input_norm: Norm
+    output_norm: Norm
+    expert_scale: Tensor
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All of them."""
+        return self.mlp_output_norm, self.router_norm, self.input_norm, self.output_norm
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it.
 
@@ -158,11 +185,32 @@ class Mixture:
     correction: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Linear | None = None
+    beside: MlpBeside | None = None
 
     @property
     def mlps(self) -> tuple[Mlp, ...]:
         """The experts, and what every row goes through."""
-        return self.experts if self.shared is None else (*self.experts, self.shared)
+        whole = (self.shared, None if self.beside is None else self.beside.mlp)
+        return (*self.experts, *(mlp for mlp in whole if mlp is not None))
+
+
+@dataclass(frozen=True)
+class LayerGate:
+    """What a block does with its own input: out(act(gate(x)) · input), through a norm, is added to the stream x."""
+
+    gate: Linear
+    out: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Where the blocks' own inputs come from: a row of a table (vocabulary, layers · size) of any float type, and what
+    a layer makes of the embedding, normed block by block."""
+
+    table: Tensor
+    projection: Linear
+    norm: Norm
 
 
 @dataclass(frozen=True)
@@ -179,11 +227,17 @@ class Block:
     attention_norm: Norm | None = None
     output_norm: Norm | None = None
     mamba: StateSpace | None = None
+    own: LayerGate | None = None
+    scale: float = 1.0  # what the stream behind the block is multiplied by
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """Those that there are."""
-        all_of = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm)
+        all_of = [self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm]
+        if self.own is not None:
+            all_of.append(self.own.norm)
+        if isinstance(self.mlp, Mixture) and self.mlp.beside is not None:
+            all_of += self.mlp.beside.norms
         return tuple(norm for norm in all_of if norm is not None)
 
     @property
@@ -203,10 +257,13 @@ class Parts:
     norm: Norm
     head: Linear
     positions: Tensor | None = None
+    layer_inputs: LayerInputs | None = None
 
 
 def linears(parts: Parts) -> Iterator[Linear]:
     """Every linear layer, in a forward's order; of a mixture all experts."""
+    if parts.layer_inputs is not None:
+        yield parts.layer_inputs.projection
     for block in parts.blocks:
         if block.mamba is not None:
             yield from (block.mamba.into, block.mamba.out)
@@ -218,6 +275,8 @@ def linears(parts: Parts) -> Iterator[Linear]:
                 yield block.mlp.shared_gate
         for mlp in block.mlps:
             yield from mlp_linears(mlp)
+        if block.own is not None:
+            yield from (block.own.gate, block.own.out)
     yield parts.head
 
 
@@ -244,13 +303,18 @@ def weight_bytes(*decoders: Parts) -> int:
 def _tensors(parts: Parts) -> Iterator[Tensor]:
     for layer in linears(parts):
         yield from layer.tensors
-    vectors = [parts.embedding, parts.positions]
-    for norm in (parts.norm, *(norm for block in parts.blocks for norm in block.norms)):
+    vectors, norms = [parts.embedding, parts.positions], [parts.norm]
+    if parts.layer_inputs is not None:
+        vectors.append(parts.layer_inputs.table)
+        norms.append(parts.layer_inputs.norm)
+    for norm in (*norms, *(norm for block in parts.blocks for norm in block.norms)):
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
         vectors += _vectors(block.attention) + _vectors(block.mamba)
-        if block.mlp is not None:
-            vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
+        if isinstance(block.mlp, Mixture):
+            vectors += [block.mlp.correction, None if block.mlp.beside is None else block.mlp.beside.expert_scale]
+        elif block.mlp is not None:
+            vectors.append(block.mlp.parameters)
     yield from (vector for vector in vectors if vector is not None)
 
 
@@ -263,7 +327,7 @@ def _vectors(mixer: Attention | ShortConvolution | DeltaRule | StateSpace | None
         return [mixer.taps, mixer.step, mixer.rate, mixer.query, mixer.key, mixer.norm]
     if isinstance(mixer, ShortConvolution):
         return [mixer.taps, mixer.bias]
-    found = [mixer.q_norm, mixer.k_norm, mixer.sinks]
+    found = [mixer.q_norm, mixer.k_norm, mixer.v_norm, mixer.sinks]
     if (latent := mixer.latent) is not None:
         found += [latent.norm.weight, None if latent.query_norm is None else latent.query_norm.weight]
     return found

@@ -30,7 +30,9 @@ def upper_parts(parts: Parts) -> Parts:
             "this model's weights were not loaded as planes, of which `nested` reads the upper ones;"
             " load it with planes=True"
         )
-    return replace(parts, blocks=tuple(_upper_block(block) for block in parts.blocks), head=upper_linear(parts.head))
+    blocks, own = tuple(_upper_block(block) for block in parts.blocks), parts.layer_inputs
+    own = None if own is None else replace(own, projection=upper_linear(own.projection))
+    return replace(parts, blocks=blocks, head=upper_linear(parts.head), layer_inputs=own)
 
 
 def has_planes(parts: Parts) -> bool:
@@ -39,7 +41,7 @@ def has_planes(parts: Parts) -> bool:
 
 
 def _upper_block(block: Block) -> Block:
-    attention, mamba, mlp = block.attention, block.mamba, block.mlp
+    attention, mamba, mlp, own = block.attention, block.mamba, block.mlp, block.own
     if attention is not None:
         attention = replace(attention, qkv=_upper_joined(attention.qkv), out=upper_linear(attention.out))
     if isinstance(attention, Attention) and attention.gate is not None:
@@ -48,7 +50,9 @@ def _upper_block(block: Block) -> Block:
         mamba = replace(mamba, into=upper_linear(mamba.into), out=upper_linear(mamba.out))
     if mlp is not None:
         mlp = _upper_mixture(mlp) if isinstance(mlp, Mixture) else _upper_mlp(mlp)
-    return replace(block, attention=attention, mamba=mamba, mlp=mlp)
+    if own is not None:
+        own = replace(own, gate=upper_linear(own.gate), out=upper_linear(own.out))
+    return replace(block, attention=attention, mamba=mamba, mlp=mlp, own=own)
 
 
 def _upper_mixture(mixture: Mixture) -> Mixture:
@@ -56,7 +60,9 @@ def _upper_mixture(mixture: Mixture) -> Mixture:
     experts = tuple(_upper_mlp(expert) for expert in mixture.experts)
     stacked = None if mixture.stacked is None else mixture.stacked.upper()
     shared = None if mixture.shared is None else _upper_mlp(mixture.shared)
-    return replace(mixture, experts=experts, stacked=stacked, shared=shared)
+    beside = mixture.beside
+    beside = None if beside is None else replace(beside, mlp=_upper_mlp(beside.mlp))
+    return replace(mixture, experts=experts, stacked=stacked, shared=shared, beside=beside)
 
 
 def _upper_mlp(mlp: Mlp) -> Mlp:

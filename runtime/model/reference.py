@@ -6,7 +6,6 @@ so its bits are the same whatever shares the call (kernels/exact.py). Positions,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,6 +23,7 @@ from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route
+from runtime.model.experts import sum_of_experts
 from runtime.model.layers import (
     Attention,
     Block,
@@ -93,17 +93,15 @@ class BaseDecoder(ABC):
         form = self._cache_format(kind)
         return ContiguousCache(form) if pages is None else PagedCache(form, pages)
 
-    def _cache_format(self, kind: CacheKind) -> CacheFormat:
+    def _cache_format(self, kind: CacheKind) -> tuple[CacheFormat, ...]:
+        """One for each group of layers."""
         a = self.architecture
-        return CacheFormat(
-            len(a.attending),
-            a.kv_heads,
-            a.head_dim,
-            self.device,
-            kind,
-            self.kv.factor(kind),
-            0 if a.latent is None else a.value_dim,
-            sum(a.state_sizes),
+        groups, state = a.cache_shape
+        factors = self.kv.factors(kind) or (None,) * len(groups)
+        values = 0 if a.latent is None else a.value_dim
+        return tuple(
+            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0)
+            for number, (shape, factor) in enumerate(zip(groups, factors, strict=True))
         )
 
     def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:
@@ -129,23 +127,6 @@ class BaseDecoder(ABC):
     @abstractmethod
     def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
         """See contract.Decoder."""
-
-
-def sum_of_experts(
-    x: Tensor, shares: Tensor, chosen: Tensor, weights: Mixture, run: Callable[[Tensor, Mlp], Tensor]
-) -> Tensor:
-    """Each row's experts of x (T, hidden) times their shares (T, k), added in order of their number; float32.
-
-    chosen (T, k) int64: experts' numbers, below 0: none. run: an expert's output of some rows. Waits for the device.
-    """
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(weights.experts):
-        at, place = (chosen == number).nonzero(as_tuple=True)
-        if len(at):
-            share = shares[at, place].unsqueeze(-1)
-            made = run(x[at] * share, expert) if weights.how.scaled_inputs else run(x[at], expert) * share
-            out[at] = out[at] + made
-    return out
 
 
 class LlamaDecoder(BaseDecoder):
@@ -177,19 +158,37 @@ class LlamaDecoder(BaseDecoder):
     def _through_blocks(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: KeyValueCache) -> Tensor:
         """The residual stream (T, hidden) behind the last block."""
         a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
-        for places, block in zip(a.places, self.parts.blocks, strict=True):
-            before, normed = x, self.normed(x, block.input_norm)
+        own = self.layer_inputs(tokens, x)
+        for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
+            normed, mixed, spaced = self.normed(x, block.input_norm), None, None
             if block.mamba is not None:
                 assert a.mamba is not None
-                added = state_space(normed, block.mamba, a.mamba, a.norm_eps, places[1], layout, cache)
-                x = self.add(x, added, None, a.mamba.added)
+                spaced = state_space(normed, block.mamba, a.mamba, a.norm_eps, places[1], layout, cache)
             if block.attention is not None:
-                added = self._mixed(normed, block.attention, places, layout, cache, turns)
-                x = self.add(x, added, block.attention_norm, a.attention_scales[1])
-            if block.mlp is not None:
-                added = self.feed_forward(before if a.parallel else x, block)
-                x = self.add(x, added, block.output_norm, a.mlp_scales[1])
+                mixed = self._mixed(normed, block.attention, places, layout, cache, turns)
+            x = self.behind(x, mixed, block, None if own is None else own[:, number], spaced)
         return x
+
+    def behind(
+        self, x: Tensor, mixed: Tensor | None, block: Block, own: Tensor | None, spaced: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream behind a block, of what comes into it, what its mixer adds, and its own input.
+
+        spaced  what a state space adds, before what stands in attention's place.
+        """
+        a, after = self.architecture, x
+        if spaced is not None:
+            assert a.mamba is not None
+            after = self.add(after, spaced, None, a.mamba.added)
+        if mixed is not None:
+            after = self.add(after, mixed, block.attention_norm, a.attention_scales[1])
+        if block.mlp is not None:
+            added = self.feed_forward(x if a.parallel else after, block)
+            after = self.add(after, added, block.output_norm, a.mlp_scales[1])
+        if block.own is not None and own is not None:
+            gated = activate(a.activation, block.own.gate(after), own)
+            after = self.add(after, block.own.out(gated), block.own.norm)
+        return after if block.scale == 1.0 else after * block.scale
 
     def _mixed(
         self,
@@ -223,6 +222,16 @@ class LlamaDecoder(BaseDecoder):
         x = x if scale == 1.0 else x * scale
         return x if self.parts.positions is None else x + self.parts.positions[positions.to(self.device)]
 
+    def layer_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:
+        """Each block's own input, (T, layers, size) float32, of tokens (T,) int64 and their embedding x (T, hidden)."""
+        a, parts = self.architecture, self.parts.layer_inputs
+        if parts is None:
+            return None
+        shape = (len(x), a.layers, a.layer_input)
+        made = self.normed((parts.projection(x) * a.hidden**-0.5).view(shape), parts.norm)
+        rows = parts.table[tokens.to(self.device)].float() * a.layer_input**0.5
+        return (made + rows.view(shape)) * 2**-0.5
+
     def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """x (…, hidden) through a norm; as it is where there is none."""
         a = self.architecture
@@ -238,11 +247,16 @@ class LlamaDecoder(BaseDecoder):
         return x + (y if scale == 1.0 else y * scale)
 
     def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, heads, head_dim), keys (T, kv_heads, head_dim) and values of normed x, as caches take them."""
+        """Queries (T, heads, head_dim), keys (T, kv_heads, head_dim) and values of normed x, as caches take them.
+
+        No keys and values, (T, 0, head_dim), where the layer shares those of another.
+        """
         a, count = self.architecture, x.shape[0]
         if weights.latent is None:
-            q, k, v = weights.qkv.split(x)
-            q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+            parts = list(weights.qkv.split(x))
+            q = parts[0].view(count, a.heads, -1)
+            kv = [part.view(count, -1, q.shape[-1]) for part in parts[1:]]
+            k, v = (kv[0], kv[-1]) if kv else (q[:, :0], q[:, :0])
         else:
             q, k, v = self._of_latent(x, weights.qkv, weights.latent)
         if not a.query_key_norm_rotated:
@@ -252,6 +266,7 @@ class LlamaDecoder(BaseDecoder):
             q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
         if a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
+        v = self._norm_heads(v, weights.v_norm)
         return q if turns.growth is None or not weights.grows else q * turns.growth.view(-1, 1, 1), k, v
 
     def _of_latent(self, x: Tensor, qkv: Joined, weights: LatentHeads) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,10 +300,16 @@ class LlamaDecoder(BaseDecoder):
         return self.normed(x, Norm(weight))
 
     def feed_forward(self, x: Tensor, block: Block) -> Tensor:
-        """What a block's MLP or mixture makes of the residual stream x (T, hidden)."""
+        """What a block's MLP, mixture or both make of the residual stream x (T, hidden)."""
         normed, mlp = self.normed(x, block.mlp_norm), block.mlp
         assert mlp is not None
-        return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
+        if isinstance(mlp, Mlp):
+            return self._mlp(normed, mlp)
+        if (beside := mlp.beside) is None:
+            return self._mix(normed, normed, mlp)
+        mixed = self._mix(self.normed(x, beside.input_norm), self.normed(x, beside.router_norm), mlp)
+        dense = self.normed(self._mlp(normed, beside.mlp), beside.mlp_output_norm)
+        return dense + self.normed(mixed, beside.output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         a, logits = self.architecture, self.parts.head(hidden)
@@ -300,7 +321,7 @@ class LlamaDecoder(BaseDecoder):
     ) -> Tensor:
         a = self.architecture
         q, k, v = self.project(x, weights, turns)
-        for of in layout.requests:
+        for of in layout.requests if not weights.shares else ():
             part = slice(of.first, of.first + of.count)
             cache.write(layer, of.request, of.start, k[part], v[part])
         out = []
@@ -319,9 +340,13 @@ class LlamaDecoder(BaseDecoder):
         gate = gate if scale == 1.0 else gate * scale
         return weights.down(activate(kind, gate, up[0] if up else None, weights.parameters))
 
-    def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
-        """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
-        share, chosen = route(weights.router(x), weights.how, weights.correction)
+    def _mix(self, x: Tensor, routed: Tensor, weights: Mixture) -> Tensor:
+        """Shares by the router, top k, each row's experts added in order of their number; then what all go through.
+
+        x, routed  (T, hidden), what the experts and what the router read.
+        """
+        scale = None if weights.beside is None else weights.beside.expert_scale
+        share, chosen = route(weights.router(routed), weights.how, weights.correction, scale)
         mixed = sum_of_experts(x, share, chosen, weights, self._mlp)
         if weights.shared is None:
             return mixed

@@ -88,6 +88,8 @@ struct Batch {
     const int64_t* tail;
     const Store* stores;
     const int64_t* before = nullptr;  // the slot of what a row follows, below 0: nothing; null: all are chains
+    // Where layers have keys of several shapes: stores are [shapes][requests], the states in the first.
+    int64_t requests = 0;
 };
 
 // What follows a gate, or stands between two layers. binding.py has the same numbers.
@@ -101,6 +103,7 @@ struct Routing {
     float scale = 1.0f, tolerance = 0.0f;
     const float* correction = nullptr;
     int64_t scaled_inputs = 0;  // a share multiplies what its expert reads
+    const float* expert_scale = nullptr;  // [experts], what an expert's share is multiplied by in the end, or null
 };
 
 struct AttentionCall {

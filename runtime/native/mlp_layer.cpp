@@ -49,19 +49,38 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
     branch(layer.down, layer.output_norm, model_.mlp_added, rows);
 }
 
+// The MLP beside a mixture, whose own output stands in sum_: both through their norms, added.
+void Decoder::mix_beside(const Layer& layer, int64_t rows) {
+    const MlpBeside& b = *layer.mixture->beside;
+    const int64_t hidden = model_.hidden;
+    fed_.assign(1, {&b.gate_up, &b.down, rows, false});
+    feed(layer.parameters, [&](int thread, int64_t, int64_t row) { return normed(layer.mlp_norm, thread, row); });
+    fed_.clear();
+    grow(expert_, rows * hidden);
+    outs_[0].y = expert_.data();
+    multiply(outs_.data(), 1, false);
+    rows_of(rows, hidden, [&](int thread, int64_t row) {
+        float *made = expert_.data() + row * hidden, *mixed = sum_.data() + row * hidden, *own = scratch(thread);
+        normalize(b.mlp_output_norm, made, hidden, made, own);
+        normalize(b.output_norm, mixed, hidden, mixed, own);
+        for (int64_t d = 0; d < hidden; d++) mixed[d] = made[d] + mixed[d];
+    });
+}
+
 // Some experts a row; each row's are added in the order of their number, and then what all rows go through. Each expert's
 // weights are read once for all of its rows, and threads go from expert to expert without waiting for each other.
 void Decoder::mix(const Layer& layer, int64_t rows) {
     const Mixture& m = *layer.mixture;
     const Routing& to = m.routing;
     const int64_t hidden = model_.hidden, experts = to.experts;
+    const Norm& before = m.beside ? m.beside->input_norm : layer.mlp_norm;
     auto row_of = [&](int, int64_t row) { return static_cast<const float*>(normed_.data() + row * hidden); };
     if (!model_.parallel)
         rows_of(rows, hidden, [&](int thread, int64_t row) {
-            std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
+            std::memcpy(normed_.data() + row * hidden, normed(before, thread, row), static_cast<size_t>(hidden) * 4);
         });
     const Projection router = {1, &m.router};
-    prepare(router, rows, row_of);
+    prepare(router, rows, [&](int thread, int64_t row) { return m.beside ? normed(m.beside->router_norm, thread, row) : row_of(thread, row); });
     grow(share_, rows * experts);
     multiply(router, rows, share_.data(), experts, false);
     grow(chosen_, rows * to.chosen);
@@ -91,6 +110,7 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
         fed_.push_back({&m.shared_gate_up, &m.shared_down, rows, false});
     }
     mix_some(layer.parameters);
+    if (m.beside) mix_beside(layer, rows);
     add_branch(sum_.data(), layer.output_norm, model_.mlp_added, rows);
 }
 

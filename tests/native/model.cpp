@@ -40,6 +40,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         for (int64_t head = 0; head < KV_HEADS; head++) b.key_norms.insert(b.key_norms.end(), b.key_norm.begin(), b.key_norm.end());
         const bool stateful = s.taps && !s.mamba && &b == &blocks[0], convolved = stateful && !s.delta;
         std::vector<int64_t> made = {HEADS * s.dim, KV_HEADS * s.dim, KV_HEADS * s.dim};
+        if (s.shared && &b != &blocks[0]) made = {HEADS * s.dim};
         if (stateful) made = s.delta ? std::vector<int64_t>{CHANNELS, DELTA_VALUES, VALUE_HEADS, VALUE_HEADS} : std::vector<int64_t>(3, HIDDEN);
         for (int64_t outputs : made) b.qkv.add(random_layer(s.kind, outputs, HIDDEN, random, pool, true));
         b.out.add(random_layer(s.kind, HIDDEN, !stateful ? HEADS * s.dim : s.delta ? DELTA_VALUES : HIDDEN, random, pool));
@@ -64,7 +65,11 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             b.down.back().add(random_layer(s.kind, HIDDEN, WIDE, random, pool));
         }
         if (s.experts) b.router.add(random_layer(F32, s.experts, HIDDEN, random, pool));
+        if (!s.inputs) continue;
+        b.own_gate.add(random_layer(s.kind, s.inputs, HIDDEN, random, pool)), b.own_out.add(random_layer(s.kind, HIDDEN, s.inputs, random, pool));
+        b.own_norm = random.reals(HIDDEN, 0.5f, 1.5f);
     }
+    int64_t keys = 0;
     for (TestBlock& b : blocks) {
         for (size_t e = 0; e < b.gate_up.size(); e++)
             b.gate_up_projections.push_back(b.gate_up[e].projection()), b.down_pointers.push_back(b.down[e].pointers[0]);
@@ -85,8 +90,13 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             layer.mamba = &b.mamba;
         }
         if (!b.gate.pointers.empty()) layer.gate = b.gate.pointers[0];
+        if (s.shared && &b != &blocks[0])
+            layer.shares = 1, layer.key_norm = nullptr;
+        else if (b.taps.empty())
+            layer.keys = keys++;
+        if (s.inputs) b.own = {b.own_gate.pointers[0], b.own_out.pointers[0], {b.own_norm.data(), nullptr}}, layer.own = &b.own, layer.scale = BLOCK_SCALE;
         if (s.experts) {
-            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr};
+            b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr, nullptr};
             layer.mixture = &b.mixture;
         } else if (!s.mamba || layers.empty()) {
             layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];
@@ -110,13 +120,19 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             const double angle = static_cast<double>(position) * std::pow(100.0, -static_cast<double>(i) / static_cast<double>(half));
             cos.push_back(static_cast<float>(std::cos(angle))), sin.push_back(static_cast<float>(std::sin(angle)));
         }
-    model.heads = {HEADS, KV_HEADS, s.dim, 2 * half, s.cache, nullptr};
+    heads = {HEADS, KV_HEADS, s.dim, 2 * half, s.cache, nullptr};
+    model.heads = &heads, model.groups = 1;
     model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.activation = s.gelu ? specpress::GELU_TANH : specpress::SILU;
     model.norm_eps = 1e-5f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
-    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.logits_scale = model.attention_read = model.attention_added = model.mlp_gates = model.mlp_added = 1.0f, model.head = head.pointers[0];
+    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.logits_scale = model.attention_read = model.attention_added = model.mlp_gates = model.mlp_added = model.own_added = 1.0f, model.head = head.pointers[0];
     if (s.mamba) model.attention_read = 0.8f, model.attention_added = 1.2f, model.mlp_gates = 0.6f, model.mlp_added = 1.4f;
     if (!s.tied) model.embedding = embedding16.empty() ? static_cast<const void*>(embedding32.data()) : embedding16.data();
     model.embedding_type = s.embedding_type;
+    if (!s.inputs) return;
+    projection.add(random_layer(s.kind, DEPTH * s.inputs, HIDDEN, random, pool));
+    input_table = random.reals(VOCABULARY * DEPTH * s.inputs, -1.0f, 1.0f), input_norm = random.reals(s.inputs, 0.5f, 1.5f);
+    inputs = {input_table.data(), SCALE_F32, s.inputs, projection.pointers[0], {input_norm.data(), nullptr}, 0.5f, 1.25f, 0.75f};
+    model.inputs = &inputs;
 }
 
 Floats TestModel::embedding_of(int64_t token) const {
@@ -200,14 +216,34 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         }
         return out;
     };
+    // What a block adds of its own input.
+    auto own_input = [&](int64_t l, int64_t token, const std::vector<double>& inputs, std::vector<double>& x) {
+        const TestBlock& b = m.blocks[l];
+        const int64_t size = m.shape.inputs;
+        std::vector<double> made(inputs.begin() + l * size, inputs.begin() + (l + 1) * size);
+        for (double& v : made) v *= m.inputs.made_scale;
+        const Floats even = normed(made, m.input_norm, 0.0f);
+        const std::vector<double> gates = b.own_gate.of(Floats(x.begin(), x.end()));
+        Floats gated;
+        for (int64_t i = 0; i < size; i++) {
+            const double row = m.input_table[(token * DEPTH + l) * size + i] * m.inputs.row_scale;
+            gated.push_back(static_cast<float>(gates[i] / (1.0 + std::exp(-gates[i])) * (even[i] + row) * m.inputs.scale));
+        }
+        const Floats added = normed(b.own_out.of(gated), b.own_norm, 0.0f);
+        for (int64_t d = 0; d < HIDDEN; d++) x[d] = (x[d] + added[d]) * BLOCK_SCALE;
+    };
     // What attention makes of a row's queries, keys and values, before the layer behind it.
     auto attend = [&](int64_t l, const std::vector<double>& qkv, int64_t at) {
         const TestBlock& b = m.blocks[l];
         const Floats q = heads_of(qkv, 0, HEADS, m.shape.head_norms ? &b.query_norm : nullptr, true, at);
-        keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
-        values[l].push_back(heads_of(qkv, HEADS + KV_HEADS, KV_HEADS, nullptr, false, at));
-        Floats mixed;
         const int64_t window = m.layers[l].window, first = window && at >= window ? at - window + 1 : 0;
+        if (m.layers[l].shares) {
+            l = 0;
+        } else {
+            keys[l].push_back(heads_of(qkv, HEADS, KV_HEADS, m.shape.head_norms ? &b.key_norm : nullptr, true, at));
+            values[l].push_back(heads_of(qkv, HEADS + KV_HEADS, KV_HEADS, nullptr, false, at));
+        }
+        Floats mixed;
         for (int64_t h = 0; h < HEADS; h++) {
             const int64_t from = h / (HEADS / KV_HEADS) * dim;
             std::vector<double> weights, sum(static_cast<size_t>(dim));
@@ -305,6 +341,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
     for (size_t position = 0; position < tokens.size(); position++) {
         const Floats start = m.embedding_of(tokens[position]);
         std::vector<double> x(start.begin(), start.end());
+        const std::vector<double> own = m.projection.of(start);
         for (int64_t l = 0; l < DEPTH; l++) {
             const TestBlock& b = m.blocks[l];
             const Floats first = normed(x, b.input_norm, 0.0f), read = times(first, m.model.attention_read);
@@ -321,6 +358,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
             if (!m.layers[l].down && !m.layers[l].mixture) continue;
             const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, 0.0f));
             for (int64_t d = 0; d < HIDDEN; d++) x[d] += moved[d] * m.model.mlp_added;
+            if (m.shape.inputs) own_input(l, tokens[position], own, x);
         }
         for (double logit : m.head.of(normed(x, m.norm, 0.0f))) logits.push_back(logit);
     }

@@ -30,12 +30,16 @@ struct ModelShape {
     bool delta = false;  // a delta rule stands there, behind that convolution
     bool gate = false;   // on what attention mixes
     bool mamba = false;  // that convolution is a state space's, which stands beside attention; the other block has no MLP
+    bool shared = false;   // the last block reads the first one's keys and values
+    int64_t inputs = 0;    // numbers that each block reads for itself; 0: none
     int64_t attending() const;
     int64_t state() const;  // floats of a state
 };
 
 constexpr int64_t HIDDEN = 40, WIDE = 56, VOCABULARY = 70, HEADS = 4, KV_HEADS = 2, DEPTH = 2;
-inline int64_t ModelShape::attending() const { return taps && !mamba ? DEPTH - 1 : DEPTH; }
+// Of the blocks that keep keys and values.
+inline int64_t ModelShape::attending() const { return (taps && !mamba) || shared ? DEPTH - 1 : DEPTH; }
+constexpr float BLOCK_SCALE = 0.75f;  // of what stands behind a block with an input of its own
 // Of a delta rule: heads and their dimensions, and what goes through its convolution.
 constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, KEY_DIM = 20, VALUE_DIM = 12, DELTA_KEYS = KEY_HEADS * KEY_DIM;
 constexpr int64_t DELTA_VALUES = VALUE_HEADS * VALUE_DIM, CHANNELS = 2 * DELTA_KEYS + DELTA_VALUES;
@@ -67,7 +71,9 @@ struct TestBlock {
     specpress::Convolution convolution;
     specpress::Delta delta;
     specpress::Mamba mamba;
-    Parts qkv, out, router, gate, into, space_out;
+    Parts qkv, out, router, gate, into, space_out, own_gate, own_out;
+    Floats own_norm;
+    specpress::LayerGate own;
     std::vector<Parts> gate_up, down;  // one, or as many as experts
     std::vector<specpress::Projection> gate_up_projections;
     std::vector<const Weights*> down_pointers;
@@ -81,7 +87,10 @@ struct TestModel {
     ModelShape shape;
     std::vector<TestBlock> blocks;
     std::vector<specpress::Layer> layers;
-    Parts head;
+    Parts head, projection;
+    specpress::Heads heads;
+    Floats input_table, input_norm;
+    specpress::LayerInputs inputs;
     Floats norm, embedding32, cos, sin;
     std::vector<uint16_t> embedding16;
     specpress::Model model{};

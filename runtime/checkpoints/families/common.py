@@ -61,6 +61,8 @@ def llama(config: Config, act: Activation | None, **more: Any) -> Architecture |
     sets = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     for part in sets:
         share = part.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        # Then a head rotates as a whole, most of it by no angle.
+        share = 1.0 if part.get("rope_type") == "proportional" else share
         if (rotated := int(head_dim * share)) < 2 or rotated % 2:
             raise UserError(
                 f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"

@@ -46,6 +46,11 @@ def lacking(architecture: Architecture) -> str:
         "sinks": a.sinks,
         "latent attention": a.latent,
         "layers with a state": any(a.state_sizes),
+        "keys of several shapes": len(a.key_groups) > 1,
+        "layers that share keys": a.keys_of and a.keys_of != tuple(range(a.layers)),
+        "normed values": a.value_norm,
+        "per-layer inputs": a.layer_input,
+        "a mixture beside the MLP": a.experts and a.experts.beside,
     }
     return ", ".join(name for name, there in have_not.items() if there)
 

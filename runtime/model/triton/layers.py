@@ -25,8 +25,9 @@ from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outp
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store
+from runtime.model.experts import sum_of_experts
 from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Norm, Parts
-from runtime.model.reference import Turns, sum_of_experts
+from runtime.model.reference import Turns
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts

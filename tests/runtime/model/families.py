@@ -87,6 +87,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
         },
     },
+    # Keys of two shapes, of which the last layers read those of earlier ones; values that are keys; all else it has.
+    "gemma4_text": {
+        **_QUARTERED,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "global_head_dim": 36,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": WINDOW,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 28,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
+    "vaultgemma": {
+        **_WIDE,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 60,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
+    "cwm": {
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    },
     "smollm3": {"head_dim": 96, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "olmo2": {**_DIVIDED},
     "olmo3": {
@@ -149,6 +189,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "dots1": {
+        **_QUARTERED,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 28,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+    },
+    "exaone_moe": {
+        **_QUARTERED,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 28,
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+    },
+    "ernie4_5_moe": {
+        **_QUARTERED,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 28,
+        "moe_num_shared_experts": 2,
+        "use_bias": True,
+    },
+    "hunyuan_v1_moe": {
+        **_QUARTERED,
+        "num_experts": 5,
+        "moe_topk": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
     },
     # Layers of each kind: a chunk or all of the text, dense or a mixture.
     "llama4_text": {
@@ -301,12 +380,17 @@ def write(kind: str, path: Path, **more: Any) -> Path:
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3)
+            elif name.endswith("layer_scalar"):
+                tensor.mul_(0.8)
             elif not isinstance(tensor, torch.nn.Parameter):
                 continue
             elif tensor.dim() == 1 or "norm" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.3)
             else:
                 tensor.copy_(torch.randn_like(tensor) * (1.2 / tensor.shape[-1] ** 0.5))
+            if kind == "gemma4_text" and name.endswith("q_norm.weight"):
+                # Its scores are not divided by anything: a trained model's weights keep them small.
+                tensor.mul_(0.2)
     made.save_pretrained(path)
     # Speculator wants a tokenizer; what it says of most tokens is nothing.
     byte_tokenizer().save_pretrained(path)

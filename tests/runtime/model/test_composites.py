@@ -14,7 +14,7 @@ from runtime.model.reference import BaseDecoder
 from runtime.models.tiny import tiny_model
 from tests.runtime.model.test_families import relative, run, text
 
-CLASSES = {"gemma3": "Gemma3", "llama4": "Llama4", "mistral3": "Mistral3"}
+CLASSES = {"gemma3": "Gemma3", "gemma4": "Gemma4", "llama4": "Llama4", "mistral3": "Mistral3"}
 
 
 def make(kind: str, out: Path) -> torch.Tensor:
