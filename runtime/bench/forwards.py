@@ -8,8 +8,8 @@ from torch import Tensor
 
 from runtime.bench.measure import CPU, Row, interleaved, read_bytes, row
 from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
-from runtime.model.reference import BaseDecoder
 
 CONTEXT = 64
 PREFILL = 512

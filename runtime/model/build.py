@@ -17,9 +17,10 @@ from runtime.model.build_attention import attention
 from runtime.model.build_feed_forward import mixture, mlp
 from runtime.model.build_layer_inputs import layer_gate, layer_inputs
 from runtime.model.build_states import delta_rule, short_convolution, state_space
-from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, require_used
+from runtime.model.layers import Attention, Block, Norm, Parts, require_used
 from runtime.model.planes import has_planes
 from runtime.model.rotary import RotaryTables
+from runtime.model.state_layers import DeltaRule, ShortConvolution
 from runtime.model.tensor_reader import TensorReader
 
 Weight = PackedWeight | Tensor

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, DeltaNet
+from runtime.checkpoints.mixers import DeltaNet
+from runtime.checkpoints.record import Architecture
 from runtime.kernels.exact import exp
-from runtime.model.layers import DeltaRule, ShortConvolution, StateSpace
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 from runtime.model.tensor_reader import TensorReader
 
 

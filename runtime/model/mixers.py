@@ -11,12 +11,12 @@ from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout
-from runtime.checkpoints.record import DeltaNet, Mamba
+from runtime.checkpoints.mixers import DeltaNet, Mamba
 from runtime.kernels import delta, mamba, reference
 from runtime.kernels.activations import silu
 from runtime.kernels.convolution import convolve
 from runtime.kernels.exact import sigmoid
-from runtime.model.layers import DeltaRule, ShortConvolution, StateSpace
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 
 
 def _walk(layout: Layout, cache: KeyValueCache, place: int, size: int, step: Callable[[int, Tensor], Tensor]) -> None:

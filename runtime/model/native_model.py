@@ -14,20 +14,9 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import (
-    Attention,
-    Block,
-    DeltaRule,
-    LatentHeads,
-    LayerInputs,
-    Mixture,
-    MlpBeside,
-    Norm,
-    Parts,
-    ShortConvolution,
-    StateSpace,
-)
+from runtime.model.layers import Attention, Block, LatentHeads, LayerInputs, Mixture, MlpBeside, Norm, Parts
 from runtime.model.rotary import RotaryTables
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, SCORINGS, pool, require
 from runtime.native.structs import (
     ConvolutionStruct,

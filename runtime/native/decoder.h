@@ -68,7 +68,7 @@ struct Latent {
     float eps;
 };
 
-// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/record.py, Convolution).
+// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/mixers.py, Convolution).
 struct Convolution {
     const float* taps;   // [count][channels], the oldest input's first
     const float* bias;   // [channels], or null

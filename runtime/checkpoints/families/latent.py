@@ -6,7 +6,8 @@ from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, llama
 from runtime.checkpoints.families.mixtures import in_groups, in_shared_experts, of_experts, total
-from runtime.checkpoints.record import Architecture, Experts, Latent
+from runtime.checkpoints.mixers import Latent
+from runtime.checkpoints.record import Architecture, Experts
 from runtime.errors import UserError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, number
 from runtime.checkpoints.families.dense import granite
 from runtime.checkpoints.families.mixtures import granitemoe, in_groups, in_shared_experts, of_experts, total
-from runtime.checkpoints.record import Architecture, Mamba, Mixer, Names
+from runtime.checkpoints.mixers import Mamba, Mixer
+from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
 
 _MAMBA2 = Names(embedding="backbone.embeddings", block="backbone.layers.{}", norm="backbone.norm_f", input_norm="norm")

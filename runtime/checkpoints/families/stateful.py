@@ -5,7 +5,8 @@ from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama
 from runtime.checkpoints.families.mixtures import of_experts, qwen2_moe
-from runtime.checkpoints.record import Architecture, Convolution, DeltaNet, Mixer, Names
+from runtime.checkpoints.mixers import Convolution, DeltaNet, Mixer
+from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
 
 _LFM2 = Names(

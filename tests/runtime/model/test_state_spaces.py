@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from runtime import load
 from runtime.checkpoints.architecture import describe
 from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
 from runtime.model.load import own_architecture
-from runtime.model.reference import BaseDecoder
 from runtime.native.binding import PATHS, usable
 from runtime.speculate import CacheOptions
 from tests.runtime.model.families import config, write

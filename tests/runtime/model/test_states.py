@@ -14,8 +14,8 @@ from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.states import States
 from runtime.contract import Rows
 from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
-from runtime.model.reference import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.model import ModelDrafter
