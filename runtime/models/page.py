@@ -19,9 +19,9 @@ _ABOUT = (
     "Compressing is another matter: what a recipe's format cannot hold is refused in a sentence that says what can,",
     "and a run's report lists every layer that was left alone, and why. A checkpoint with towers for images or sound",
     "beside its language model (Gemma 3 and 4, Mistral 3, Qwen 3.5, Llama 4) is named as it was downloaded: the",
-    "language model is compressed, all else is carried byte for byte, and the result loads as the whole in transformers",
-    "and as text here. Draft heads that a checkpoint brings (multi-token prediction, EAGLE) are carried as they are, and",
-    "named.",
+    "language model is compressed, all else is carried byte for byte, and the result loads as the whole in",
+    "transformers and as text here. Draft heads that a checkpoint brings (multi-token prediction, EAGLE) are carried",
+    "as they are, and named.",
 )
 
 
