@@ -21,18 +21,19 @@ FLOATS: tuple[CacheKind, ...] = ("float32", "float16")
 class CacheScheme:
     """What a model's caches are by default.
 
-    kind        how keys and values are held where nobody asks for anything else.
-    key_factor  (layers, kv_heads, head_dim) float32, what keys are divided by before they are rounded; None: 1.
-    note        why a scheme that the artifact names is not followed; empty where it is, or names none.
+    kind         how keys and values are held where nobody asks for anything else.
+    key_factors  what keys are divided by before they are rounded, of each group of layers of one shape
+                 (record.Architecture.key_groups) (layers, kv_heads, head_dim) float32; (): 1.
+    note         why a scheme that the artifact names is not followed; empty where it is, or names none.
     """
 
     kind: CacheKind = "float32"
-    key_factor: Tensor | None = None
+    key_factors: tuple[Tensor, ...] = ()
     note: str = ""
 
-    def factor(self, kind: CacheKind) -> Tensor | None:
-        """The key factors of a cache of this kind; None for floats, which have no codes."""
-        return None if kind in FLOATS else self.key_factor
+    def factors(self, kind: CacheKind) -> tuple[Tensor, ...]:
+        """The key factors of a cache of this kind; none for floats, which have no codes."""
+        return () if kind in FLOATS else self.key_factors
 
 
 UNCALIBRATED = CacheScheme()

@@ -14,7 +14,7 @@ from compress.errors import UserError
 
 NAME = "journal.json"
 COPY = "journal.json.copy"
-_SCHEMA = 4
+_SCHEMA = 5
 
 
 @dataclass(slots=True)
@@ -22,7 +22,8 @@ class Journal:
     """What is done.
 
     parts     each part that is done, with its record: plain JSON data with `file`, `bytes` and `sha256`.
-    inputs    the activations that go into the next block: `block`, `file`, `bytes`, `sha256` and `shape`.
+    inputs    the activations that go into the next block: `block`, `file`, `bytes`, `sha256`, `shape` and
+              `row`, what a token's numbers are.
     scan      of depth pruning: each block's influence so far, and once all are known the blocks that go.
     stages    each finished stage on the whole model: checksums of its files, and what the report says of it.
     finished  whether only moving the folder to its place is left.

@@ -53,8 +53,9 @@ def measure(original: "Model", windows: Tensor, threads: int | None, progress: P
     found = [0.0]
     for done, option in enumerate(CACHES[1:]):
         progress("caches", done, len(CACHES) - 1)
-        factors = kv_cache.calibrate(original.path, kind_of(option), windows, threads).key_factor  # type: ignore[arg-type]
+        scales = kv_cache.calibrate(original.path, kind_of(option), windows, threads)  # type: ignore[arg-type]
         decoder: Any = original.decoder
+        factors = scales.key_factors(decoder.architecture)
         changed = type(decoder)(
             decoder.architecture, original.config, decoder.parts, decoder.kernel, CacheScheme(kind_of(option), factors)
         )

@@ -12,7 +12,7 @@ from compress.model.plan import make_plan
 from compress.model.source import Source
 from compress.model.structure import ModelStructure
 from compress.recipe.block_stages import Quantize
-from runtime.cache.scheme import scale_name
+from runtime.cache.scheme import holds_scales, scale_name
 from runtime.checkpoints.architecture import describe
 from runtime.formats.schemes import KINDS
 from runtime.formats.trellis import STATES, TILE
@@ -129,10 +129,10 @@ def read_sizes(source: Source, model: ModelStructure, units: Sequence[Unit]) -> 
 def _scales(source: Source) -> tuple[Described, ...]:
     """Of every layer the static scales of keys and of values, which lie among the weights."""
     architecture = describe(source.checkpoint.config)
-    if architecture is None:
+    if architecture is None or not holds_scales(source.checkpoint.config):
         return ()
-    shape = (architecture.kv_heads, 1, 1)
-    return tuple((scale_name(layer, part), "F32", shape) for part in "kv" for layer in architecture.attending)
+    held = sorted((layer, group.shape.kv_heads) for group in architecture.key_groups for layer in group.layers)
+    return tuple((scale_name(layer, part), "F32", (heads, 1, 1)) for part in "kv" for layer, heads in held)
 
 
 def _bytes(tensor: Described, places: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compress.artifact.files import PRIVATE, Digesting, whole
 from compress.artifact.safetensors import raw
+from compress.calibration.carried import Call, Row, States
 from compress.errors import UserError
 from compress.model.block import Block
 
@@ -62,20 +63,14 @@ def _keeps_factors() -> bool:
 _FLOAT = np.dtype("<f4")
 
 
-@dataclass(frozen=True)
-class Call:
-    """What the model hands to a decoder layer beside its input: the same for every window."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """(S, T, D) float32: what goes into block `block` for S windows of T tokens."""
+    """(S, T, W) float32: what goes into block `block` for S windows of T tokens; `row`: what a token's numbers are
+    (None: its hidden state)."""
 
     block: int
     data: np.ndarray[Any, np.dtype[np.float32]]
+    row: Row | None = None
 
     def __len__(self) -> int:
         return int(self.data.shape[0])
@@ -86,7 +81,7 @@ class Activations:
         return int(self.data.shape[0] * self.data.shape[1])
 
     def window(self, number: int) -> Tensor:
-        """(1, T, D), a copy."""
+        """(1, T, W), a copy."""
         out = torch.empty(1, *self.data.shape[1:])
         np.copyto(out.numpy()[0], self.data[number])
         return out
@@ -102,15 +97,26 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.activations)
 
+    @property
+    def row(self) -> Row:
+        """What the numbers of a token are."""
+        return self.activations.row or Row(self.activations.data.shape[2])
+
     def windows(self) -> Iterator[Tensor]:
-        """Each window's activations (1, T, D), copies."""
+        """Each window's hidden states (1, T, D), copies."""
         for number in range(len(self)):
-            yield self.activations.window(number)
+            yield self.row.split(self.activations.window(number))[0]
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """What the block as it is now makes of each window, (1, T, D). Raises UserError for NaN and infinity."""
-        for number, window in enumerate(self.windows()):
-            yield self._output(block, number, window)
+        for number in range(len(self)):
+            yield self._output(block, number, self.activations.window(number))[0]
+
+    def following(self, block: Block) -> Iterator[tuple[Row, Tensor]]:
+        """What goes into the next block, window by window, and what it is. Raises UserError as `outputs` does."""
+        for number in range(len(self)):
+            window = self.activations.window(number)
+            yield self.row.following(window, *self._output(block, number, window))
 
     def show(self, block: Block) -> Iterator[None]:
         """Sends each window through the block, for hooks to see.
@@ -118,18 +124,21 @@ class Inputs:
         A hook that has seen all it wants of a window raises `Enough`: what comes after it is not computed. Raises
         UserError as `outputs` does, where it comes that far.
         """
-        for number, window in enumerate(self.windows()):
+        for number in range(len(self)):
             with suppress(Enough):
-                self._output(block, number, window)
+                self._output(block, number, self.activations.window(number))
             yield
 
-    def _output(self, block: Block, number: int, window: Tensor) -> Tensor:
+    def _output(self, block: Block, number: int, window: Tensor) -> tuple[Tensor, States]:
+        """The block's hidden states of a window, and what is shared behind it."""
+        given, own, shared = self.row.split(window)
+        args, kwargs, left = self.call.of_window(own, shared)
         # What hooks compute belongs to the products: the Hessians.
         with torch.no_grad(), matmul_precision():
-            out = block.module(window, *self.call.args, **self.call.kwargs)
+            out = block.module(given, *args, **kwargs)
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         check_window(hidden, number, f"what {block.prefix} gives")
-        return hidden
+        return hidden, left
 
 
 class Enough(Exception):  # noqa: N818 (nothing is wrong)
@@ -152,19 +161,24 @@ def file_name(block: int) -> str:
     return f"inputs-{block:05d}.bin"
 
 
-def save(folder: Path, block: int, windows: Iterable[Tensor], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Writes what goes into block `block`, window by window, and returns the journal's record of it."""
-    name = file_name(block)
-    count = 0
+def save(folder: Path, block: int, windows: Iterable[tuple[Row, Tensor]], count: int, tokens: int) -> dict[str, Any]:
+    """Writes what goes into block `block`, `count` windows of `tokens` tokens, and returns the journal's record of it.
+
+    windows  each one's rows (1, tokens, W), and what they are, which is the same for all.
+    """
+    name, found = file_name(block), 0
+    row = Row(0)
     with whole(folder / name, PRIVATE) as opened:
         file = Digesting(opened)
-        for window in windows:
+        for said, window in windows:
+            row = said
             file.write(raw(window.to(torch.float32)))
-            count += 1
-    written = file.written()
-    if count != shape[0] or written.bytes != math.prod(shape) * _FLOAT.itemsize:
-        raise ValueError(f"block {block}: expected activations {shape}, found {count} windows, {written.bytes} bytes")
-    return {"block": block, "file": name, "bytes": written.bytes, "sha256": written.sha256, "shape": list(shape)}
+            found += 1
+    written, shape = file.written(), (count, tokens, row.width)
+    if found != count or written.bytes != math.prod(shape) * _FLOAT.itemsize:
+        raise ValueError(f"block {block}: expected activations {shape}, found {found} windows, {written.bytes} bytes")
+    record = {"block": block, "file": name, "bytes": written.bytes, "sha256": written.sha256, "shape": list(shape)}
+    return record | {"row": row.to_json()}
 
 
 def load(folder: Path, record: dict[str, Any], mapped: bool) -> Activations:
@@ -172,4 +186,4 @@ def load(folder: Path, record: dict[str, Any], mapped: bool) -> Activations:
     shape = tuple(record["shape"])
     path = folder / str(record["file"])
     data = np.memmap(path, _FLOAT, "r", shape=shape) if mapped else np.fromfile(path, _FLOAT).reshape(shape)
-    return Activations(int(record["block"]), data)
+    return Activations(int(record["block"]), data, Row.from_json(record["row"]))

@@ -7,13 +7,15 @@ take a layer's output as it is and others the first of several: which, is tried.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compress.calibration.activations import Call, check_window
+from compress.calibration.activations import check_window
+from compress.calibration.carried import Call, Row, find_places
 from compress.errors import UserError
 from compress.model.block_loader import BlockLoader
 from compress.model.structure import make_buffers
@@ -57,23 +59,33 @@ class Capture:
             if is_embedding:
                 self._hooks.append(module.register_forward_hook(lambda module, given, out: out.to(torch.float32)))
 
-    def inputs(self, tokens: Tensor) -> Iterator[Tensor]:
-        """What goes into block 0, (1, T, D) float32, for each row of tokens (S, T) int64; fills `calls`.
+    def inputs(self, tokens: Tensor) -> Iterator[tuple[Row, Tensor]]:
+        """What goes into block 0, (1, T, W) float32, for each row of tokens (S, T) int64, and what it is; fills
+        `calls`.
 
-        Raises UserError for NaN and infinity, and for an architecture that hands its layers more than the hidden
-        states that depends on the text.
+        Raises UserError for NaN and infinity, and for an architecture that hands its layers more of the text than
+        hidden states and one tensor of the layer's own.
         """
         for number, row in enumerate(tokens):
-            hidden, calls = self._forward(row)
+            hidden, found = self._forward(row)
             check_window(hidden, number, "the embeddings")
             if not self.calls:
-                self.calls = calls
-            elif not all(_same(one, other) for one, other in zip(self.calls, calls, strict=True)):
+                self.calls = find_places(found, self._forward(row.flip(0))[1])
+            calls = [replace(call, own=of.own, shared=of.shared) for call, of in zip(found, self.calls, strict=True)]
+            self.calls = [call.bare() for call in self.calls]
+            if not all(_same(one, other.bare()) for one, other in zip(self.calls, calls, strict=True)):
                 raise UserError(
-                    f"{type(self._body).__name__}: expected layers that are given nothing of the text but their hidden "
-                    "states, found arguments that differ between texts: use a recipe that looks at no text"
+                    f"{type(self._body).__name__}: expected layers that are given of the text their hidden states and "
+                    "one tensor at most, found other arguments that differ between texts: use a recipe that looks at "
+                    "no text"
                 )
-            yield hidden
+            own = [given.to(torch.float32) for call in calls if (given := call.input) is not None]
+            if own and len(own) < len(calls):
+                raise UserError(
+                    f"{type(self._body).__name__}: expected an input of its own for every layer or for none, found "
+                    f"{len(own)} of {len(calls)}: use a recipe that looks at no text"
+                )
+            yield Row(hidden.shape[-1], tuple(part.shape[-1] for part in own)), torch.cat([hidden, *own], dim=-1)
 
     def release(self) -> None:
         """Lets go of the weights."""

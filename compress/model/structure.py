@@ -85,6 +85,12 @@ class ModelStructure:
         """The language model without its head, which takes tokens."""
         return self.model.get_submodule(self.body_at) if self.body_at else self.model.base_model
 
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Tensors of floats that the model is stored with and that are no parameters."""
+        held = self.model.state_dict()
+        return frozenset(n for n, t in held.items() if n not in self.parameters and t.is_floating_point())
+
     def is_beside(self, tensor: str) -> bool:
         """Whether a checkpoint's tensor belongs to what stands beside the language model: towers, what joins them."""
         if not self.body_at:
@@ -221,10 +227,10 @@ def _blocks(model: nn.Module, body_at: str, count: Any) -> str | None:
 def _kind(name: str, parameter: Any, module: Any) -> Kind:
     from transformers.pytorch_utils import Conv1D
 
-    class_name, owner, leaf = type(module).__name__, name.split(".")[-2], name.rpartition(".")[2]
+    class_name, leaf = type(module).__name__, name.rpartition(".")[2]
     if "norm" in class_name.lower():
         return "norm"
-    if owner in _ROUTERS or "router" in class_name.lower():
+    if not _ROUTERS.isdisjoint(name.split(".")[:-1]) or "router" in class_name.lower():
         return "router"
     if leaf == "bias":
         return "bias"
@@ -234,6 +240,8 @@ def _kind(name: str, parameter: Any, module: Any) -> Kind:
         return "conv1d"
     if isinstance(module, nn.Embedding):
         return "embedding"
+    if isinstance(module, nn.Conv1d):
+        return "other"
     if parameter.ndim == 3 or "expert" in class_name.lower():
         return "experts"
     return "other"

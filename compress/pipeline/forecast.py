@@ -11,6 +11,7 @@ import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from compress.model.plan import Plan
 from compress.model.source import Source
 from compress.pipeline.sequential import BlockPlan
 from compress.quantize import rtn
+from runtime.checkpoints.architecture import describe
 from runtime.formats import schemes
 from runtime.formats.schemes import SCHEMES
 
@@ -96,7 +98,7 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
         memory += max(layers) * _FLOAT * _LAYER_COPIES + factor * _HESSIAN_COPIES
         if blocks.reads_text:
             windows, length = blocks.tokens.shape
-            held = windows * length * int(blocks.loader.structure.text_config.hidden_size) * _FLOAT
+            held = windows * length * _numbers_of_token(blocks.loader.structure.text_config) * _FLOAT
             memory += _window_bytes(blocks, length)
             # Once for the statistics and once for the next block's inputs.
             passes = (2 if blocks.wants else 0) + (1 if blocks.depth is not None else 0)
@@ -107,6 +109,17 @@ def forecast(source: Source, plan: Plan, blocks: BlockPlan | None, copied: int =
     rounded = sum(numbers[name] for name in plan.layers)
     seconds = compute_seconds(flops) + rounded * _seconds_per_weight(plan) + moved / _DISK_RATE
     return Forecast(memory + resident(), held, disk, seconds)
+
+
+def _numbers_of_token(config: Any) -> int:
+    """Of what goes into a block, at the most: hidden states, the blocks' own inputs, and keys and values that are
+    shared (compress/calibration/carried.py)."""
+    found = describe(config.to_dict())
+    if found is None:
+        return int(config.hidden_size)
+    read = {source for n in range(found.layers) if (source := found.source(n)) != n}
+    shared = sum(2 * found.shape(n).kv_heads * found.shape(n).head_dim for n in read)
+    return found.hidden + found.layers * found.layer_input + shared
 
 
 def check(need: Forecast, folder: Path, budget: int | None) -> bool:

@@ -24,14 +24,15 @@ from calib.moments import Wants
 from compress.artifact import files, safetensors
 from compress.artifact.journal import Journal
 from compress.calibration import activations
-from compress.calibration.activations import Activations, Call, Inputs
+from compress.calibration.activations import Activations, Inputs
 from compress.calibration.capture import Capture
+from compress.calibration.carried import Call, Row
 from compress.calibration.statistics import collect, union
 from compress.model.block import Block, Statistics
 from compress.model.block_loader import BlockLoader
 from compress.model.plan import Plan
 from compress.progress import Note, Progress
-from compress.prune.depth import choose, influence
+from compress.prune.depth import check_config, choose, influence
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord, LayerRecord
 from compress.stages import rounding
@@ -158,6 +159,7 @@ class _BlockPipeline:
         blocks_at = self.loader.structure.blocks_at
         if self.blocks.depth is None:
             return Shortening(frozenset(), blocks_at)
+        check_config(self.loader.checkpoint.config)
         names = {number: names for _, names in self.plan.parts if (number := self.blocks.number(names)) is not None}
         self.loader.structure.check_renumbering(name for tensors in names.values() for name in tensors)
         if "dropped" not in self.journal.scan:
@@ -183,10 +185,10 @@ class _BlockPipeline:
         inputs, block = self._inputs(number), self.loader.load(number, names)
         found: list[float] = []
 
-        def watched() -> Iterator[Tensor]:
-            for before, after in zip(inputs.windows(), inputs.outputs(block), strict=True):
-                found.append(influence([(before, after)]))
-                yield after
+        def watched() -> Iterator[tuple[Row, Tensor]]:
+            for before, (row, after) in zip(inputs.windows(), inputs.following(block), strict=True):
+                found.append(influence([(before, row.split(after)[0])]))
+                yield row, after
 
         following = self._save(number + 1, inputs, watched()) if number + 1 < self.count else self.journal.inputs
         if number + 1 == self.count:
@@ -216,7 +218,7 @@ class _BlockPipeline:
         following = None
         if inputs is not None and number < self.last:
             after = self.kept[self.kept.index(number) + 1]
-            following = self._save(after, inputs, inputs.outputs(block))
+            following = self._save(after, inputs, inputs.following(block))
         self.journal.commit(part, record, following)
         if inputs is not None:
             self._forget(number, following)
@@ -246,9 +248,7 @@ class _BlockPipeline:
         capture = Capture(self.loader, outside)
         tokens = self.blocks.tokens
         if self.journal.inputs is None:
-            width = next(capture.inputs(tokens[:1])).shape[-1]
-            shape = (*tokens.shape, width)
-            saved = activations.save(self.journal.folder, self.kept[0], capture.inputs(tokens), shape)
+            saved = activations.save(self.journal.folder, self.kept[0], capture.inputs(tokens), *tokens.shape)
             self.journal.note(inputs=saved)
         else:
             # The inputs are as they were saved; how blocks are called does not depend on the text.
@@ -259,9 +259,9 @@ class _BlockPipeline:
     def _weights(self, names: Sequence[str]) -> int:
         return sum(math.prod(self.loader.checkpoint.shape(name)) for name in names)
 
-    def _save(self, number: int, inputs: Inputs, outputs: Iterable[Tensor]) -> dict[str, Any]:
-        shape = inputs.activations.data.shape
-        return activations.save(self.journal.folder, number, outputs, (shape[0], shape[1], shape[2]))
+    def _save(self, number: int, inputs: Inputs, rows: Iterable[tuple[Row, Tensor]]) -> dict[str, Any]:
+        count, tokens, _ = inputs.activations.data.shape
+        return activations.save(self.journal.folder, number, rows, count, tokens)
 
     def _forget(self, number: int, following: dict[str, Any] | None) -> None:
         """Lets go of a block's inputs, which no resumed run asks for any more."""

@@ -42,6 +42,8 @@ _PER_BLOCK = (
     "num_key_value_heads_per_layer",
 )
 _FIRST = ("max_window_layers", "first_k_dense_replace")
+# Blocks that read what others have made, or a part of a table with a place for each.
+_BOUND = ("num_kv_shared_layers", "hidden_size_per_layer_input", "per_layer_config", "global_head_dim")
 # A block's number enters these and nothing in the file can say it otherwise.
 _PERIODS = ("attn_layer_period", "expert_layer_period", "interleave_moe_layer_step", "moe_layer_interval")
 
@@ -123,15 +125,8 @@ def shorten_config(config: Config, dropped: Collection[int]) -> Config:
     """
     from transformers import AutoConfig
 
-    by_number = [key for key in _PERIODS if isinstance(config.get(key), int) and config[key] > 1]
-    if config.get("scale_attn_by_inverse_layer_idx"):
-        by_number.append("scale_attn_by_inverse_layer_idx")
-    if by_number:
-        raise UserError(
-            "config.json: depth pruning expected blocks that do not depend on their number, found"
-            f" {by_number[0]} = {config[by_number[0]]}: use another method"
-        )
-    built = AutoConfig.for_model(**config)
+    check_config(config)
+    built = AutoConfig.for_model(**_with_infinities(config))
     layers = int(built.num_hidden_layers)
     kept = [block for block in range(layers) if block not in dropped]
     out = dict(config)
@@ -149,6 +144,30 @@ def shorten_config(config: Config, dropped: Collection[int]) -> Config:
         if isinstance(config.get(key), int):
             out[key] = sum(block < config[key] for block in kept)
     return out
+
+
+def _with_infinities(value: Any) -> Any:
+    """With the numbers for which transformers writes mappings, because JSON has none of them."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if set(value) == {"__float__"}
+            else {k: _with_infinities(v) for k, v in value.items()}
+        )
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
+
+
+def check_config(config: Config) -> None:
+    """Raises UserError for a config.json whose blocks depend on their number, or on one another."""
+    by_number = [key for key in _BOUND if config.get(key)]
+    by_number += [key for key in _PERIODS if isinstance(config.get(key), int) and config[key] > 1]
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        by_number.append("scale_attn_by_inverse_layer_idx")
+    if by_number:
+        raise UserError(
+            "config.json: depth pruning expected blocks that do not depend on their number, found"
+            f" {by_number[0]} = {config[by_number[0]]}: use another method"
+        )
 
 
 def _dense_blocks(config: Config, layers: int) -> set[int] | None:

@@ -12,28 +12,28 @@ calibrated on short windows holds at every position.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from compress.artifact import SHARD_BYTES, safetensors
 from compress.artifact.files import write_json
 from compress.errors import UserError
+from compress.stages.attention_inputs import attention_inputs
 from runtime import load
 from runtime.cache import scheme
 from runtime.cache.quantizer import LIMITS
-from runtime.checkpoints.architecture import describe
+from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
-from runtime.kernels.reference import capped, first_seen, quantize_rows
-from runtime.model.layers import Attention
-from runtime.model.reference import BaseDecoder, LlamaDecoder
+from runtime.kernels.reference import quantize_rows
+from runtime.model.base import BaseDecoder
+from runtime.model.reference import LlamaDecoder
 from runtime.model.rotary import RotaryTables
 
 Kind = Literal["int8", "int4"]
@@ -94,100 +94,39 @@ def static_scale(absmax: Tensor) -> Tensor:
     return torch.where(absmax > 0, absmax / scheme.STATIC_RANGE, 1.0).float()
 
 
-# --------------------------------------------------------------------------------------------- the calibration text
-@dataclass(frozen=True)
-class Heads:
-    """What a layer's attention saw on all windows, float32.
-
-    keys     (tokens, kv_heads, d), as the cache takes them: after rotation.
-    moments  (kv_heads, d, d), the mean of q qᵀ over the queries of each head's group.
-    values   (kv_heads,), the largest |value|.
-    """
-
-    keys: Tensor
-    moments: Tensor
-    values: Tensor
-
-
-@torch.inference_mode()
-def attention_inputs(decoder: LlamaDecoder, windows: Tensor) -> Iterator[Heads]:
-    """Runs windows (W, L) int64 through the decoder, a block at a time, and yields what each block's attention saw.
-
-    Memory, in floats: of all windows the residual stream (W · L · hidden) and one layer's keys (W · L · kv_heads · d);
-    of one window the activations of one block.
-    """
-    a = decoder.architecture
-    places = torch.arange(windows.shape[1])
-    turns = decoder.turns(places)
-    stream = [decoder.embed(window, places) for window in windows]
-    for block in decoder.parts.blocks:
-        weights = block.attention
-        assert isinstance(weights, Attention)  # `check`
-        keys, moments, highest = [], torch.zeros(a.kv_heads, a.head_dim, a.head_dim), torch.zeros(a.kv_heads)
-        seen = _visible(windows.shape[1], weights.window, a.chunked)
-        for number, x in enumerate(stream):
-            read = decoder.normed(x, block.input_norm)
-            q, k, v = decoder.project(read, weights, turns)
-            keys.append(k)
-            grouped = q.view(len(q), a.kv_heads, -1, a.head_dim).transpose(0, 1).flatten(1, 2)
-            moments += grouped.transpose(1, 2) @ grouped / (grouped.shape[1] * len(windows))
-            highest = torch.maximum(highest, v.abs().amax((0, 2)))
-            mixed = _mixed(q, k, v, decoder, weights, seen)
-            out = decoder.output(mixed.transpose(0, 1), weights, read)
-            after = decoder.add(x, out, block.attention_norm)
-            made = decoder.feed_forward(x if a.parallel else after, block)
-            stream[number] = decoder.add(after, made, block.output_norm)
-        yield Heads(torch.cat(keys), moments, highest)
-
-
-def _mixed(q: Tensor, k: Tensor, v: Tensor, decoder: LlamaDecoder, weights: Attention, seen: Tensor | None) -> Tensor:
-    """Attention (heads, T, d) of one window, in torch's own order of sums."""
-    a = decoder.architecture
-    q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-    if not (a.softcap or a.sinks):
-        how: dict[str, Any] = {"attn_mask": seen, "is_causal": seen is None, "scale": a.scaling, "enable_gqa": True}
-        return scaled_dot_product_attention(q[None], k[None], v[None], **how)[0]
-    per = a.heads // a.kv_heads
-    k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
-    scores = q @ k.transpose(1, 2) * a.scaling
-    scores = capped(scores, a.softcap) if a.softcap else scores
-    causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril() if seen is None else seen
-    scores = scores.masked_fill(~causal, float("-inf"))
-    if weights.sinks is not None:
-        scores = torch.cat((scores, weights.sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=2)
-    return torch.softmax(scores, dim=-1)[..., : k.shape[1]] @ v
-
-
-def _visible(length: int, window: int | None, chunked: bool) -> Tensor | None:
-    """(length, length) bool, which keys a row sees; None: all up to its own."""
-    if window is None or window >= length:
-        return None
-    at = torch.arange(length)
-    return (first_seen(at, window, chunked)[:, None] <= at) & (at <= at[:, None])
-
-
 # --------------------------------------------------------------------------------------------------------- the stage
 @dataclass(frozen=True)
-class Calibrated:
-    """What `attach` writes.
+class LayerScales:
+    """Of a layer's keys and values, float32.
 
-    key_factor  (layers, kv_heads, head_dim) float32.
-    key_scale   (layers, kv_heads) float32, and value_scale: static, symmetric, of 8 bits.
+    key_factor  (kv_heads, head_dim).
+    key_scale   (kv_heads,), and value_scale: static, symmetric, of 8 bits.
     """
 
-    kind: Kind
     key_factor: Tensor
     key_scale: Tensor
     value_scale: Tensor
 
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What `attach` writes: of each layer that has keys, by its number."""
+
+    kind: Kind
+    layers: Mapping[int, LayerScales]
+
     def factors(self) -> dict[str, Tensor]:
         """The key factors by name."""
-        return {scheme.factor_name(i): factor for i, factor in enumerate(self.key_factor)}
+        return {scheme.factor_name(layer): of.key_factor for layer, of in self.layers.items()}
 
     def scales(self) -> dict[str, Tensor]:
         """The static scales by name, (kv_heads, 1, 1) as compressed-tensors has them."""
-        both = (("k", self.key_scale), ("v", self.value_scale))
-        return {scheme.scale_name(i, part): scale[:, None, None] for part, rows in both for i, scale in enumerate(rows)}
+        out = {scheme.scale_name(layer, "k"): of.key_scale[:, None, None] for layer, of in self.layers.items()}
+        return out | {scheme.scale_name(layer, "v"): of.value_scale[:, None, None] for layer, of in self.layers.items()}
+
+    def key_factors(self, a: Architecture) -> tuple[Tensor, ...]:
+        """The key factors as a cache of the model takes them (contract.CacheScheme)."""
+        return tuple(torch.stack([self.layers[layer].key_factor for layer in group.layers]) for group in a.key_groups)
 
 
 def calibrate(
@@ -223,20 +162,23 @@ def calibrate(
         parts = replace(parts, embedding=open_checkpoint(path).tensor(f"{a.names.embedding}.weight"))
     # The same layers, whose own calls leave queries and keys in sight.
     decoder = LlamaDecoder(a, loaded.config, parts, choose("reference", "cpu"))
-    rotated = RotaryTables(loaded.config, a, torch.device("cpu")).width
-    factors, key_scales, value_scales = [], [], []
-    for layer, heads in enumerate(attention_inputs(decoder, windows)):
+    rotary = RotaryTables(loaded.config, a, torch.device("cpu"))
+    found: dict[int, LayerScales] = {}
+    total = sum(len(group.layers) for group in a.key_groups)
+    for layer, heads in attention_inputs(decoder, windows):
         if not (torch.isfinite(heads.keys).all() and torch.isfinite(heads.values).all()):
             raise UserError(
                 f"{path.name}: model.layers.{layer}.self_attn gives keys or values that are no finite numbers on the "
                 "calibration text: check the weights"
             )
-        factors.append(search(heads.keys, heads.moments, rotated, kind))
-        key_scales.append(static_scale(heads.keys.abs().amax((0, 2))))
-        value_scales.append(static_scale(heads.values))
+        found[layer] = LayerScales(
+            search(heads.keys, heads.moments, rotary.width(layer), kind),
+            static_scale(heads.keys.abs().amax((0, 2))),
+            static_scale(heads.values),
+        )
         if on_step is not None:
-            on_step(layer + 1, a.layers)
-    return Calibrated(kind, torch.stack(factors), torch.stack(key_scales), torch.stack(value_scales))
+            on_step(len(found), total)
+    return Calibrated(kind, dict(sorted(found.items())))
 
 
 def attach(model: Path, found: Calibrated, shard_bytes: int = SHARD_BYTES) -> None:

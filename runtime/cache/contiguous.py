@@ -13,6 +13,7 @@ from torch import Tensor
 
 from runtime.cache.quantizer import CacheFormat
 from runtime.cache.states import States
+from runtime.checkpoints.record import CacheShape
 from runtime.contract import SharesNothing
 from runtime.devices import explained
 from runtime.errors import UserError
@@ -22,12 +23,18 @@ from runtime.kv_store import KEY_BLOCK, Store, allocate
 class KeyValueCache(ABC):
     """A `contract.Cache` whose subclasses say where their blocks lie.
 
+    Layers of one shape lie in one `Store`; their numbers go on from one of `formats` to the next.
+
     `open` raises UserError where the cache cannot hold a request, `match_prefix` ValueError for one that is not new.
     """
 
-    def __init__(self, form: CacheFormat):
-        self.format = form
-        self._store: dict[int, Store] = {}
+    def __init__(self, form: CacheFormat | tuple[CacheFormat, ...]):
+        """One format for each shape that keys have."""
+        self.formats = (form,) if isinstance(form, CacheFormat) else form
+        self.format = self.formats[0]
+        self.shape = CacheShape(tuple((f.layers, f.kv_heads, f.head_dim) for f in self.formats), self.format.state)
+        self._places = tuple((group, layer) for group, of in enumerate(self.formats) for layer in range(of.layers))
+        self._store: dict[int, tuple[Store, ...]] = {}
         self._length: dict[int, int] = {}
         self._states: dict[int, States] = {}
 
@@ -59,8 +66,12 @@ class KeyValueCache(ABC):
     @abstractmethod
     def missing_pages(self, needs: Mapping[int, int]) -> int: ...
 
-    def store(self, request: int) -> Store:
-        """The request's memory, for kernels."""
+    def store(self, request: int, group: int = 0) -> Store:
+        """The request's memory of the layers of one format."""
+        return self._store[request][group]
+
+    def stores(self, request: int) -> tuple[Store, ...]:
+        """The request's memory, format by format."""
         return self._store[request]
 
     def states(self, request: int) -> States | None:
@@ -72,7 +83,7 @@ class KeyValueCache(ABC):
 
     def capacity(self, request: int) -> int:
         """Tokens that fit, whole blocks."""
-        return self._store[request].capacity
+        return self._store[request][0].capacity
 
     def truncate(self, request: int, length: int) -> None:
         if not 0 <= length <= self._length[request]:
@@ -93,8 +104,8 @@ class KeyValueCache(ABC):
         if moves:
             source, target = torch.tensor(moves).unbind(1)
             self._own(request, {slot // KEY_BLOCK for _, slot in moves})
-            store = self._store[request]
-            self._move(store, store.physical(source), store.physical(target))
+            stores = self._store[request]
+            self._move(stores, stores[0].physical(source), stores[0].physical(target))
             if self._states:
                 self._states[request].keep(length, path)
         self.truncate(request, length + len(path))
@@ -111,9 +122,10 @@ class KeyValueCache(ABC):
         self._length[request] = start + count
         return start
 
-    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+    def _move(self, stores: tuple[Store, ...], source: Tensor, target: Tensor) -> None:
         """Copies slots of the memory (n,) in all layers, int64 on the CPU."""
-        self.format.move(store, source, target)
+        for form, store in zip(self.formats, stores, strict=True):
+            form.move(store, source, target)
 
     @abstractmethod
     def _own(self, request: int, blocks: Iterable[int]) -> None:
@@ -121,19 +133,21 @@ class KeyValueCache(ABC):
 
     def write(self, layer: int, request: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, kv_heads, head_dim) of consecutive reserved slots from `start`."""
-        store = self._store[request]
+        group, number = self._places[layer]
+        store = self._store[request][group]
         slots = store.physical(torch.arange(start, start + keys.shape[0])).to(self.format.device)
-        self.format.write(store, layer, slots, keys, values)
+        self.formats[group].write(store, number, slots, keys, values)
 
     def read(self, layer: int, request: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The blocks that hold the first `tokens` slots: float32 keys and values (blocks, kv_heads, 64, head_dim)."""
         blocks = -(-tokens // KEY_BLOCK)
-        store = self._store[request]
-        keys, values = self.format.read(store, layer, store.first(blocks))
+        group, number = self._places[layer]
+        store, form = self._store[request][group], self.formats[group]
+        keys, values = form.read(store, number, store.first(blocks))
         if store.table is not None:
             # A page may come from a request that overflowed, and an infinity times a weight of 0 is no number.
             values[blocks - 1 :, :, tokens - (blocks - 1) * KEY_BLOCK :] = 0
-        return keys.transpose(-1, -2), values[..., : self.format.values]
+        return keys.transpose(-1, -2), values[..., : form.values]
 
     def gather(self, layer: int, request: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the given slots in the given order, as `read` lays them out (the rest of a block zero)."""
@@ -147,13 +161,16 @@ class KeyValueCache(ABC):
         return out[0], out[1]
 
     def bytes_per_token(self) -> int:
-        return self.format.bytes_per_token
+        return sum(form.bytes_per_token for form in self.formats)
 
-    def _allocate(self, blocks: int) -> Store:
+    def _allocate(self, blocks: int) -> tuple[Store, ...]:
         """Raises UserError where the machine has no such memory."""
         form = self.format
         try:
-            return allocate(form.kind, form.layers, blocks, form.kv_heads, form.head_dim, form.device, form.value_dim)
+            return tuple(
+                allocate(of.kind, of.layers, blocks, of.kv_heads, of.head_dim, of.device, of.value_dim)
+                for of in self.formats
+            )
         except (RuntimeError, MemoryError) as error:
             meant = explained(error)
             if meant is not None and not isinstance(error, torch.OutOfMemoryError):
@@ -163,16 +180,16 @@ class KeyValueCache(ABC):
                 free = f" and of which {torch.cuda.mem_get_info(form.device)[0] / 1e9:.1f} GB are free"
             tokens = blocks * KEY_BLOCK
             raise UserError(
-                f"a cache of {tokens} tokens needs {tokens * form.bytes_per_token / 1e9:.1f} GB, which this machine"
+                f"a cache of {tokens} tokens needs {tokens * self.bytes_per_token() / 1e9:.1f} GB, which this machine"
                 f" refused{free}; take a smaller kind of cache, fewer pages or requests, or a shorter text"
             ) from error
 
-    def _add(self, store: Store, length: int, origin: int | None = None) -> int:
+    def _add(self, stores: tuple[Store, ...], length: int, origin: int | None = None) -> int:
         """A new request's handle; it begins with the states of `origin`, if it is a copy of that."""
         handle, form = next(i for i in range(len(self._store) + 1) if i not in self._store), self.format
         if form.state:
             self._states[handle] = States(form.state, form.device) if origin is None else self._states[origin].copy()
-        self._store[handle], self._length[handle] = store, length
+        self._store[handle], self._length[handle] = stores, length
         return handle
 
 
@@ -185,9 +202,8 @@ class ContiguousCache(SharesNothing, KeyValueCache):
 
     def fork(self, request: int) -> int:
         """See KeyValueCache: a copy."""
-        store = self._store[request]
         try:
-            copied = Store(*(part.clone() for part in store.parts))
+            copied = tuple(Store(*(part.clone() for part in store.parts)) for store in self._store[request])
         except (RuntimeError, MemoryError) as error:
             raise UserError("a copy of a request's cache does not fit this machine's memory") from error
         return self._add(copied, self._length[request], request)

@@ -25,7 +25,7 @@ class PagedCache(KeyValueCache):
     were cached stay after their requests, for others with the same tokens, until their memory is needed.
     """
 
-    def __init__(self, form: CacheFormat, pages: int):
+    def __init__(self, form: CacheFormat | tuple[CacheFormat, ...], pages: int):
         """Takes the memory of `pages` pages of 64 tokens. Raises UserError where the machine does not have it."""
         super().__init__(form)
         if pages < 1:
@@ -148,14 +148,14 @@ class PagedCache(KeyValueCache):
                 self._pages.forget(held[block])
 
     def _copy(self, source: int, target: int) -> None:
-        for part in self._memory.parts:
+        for part in (part for store in self._memory for part in store.parts):
             if part.numel():
                 part[:, target] = part[:, source]
 
     def _add_held(self, blocks: int, held: Sequence[int], length: int, origin: int | None = None) -> int:
         """A request of at most `blocks` blocks, holding pages that were taken for it."""
         table = torch.full((blocks,), -1, dtype=torch.long)
-        handle = self._add(replace(self._memory, table=table), length, origin)
+        handle = self._add(tuple(replace(store, table=table) for store in self._memory), length, origin)
         self._held[handle] = []
         for block, page in enumerate(held):
             self._put(handle, block, page)
@@ -164,7 +164,7 @@ class PagedCache(KeyValueCache):
     def _put(self, request: int, block: int, page: int) -> None:
         """Writes a page into the request's table, at its end or over another."""
         self._held[request][block : block + 1] = [page]
-        table = self._store[request].table
+        table = self._store[request][0].table
         assert table is not None
         table[block] = page
 

@@ -13,11 +13,13 @@ from runtime.kv_store import KEY_BLOCK, LIMITS, Store
 
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
-    """What a cache holds of each token, and how. Reads and writes a `Store` at blocks and slots of the memory.
+    """What a cache holds of each token in layers of one shape, and how. Reads and writes a `Store` at blocks and slots
+    of the memory.
 
     key_factor  (layers, kv_heads, head_dim) float32 or None: keys are divided by it before they are rounded.
     value_dim   dimensions of values; 0: as many as of keys.
-    state       floats of the states of all layers that have one (cache/states.py).
+    state       floats of the states of all layers that have one (cache/states.py); of a cache with layers of several
+                shapes it is the first format's.
 
     Raises ValueError for a factor of another shape or with entries that are not positive.
     """

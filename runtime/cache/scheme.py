@@ -5,23 +5,26 @@ config.json says it twice. Ours, whatever the weights' format:
     "specpress": {"kv_cache": {"kind": "int4", "tensors": "kv_cache/scales.safetensors"}}
 
     kind     int8 or int4: per token and head, as quantizer.py rounds.
-    tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N.
+    tensors  `model.layers.N.self_attn.key_factor` (kv_heads, head_dim) float32 of every layer N that keeps keys.
 
 The tensors have a file of their own in a folder of their own: beside the weights transformers would report them as
 unexpected, and engines that read every *.safetensors of a directory would refuse them.
 
-And compressed-tensors', where the weights are its or plain: `quantization_config.kv_cache_scheme`, whose
-`self_attn.k_scale` and `v_scale` (kv_heads, 1, 1) lie among the weights. These scales are static and always for 8 bits:
-4 static bits a head cost the embedded pair 3 % of perplexity (in transformers), where 8 cost 0.05 %.
+And compressed-tensors', where the weights are its or plain and all layers have keys of one shape:
+`quantization_config.kv_cache_scheme`, whose `self_attn.k_scale` and `v_scale` (kv_heads, 1, 1) lie among the weights.
+These scales are static and always for 8 bits: 4 static bits a head cost the embedded pair 3 % of perplexity (in
+transformers), where 8 cost 0.05 %.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from runtime.checkpoints.architecture import Architecture
+from runtime.checkpoints.architecture import Architecture, describe
 from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.record import HeadShape
 from runtime.checkpoints.safetensors import Shards
 from runtime.contract import FLOATS, UNCALIBRATED, CacheKind, CacheScheme
 from runtime.errors import UserError
@@ -45,9 +48,15 @@ def scale_name(layer: int, part: str) -> str:
 
 
 def holds_scales(config: Mapping[str, Any]) -> bool:
-    """Whether `quantization_config` has a place for kv_cache_scheme: compressed-tensors', or no library's yet."""
+    """Whether `quantization_config` has a place for kv_cache_scheme: compressed-tensors', or no library's yet.
+
+    Its loader wants keys of one shape in every layer.
+    """
     quantization = config.get("quantization_config")
-    return quantization is None or quantization.get("quant_method") == "compressed-tensors"
+    if quantization is not None and quantization.get("quant_method") != "compressed-tensors":
+        return False
+    a = describe(dict(config.get("text_config") or config))
+    return a is None or (len(a.key_groups) == 1 and all(a.source(layer) == layer for layer in a.attending))
 
 
 def to_config(config: Mapping[str, Any], kind: CacheKind) -> dict[str, Any]:
@@ -80,23 +89,28 @@ def read(checkpoint: Checkpoint, a: Architecture, device: torch.device) -> Cache
 
 def _ours(checkpoint: Checkpoint, said: Any, a: Architecture, device: torch.device) -> CacheScheme:
     where = f"{checkpoint.path.name}/{_OURS}"
-    found = said if isinstance(said, dict) else {}
-    if found.get("kind") not in ("int8", "int4") or not isinstance(found.get("tensors"), str):
+    keys = said if isinstance(said, dict) else {}
+    if keys.get("kind") not in ("int8", "int4") or not isinstance(keys.get("tensors"), str):
         raise UserError(f"{where} must have the kind int8 or int4 and the file of its tensors, found {said!r}")
     tensors = Shards(checkpoint.path, said["tensors"])
-    factors = []
-    for layer in a.attending:
-        name = factor_name(layer)
-        factor, expected = tensors[name].float(), (a.kv_heads, a.head_dim)
-        if tuple(factor.shape) != expected:
-            raise UserError(
-                f"{checkpoint.path.name}: tensor {name} has shape {tuple(factor.shape)}, config.json implies {expected}"
-                "; the two do not belong together"
-            )
-        if not bool(((factor > 0) & torch.isfinite(factor)).all()):
-            raise UserError(f"{checkpoint.path.name}: tensor {name} must hold positive numbers; calibrate it again")
-        factors.append(factor)
-    return CacheScheme(said["kind"], torch.stack(factors).to(device))
+    found = [
+        torch.stack([_factor(checkpoint, tensors, layer, group.shape) for layer in group.layers]).to(device)
+        for group in a.key_groups
+    ]
+    return CacheScheme(said["kind"], tuple(found))
+
+
+def _factor(checkpoint: Checkpoint, tensors: Shards, layer: int, shape: HeadShape) -> Tensor:
+    name = factor_name(layer)
+    factor = tensors[name].float()
+    if tuple(factor.shape) != shape:
+        raise UserError(
+            f"{checkpoint.path.name}: tensor {name} has shape {tuple(factor.shape)}, config.json implies"
+            f" {tuple(shape)}; the two do not belong together"
+        )
+    if not bool(((factor > 0) & torch.isfinite(factor)).all()):
+        raise UserError(f"{checkpoint.path.name}: tensor {name} must hold positive numbers; calibrate it again")
+    return factor
 
 
 def _theirs(checkpoint: Checkpoint, said: Any) -> CacheScheme:

@@ -27,16 +27,18 @@ def checked_cache(
     """
     if not isinstance(cache, KeyValueCache):
         raise TypeError(f"this decoder needs the cache of its new_cache(), not {type(cache).__name__}")
-    count, a, form = len(rows), architecture, cache.format
+    count, a = len(rows), architecture
     # numel, not len: torch's len is Python.
     if tokens.numel() != count:
         raise ValueError(f"{tokens.numel()} tokens for {count} rows")
-    layers, state = len(a.attending), sum(a.state_sizes)
-    if (form.layers, form.kv_heads, form.head_dim, form.state) != (layers, a.kv_heads, a.head_dim, state):
+    if (found := cache.shape) != (expected := a.cache_shape):
+        other, own = (
+            ", ".join(f"{layers} layers of {heads} heads of {dim}" for layers, heads, dim in shape.groups)
+            for shape in (found, expected)
+        )
         raise ValueError(
-            f"this cache is another model's: it has {form.layers} layers of {form.kv_heads} heads of"
-            f" {form.head_dim}, and this model {layers} of {a.kv_heads} of {a.head_dim}"
-            + (f"; floats of states {form.state} and {state}" if form.state != state else "")
+            f"this cache is another model's: it has {other}, and this model {own}"
+            + (f"; floats of states {found.state} and {expected.state}" if found.state != expected.state else "")
         )
     _require_range("token ids", "tokens", tokens, a.vocab)
     if logits_at is not None:

@@ -16,8 +16,11 @@ __all__ = ["Architecture", "configuration", "describe", "in_towers", "language_m
 
 # Checkpoints with towers for images, whose language model alone says what follows a text; and where they have it: its
 # parts, its head.
-COMPOSITES = ("gemma3", "llama4", "mistral3")
+COMPOSITES = ("gemma3", "gemma4", "llama4", "mistral3")
 _PLACES = (("language_model.model.", "language_model.lm_head"), ("model.language_model.", "lm_head"))
+
+# Names that do not begin with a block's.
+_OF_MODEL = ("embedding", "block", "norm", "layer_table", "layer_projection", "layer_norm")
 
 # A Llama file with these keys leaves nothing to a default that only transformers knows …
 _KEYS = (
@@ -88,7 +91,7 @@ def in_towers(a: Architecture, checkpoint: Checkpoint) -> Architecture | None:
     """
     held = set(checkpoint.names())
     for prefix, head in _PLACES:
-        parts = {key: getattr(a.names, key) for key in ("embedding", "block", "norm")}
+        parts = {key: getattr(a.names, key) for key in _OF_MODEL}
         moved = {key: name.replace("model.", prefix, 1) for key, name in parts.items()}
         if f"{moved['norm']}.weight" in held:
             tied = not any(name.startswith(f"{head}.") for name in held)

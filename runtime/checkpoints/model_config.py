@@ -39,27 +39,38 @@ _Token = Annotated[int, Field(strict=True, ge=-1, le=_MOST_WORDS)]
 # Types, and the names under which the families have such values.
 _KEYS: list[tuple[Any, str]] = [
     (_count(_MOST_LAYERS), "num_hidden_layers n_layer n_layers num_layers decoder_sparse_step"),
-    (_Size, "hidden_size n_embd d_model n_inner ffn_dim ffn_hidden_size moe_intermediate_size head_dim"),
+    (_Size, "hidden_size n_embd d_model n_inner ffn_dim ffn_hidden_size moe_intermediate_size"),
+    (_Size, "head_dim global_head_dim num_global_key_value_heads"),
     (_Size, "num_attention_heads n_head n_heads num_key_value_heads num_kv_heads"),
     # Some families have one for each layer.
     (_Size | list[_Size], "intermediate_size"),
     (_Size, "qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank"),
     (_Size, "block_ff_dim block_multiple_of"),
     (_Size, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+    (_Size, "mamba_n_heads mamba_num_heads mamba_n_groups mamba_d_state ssm_state_size mamba_head_dim mamba_d_ssm"),
+    (_Size, "mamba_expand moe_shared_expert_intermediate_size"),
     # The taps of a convolution, which are a state's floats for each channel.
-    (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval"),
+    (
+        _count(_MOST_LAYERS),
+        "conv_L_cache linear_conv_kernel_dim full_attention_interval mamba_d_conv moe_layer_interval",
+    ),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
-    (_count(_MOST_WORDS), "vocab_size"),
+    (Annotated[int, Field(strict=True, ge=0, le=_MOST_SIZE)], "hidden_size_per_layer_input"),
+    (_count(_MOST_WORDS), "vocab_size vocab_size_per_layer_input"),
     (_count(_MOST_POSITIONS), "max_position_embeddings n_positions"),
+    (_count(_MOST_EXPERTS), "top_k_experts moe_k moe_num_experts"),
     (
         _count(_MOST_EXPERTS),
-        "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group",
+        "num_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group",
     ),
+    # 0 where a family has mixtures and a model of it none.
+    (Annotated[int, Field(strict=True, ge=0, le=_MOST_EXPERTS)], "num_local_experts"),
     (_Text, "model_type hidden_act hidden_activation activation_function"),
     (Annotated[_Text, AfterValidator(_known_dtype)], "dtype torch_dtype"),
     (Annotated[bool, Field(strict=True)], "tie_word_embeddings use_sliding_window norm_topk_prob attention_bias"),
     (Annotated[bool, Field(strict=True)], "tie_embedding block_auto_adjust_ff_dim conv_bias use_expert_bias"),
+    (Annotated[bool, Field(strict=True)], "attention_k_eq_v enable_moe_block use_double_wide_mlp"),
     (
         _Positive,
         "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps rope_theta query_pre_attn_scalar",
@@ -67,7 +78,8 @@ _KEYS: list[tuple[Any, str]] = [
     (_Positive, "attn_logit_softcapping final_logit_softcapping logits_scaling swiglu_limit block_ffn_dim_multiplier"),
     (_Number, "embedding_multiplier attention_multiplier residual_multiplier logit_scale routed_scaling_factor"),
     (_Number, "swiglu_alpha router_jitter_noise"),
-    (_Count0, "first_k_dense_replace num_ln_in_parallel_attn num_dense_layers"),
+    (_Count0, "first_k_dense_replace num_ln_in_parallel_attn num_dense_layers num_kv_shared_layers"),
+    (_Count0, "moe_num_shared_experts num_shared_experts moe_layer_start_index"),
     (_Share, "partial_rotary_factor rotary_pct"),
     (Annotated[list[_Text], Field(max_length=_MOST_LAYERS)], "layer_types"),
     (

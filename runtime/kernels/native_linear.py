@@ -14,18 +14,8 @@ from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
 from runtime.formats.tensors import in_first
 from runtime.kernels.joined import OfWeight
-from runtime.native.binding import (
-    BLOCK,
-    KINDS,
-    PATHS,
-    STEPS,
-    HeadsStruct,
-    ModelStruct,
-    Pool,
-    ProjectionStruct,
-    WeightsStruct,
-    require,
-)
+from runtime.native.binding import BLOCK, KINDS, PATHS, STEPS, Pool, require
+from runtime.native.structs import ModelStruct, ProjectionStruct, WeightsStruct
 
 # How rows of codes are stored (pack.h, Rows).
 NIBBLES = {"low": 1, "high": 2}
@@ -228,7 +218,6 @@ class Runner:
     def __init__(self, weight: NativeWeight, path: str, pool: Pool):
         self._weight, self._pool = weight, pool
         model = ModelStruct(
-            heads=HeadsStruct(1, 1, 1, 0, 0, None),
             hidden=weight.struct.inputs,
             head=ctypes.pointer(weight.struct),
             embedding_scale=1.0,

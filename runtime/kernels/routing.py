@@ -9,10 +9,13 @@ from runtime.kernels.exact import exp, sigmoid, tree_sum
 _NEVER = float("-inf")
 
 
-def route(scores: Tensor, how: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    scores: Tensor, how: Experts, correction: Tensor | None, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The shares (T, k) float32 of each row's experts and their numbers, of a router's scores (T, E).
 
     correction (E,): what is added to choose by, and only to choose. Of equal experts the first is chosen.
+    expert_scale (E,): what the share of each expert is multiplied by in the end.
     """
     if how.scoring == "sparse mixer":
         share, chosen = _sparse_mixer(scores, how)
@@ -25,7 +28,8 @@ def route(scores: Tensor, how: Experts, correction: Tensor | None) -> tuple[Tens
         share = odds.gather(-1, chosen)
     if how.renormalize:
         share = share / tree_sum(share).unsqueeze(-1)
-    return share if how.scale == 1.0 else share * how.scale, chosen
+    share = share if how.scale == 1.0 else share * how.scale
+    return share if expert_scale is None else share * expert_scale[chosen], chosen
 
 
 def _softmax(scores: Tensor) -> Tensor:

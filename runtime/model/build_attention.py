@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, Latent
+from runtime.checkpoints.mixers import Latent
+from runtime.checkpoints.record import Architecture
 from runtime.formats import dequantize
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight
@@ -32,28 +33,32 @@ def attention(reader: TensorReader, a: Architecture, prefix: str, number: int, r
     """The attention of block `number`, whose tensors' names begin with `prefix`."""
     if a.latent is not None:
         return _latent(reader, a, a.latent, prefix, number, rotary)
-    names, heads, kv = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    orders: list[Tensor | None] = [None] * len(names.qkv)
+    names, (kv_heads, dim) = a.names, a.shape(number)
+    heads, kv, width = a.heads * dim, kv_heads * dim, rotary.width(number)
+    shares, keys_as_values = a.source(number) != number, number in a.keys_as_values
+    made = 1 if shares else 2 if keys_as_values else 3
+    layers, sizes = (names.qkv[:made], [heads, kv, kv][:made]) if made < 3 else (names.qkv, [heads, kv, kv])
+    orders: list[Tensor | None] = [None] * len(layers)
     if a.rotary_neighbours:
-        orders[:2] = [_halves(count, a.head_dim, rotary.width) for count in (a.heads, a.kv_heads)]
+        orders[:2] = [_halves(count, dim, width) for count in (a.heads, kv_heads)][: len(layers)]
     if a.grouped_rows:
         orders = [_ungrouped(a)]
     rotates = rotary.of[number] is not None
     normed = a.query_key_norm and (rotates or a.query_key_norm_layers == "all")
     query, key = (
-        _head_norm(reader, a, f"{prefix}.{name}", count, rotary.width) if normed else None
-        for name, count in ((names.query_norm, a.heads), (names.key_norm, a.kv_heads))
+        _head_norm(reader, a, f"{prefix}.{name}", count, dim, width) if normed and there else None
+        for name, count, there in ((names.query_norm, a.heads, True), (names.key_norm, kv_heads, not shares))
     )
-    gate, whole = None, [heads, kv, kv]
+    gate, whole = None, [*sizes]
     if a.output_gate:
         # Of each head a query and its gate.
-        rows = torch.arange(2 * heads).view(a.heads, 2, a.head_dim)
+        rows = torch.arange(2 * heads).view(a.heads, 2, dim)
         orders[0], whole[0], first = rows[:, 0].flatten(), 2 * heads, f"{prefix}.{names.qkv[0]}"
         bias, of_gate = reader.bias(first, 2 * heads), rows[:, 1].flatten()
         taken = take_rows(reader.weight(first, (2 * heads, a.hidden)), of_gate)
         gate = linear(taken, None if bias is None else bias[of_gate], reader.kernel)
     return Attention(
-        qkv=reader.join([f"{prefix}.{name}" for name in names.qkv], [heads, kv, kv], a.hidden, orders, whole),
+        qkv=reader.join([f"{prefix}.{name}" for name in layers], sizes, a.hidden, orders, whole),
         gate=gate,
         out=reader.linear(f"{prefix}.{names.out}", (a.hidden, heads)),
         q_norm=query,
@@ -62,23 +67,26 @@ def attention(reader: TensorReader, a: Architecture, prefix: str, number: int, r
         sinks=reader.vector(f"{prefix}.{names.sinks}", a.heads) if a.sinks else None,
         rotary=rotary.of[number],
         grows=a.query_growth_layers == "all" or not rotates,
+        v_norm=torch.ones(dim, device=reader.device) if a.value_norm and not shares else None,
+        shares=shares,
+        keys_as_values=keys_as_values,
     )
 
 
-def _head_norm(reader: TensorReader, a: Architecture, name: str, heads: int, rotated: int) -> Tensor:
+def _head_norm(reader: TensorReader, a: Architecture, name: str, heads: int, dim: int, rotated: int) -> Tensor:
     """The weight of queries' or keys' norm, in the order of their rows."""
     if not a.query_key_weights:
-        return torch.ones(a.head_dim, device=reader.device)
+        return torch.ones(dim, device=reader.device)
     if a.query_key_span == "each head":
-        found = [reader.norm(name.format(head), heads=heads) for head in range(heads)]
+        found = [reader.norm(name.format(head), dim) for head in range(heads)]
         weight = torch.stack([norm.weight for norm in found if norm is not None])
     else:
-        norm = reader.norm(name, heads=heads)
+        norm = reader.norm(name, heads * dim if a.query_key_span == "heads" else dim)
         assert norm is not None
         weight = norm.weight
     if not a.rotary_neighbours:
         return weight
-    return weight.flatten()[_halves(weight.numel() // a.head_dim, a.head_dim, rotated)].view(weight.shape)
+    return weight.flatten()[_halves(weight.numel() // dim, dim, rotated)].view(weight.shape)
 
 
 def _latent(

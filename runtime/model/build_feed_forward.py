@@ -1,15 +1,17 @@
 """From a checkpoint to what follows attention in a block: an MLP, or a mixture of experts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, Experts
+from runtime.checkpoints.record import Architecture, Beside, Experts
 from runtime.errors import UserError
 from runtime.formats import mxfp4
 from runtime.kernels.dispatch import Kernel, join, linear
-from runtime.model.layers import Mixture, Mlp
+from runtime.model.layers import Mixture, Mlp, MlpBeside, Norm
 from runtime.model.tensor_reader import TensorReader, Weight, take_rows
 
 
@@ -24,10 +26,15 @@ def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
 
 def mlp(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mlp:
     """The MLP of `size` channels of the block `prefix`."""
+    found = _layers(reader, a, prefix, size, a.names.gate_up, a.names.down)
+    return found if a.activation != "xielu" else replace(found, parameters=_xielu(reader, f"{prefix}.mlp.act_fn"))
+
+
+def _layers(reader: TensorReader, a: Architecture, prefix: str, size: int, gate_up: Sequence[str], down: str) -> Mlp:
+    """An MLP of `size` channels, by the names of its layers below `prefix`."""
     return Mlp(
-        gate_up=reader.join([f"{prefix}.{name}" for name in a.names.gate_up], [size] * (2 if a.gated else 1), a.hidden),
-        down=reader.linear(f"{prefix}.{a.names.down}", (a.hidden, size)),
-        parameters=_xielu(reader, f"{prefix}.mlp.act_fn") if a.activation == "xielu" else None,
+        gate_up=reader.join([f"{prefix}.{name}" for name in gate_up], [size] * (2 if a.gated else 1), a.hidden),
+        down=reader.linear(f"{prefix}.{down}", (a.hidden, size)),
     )
 
 
@@ -43,16 +50,17 @@ def _xielu(reader: TensorReader, prefix: str) -> Tensor:
     return torch.cat([part.float().to(reader.device) for part in found])
 
 
-def mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
-    """The mixture of the block `prefix`."""
-    return _stacked(_mixture(reader, a, prefix), reader.kernel)
+def mixture(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mixture:
+    """The mixture of the block `prefix`; an MLP beside it has `size` channels."""
+    return _stacked(_mixture(reader, a, prefix, size), reader.kernel)
 
 
-def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
+def _mixture(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mixture:
     """Experts fused in two tensors, or one by one as older files have them."""
     experts = a.experts
     assert experts is not None
-    places = [(f"{prefix}.{name}", router) for name in experts.names for router in experts.routers]
+    bases = [f"{prefix}.{name}" if name else prefix for name in experts.names]
+    places = [(base, router) for base in bases for router in experts.routers]
     found = next((place for place in places if f"{'.'.join(place)}.weight" in reader.names), None)
     if found is None:
         raise UserError(
@@ -60,40 +68,44 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str) -> Mixture:
             " incomplete"
         )
     base, router = found
-    shared = f"{base}.{experts.shared_name}"
     return Mixture(
         reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
         _experts(reader, a, experts, base),
         experts,
         correction=reader.vector(f"{base}.{experts.correction}", experts.count) if experts.correction else None,
-        shared=_expert(reader, a, shared, experts.shared, ("gate_proj", "up_proj", "down_proj"))
+        shared=_layers(reader, a, prefix, experts.shared, experts.shared_gate_up, experts.shared_down)
         if experts.shared
         else None,
         shared_gate=reader.linear(f"{base}.{experts.shared_gate}", (1, a.hidden)) if experts.shared_gate else None,
+        beside=None if experts.beside is None else _beside(reader, a, experts, experts.beside, prefix, size),
     )
 
 
-def _expert(
-    reader: TensorReader,
-    a: Architecture,
-    prefix: str,
-    size: int,
-    names: tuple[str, str, str],
-    limits: Tensor | None = None,
-) -> Mlp:
-    gate, up, down = (f"{prefix}.{name}" for name in names)
-    return Mlp(reader.join([gate, up], [size, size], a.hidden), reader.linear(down, (a.hidden, size)), limits)
+def _beside(reader: TensorReader, a: Architecture, experts: Experts, how: Beside, prefix: str, size: int) -> MlpBeside:
+    norms = [reader.norm(f"{prefix}.{name}") for name in (how.mlp_output_norm, how.input_norm, how.output_norm)]
+    found = [norm for norm in norms if norm is not None]
+    scale = reader.vector(f"{prefix}.{how.router_scale}", a.hidden) * a.hidden**-0.5
+    return MlpBeside(
+        mlp=mlp(reader, a, prefix, size),
+        mlp_output_norm=found[0],
+        router_norm=Norm(scale),
+        input_norm=found[1],
+        output_norm=found[2],
+        expert_scale=reader.vector(f"{prefix}.{how.expert_scale}", experts.count),
+    )
 
 
 def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
-    held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
     limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
+    held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
     fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in held), None)
     if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
-        names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
-        return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names, limits) for i in range(experts.count))
+        gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        gate_up = (gate, up) if a.gated else (up,)
+        each = (_layers(reader, a, f"{base}.experts.{i}", size, gate_up, down) for i in range(experts.count))
+        return tuple(replace(one, parameters=limits) if limits is not None else one for one in each)
     order = None
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
@@ -105,7 +117,7 @@ def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str)
             join(
                 [take_rows(wide, order)],
                 [bias if bias is None or order is None else bias[order]],
-                [size, size],
+                [size] * (2 if a.gated else 1),
                 kernel,
             ),
             linear(narrow, own, kernel),

@@ -104,6 +104,11 @@ class Adapter(ChainDecoder):
         """Keys and values over all layers, in the model's dtype."""
         config = self.config
         all_heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "num_hidden_layers", 0)
+        if getattr(config, "is_heterogeneous", False):
+            # Layers of several shapes, of which the last may keep nothing.
+            kept = range(layers - (getattr(config, "num_kv_shared_layers", 0) or 0))
+            each = [config.per_layer_config[layer] for layer in kept]
+            return int(sum(2 * of.num_key_value_heads * of.head_dim for of in each) * self.model.dtype.itemsize)
         heads = getattr(config, "num_key_value_heads", None) or all_heads
         if not (isinstance(heads, int) and heads and all_heads) or self.capability.steps == "anew":
             return 0  # states that do not grow, or tokens alone

@@ -1,11 +1,8 @@
-"""The parts of a decoder, and its view for the nested draft: the same weights, int8 layers by their upper four bits.
-
-Self-speculation without a second model. A view holds the tensors of the decoder that it was made from, and no others.
-"""
+"""The parts of a decoder: its weights as layers, norms and tables, block by block."""
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,8 +12,7 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined, Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS
-from runtime.kernels.native_linear import NativeLinear, upper_weight
-from runtime.kernels.reference import Int8Linear, UpperLinear
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,9 @@ class Attention:
     rotary          the number of its rotary table (RotaryTables.of).
     grows           whether its queries are multiplied by what grows with their position.
     gate            the sigmoids of what it makes multiply what attention mixes.
+    v_norm          (d,), the weight of a norm of values.
+    shares          qkv makes queries alone: keys and values are those that an earlier layer has left in the cache.
+    keys_as_values  qkv makes queries and keys, and the values are the keys before norm and rotation.
     """
 
     qkv: Joined
@@ -71,41 +70,9 @@ class Attention:
     grows: bool = True
     latent: LatentHeads | None = None
     gate: Linear | None = None
-
-
-@dataclass(frozen=True)
-class ShortConvolution:
-    """A convolution in attention's place: qkv makes gate, second gate and input; out takes what comes of them.
-
-    taps  (taps, channels) float32, the oldest input's first.
-    bias  (channels,) float32.
-    """
-
-    qkv: Joined
-    out: Linear
-    taps: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class DeltaRule:
-    """A gated delta rule in attention's place (record.DeltaNet). All vectors and tables are float32.
-
-    qkv   makes queries, keys and values, gates, and for each value head corrections and what becomes its decay.
-    taps  (taps, channels), the oldest input's first.
-    step  (value heads,), added to what becomes the decay; rate (value heads,), below 0, what multiplies it then.
-    query, key  (key,), weights that turn a norm by the root mean square into one by length; queries are scaled, too.
-    norm  (value,), of the norm of a head's output.
-    """
-
-    qkv: Joined
-    out: Linear
-    taps: Tensor
-    step: Tensor
-    rate: Tensor
-    query: Tensor
-    key: Tensor
-    norm: Tensor
+    v_norm: Tensor | None = None
+    shares: bool = False
+    keys_as_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +95,27 @@ class Stacked(Protocol):
 
 
 @dataclass(frozen=True)
+class MlpBeside:
+    """What a mixture has besides that stands beside an MLP: both read the residual stream.
+
+    norms: of what the MLP makes, before the router, before the experts, and of what these make.
+    expert_scale  (experts,) float32, what shares are multiplied by.
+    """
+
+    mlp: Mlp
+    mlp_output_norm: Norm
+    router_norm: Norm
+    input_norm: Norm
+    output_norm: Norm
+    expert_scale: Tensor
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All of them."""
+        return self.mlp_output_norm, self.router_norm, self.input_norm, self.output_norm
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Top-k experts by a router. `stacked`: the memory of the same experts, where the kernels have a use for it.
 
@@ -142,29 +130,67 @@ class Mixture:
     correction: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Linear | None = None
+    beside: MlpBeside | None = None
 
     @property
     def mlps(self) -> tuple[Mlp, ...]:
         """The experts, and what every row goes through."""
-        return self.experts if self.shared is None else (*self.experts, self.shared)
+        whole = (self.shared, None if self.beside is None else self.beside.mlp)
+        return (*self.experts, *(mlp for mlp in whole if mlp is not None))
+
+
+@dataclass(frozen=True)
+class LayerGate:
+    """What a block does with its own input: out(act(gate(x)) · input), through a norm, is added to the stream x."""
+
+    gate: Linear
+    out: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Where the blocks' own inputs come from: a row of a table (vocabulary, layers · size) of any float type, and what
+    a layer makes of the embedding, normed block by block."""
+
+    table: Tensor
+    projection: Linear
+    norm: Norm
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. A norm that is None is not there."""
+    """One decoder layer. What is None is not there.
+
+    mamba  beside attention, or alone: both read the same.
+    """
 
     input_norm: Norm | None
-    attention: Attention | ShortConvolution | DeltaRule
+    attention: Attention | ShortConvolution | DeltaRule | None
     mlp_norm: Norm | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
     attention_norm: Norm | None = None
     output_norm: Norm | None = None
+    mamba: StateSpace | None = None
+    own: LayerGate | None = None
+    scale: float = 1.0  # what the stream behind the block is multiplied by
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """Those that there are."""
-        all_of = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm)
+        all_of = [self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm]
+        if self.own is not None:
+            all_of.append(self.own.norm)
+        if isinstance(self.mlp, Mixture) and self.mlp.beside is not None:
+            all_of += self.mlp.beside.norms
         return tuple(norm for norm in all_of if norm is not None)
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The MLP, or all of a mixture's."""
+        if self.mlp is None:
+            return ()
+        return self.mlp.mlps if isinstance(self.mlp, Mixture) else (self.mlp,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,51 +202,36 @@ class Parts:
     norm: Norm
     head: Linear
     positions: Tensor | None = None
-
-
-def upper_linear(layer: Linear) -> Linear:
-    """The layer on the upper plane of its weight; a layer without planes (float, 4-bit, …) as it is."""
-    if isinstance(layer, NativeLinear) and layer.weight.has_planes:
-        return NativeLinear(upper_weight(layer.weight), layer.path, layer.pool)
-    if isinstance(layer, Int8Linear) and layer.has_planes:
-        return UpperLinear(layer)
-    # Triton's, which nothing here may import.
-    upper = getattr(layer, "upper", None)
-    return upper() if upper is not None and getattr(layer, "has_planes", False) else layer
-
-
-def upper_parts(parts: Parts) -> Parts:
-    """The same decoder on upper planes. Raises UserError where no layer has planes."""
-    if not has_planes(parts):
-        raise UserError(
-            "this model's weights were not loaded as planes, of which `nested` reads the upper ones;"
-            " load it with planes=True"
-        )
-    return replace(parts, blocks=tuple(_upper_block(block) for block in parts.blocks), head=upper_linear(parts.head))
-
-
-def has_planes(parts: Parts) -> bool:
-    """Whether any layer can be read by its upper plane."""
-    return any(upper_linear(layer) is not layer for layer in linears(parts))
+    layer_inputs: LayerInputs | None = None
 
 
 def linears(parts: Parts) -> Iterator[Linear]:
     """Every linear layer, in a forward's order; of a mixture all experts."""
+    if parts.layer_inputs is not None:
+        yield parts.layer_inputs.projection
     for block in parts.blocks:
-        yield from block.attention.qkv.parts
-        if isinstance(block.attention, Attention) and block.attention.latent is not None:
-            yield from block.attention.latent.linears
-        if isinstance(block.attention, Attention) and block.attention.gate is not None:
-            yield block.attention.gate
-        yield block.attention.out
-        experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
+        if block.mamba is not None:
+            yield from (block.mamba.into, block.mamba.out)
+        if block.attention is not None:
+            yield from _mixing(block.attention)
         if isinstance(block.mlp, Mixture):
             yield block.mlp.router
             if block.mlp.shared_gate is not None:
                 yield block.mlp.shared_gate
-        for mlp in experts:
+        for mlp in block.mlps:
             yield from mlp_linears(mlp)
+        if block.own is not None:
+            yield from (block.own.gate, block.own.out)
     yield parts.head
+
+
+def _mixing(mixer: Attention | ShortConvolution | DeltaRule) -> Iterator[Linear]:
+    yield from mixer.qkv.parts
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        yield from mixer.latent.linears
+    if isinstance(mixer, Attention) and mixer.gate is not None:
+        yield mixer.gate
+    yield mixer.out
 
 
 def mlp_linears(mlp: Mlp) -> tuple[Linear, ...]:
@@ -237,45 +248,34 @@ def weight_bytes(*decoders: Parts) -> int:
 def _tensors(parts: Parts) -> Iterator[Tensor]:
     for layer in linears(parts):
         yield from layer.tensors
-    vectors = [parts.embedding, parts.positions]
-    for norm in (parts.norm, *(norm for block in parts.blocks for norm in block.norms)):
+    vectors, norms = [parts.embedding, parts.positions], [parts.norm]
+    if parts.layer_inputs is not None:
+        vectors.append(parts.layer_inputs.table)
+        norms.append(parts.layer_inputs.norm)
+    for norm in (*norms, *(norm for block in parts.blocks for norm in block.norms)):
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
-        vectors += _vectors(block.attention)
-        vectors += [block.mlp.correction if isinstance(block.mlp, Mixture) else block.mlp.parameters]
+        vectors += _vectors(block.attention) + _vectors(block.mamba)
+        if isinstance(block.mlp, Mixture):
+            vectors += [block.mlp.correction, None if block.mlp.beside is None else block.mlp.beside.expert_scale]
+        elif block.mlp is not None:
+            vectors.append(block.mlp.parameters)
     yield from (vector for vector in vectors if vector is not None)
 
 
-def _vectors(mixer: Attention | ShortConvolution | DeltaRule) -> list[Tensor | None]:
+def _vectors(mixer: Attention | ShortConvolution | DeltaRule | StateSpace | None) -> list[Tensor | None]:
+    if mixer is None:
+        return []
+    if isinstance(mixer, StateSpace):
+        return [mixer.taps, mixer.bias, mixer.step, mixer.rate, mixer.skip, mixer.norm, mixer.multipliers]
     if isinstance(mixer, DeltaRule):
         return [mixer.taps, mixer.step, mixer.rate, mixer.query, mixer.key, mixer.norm]
     if isinstance(mixer, ShortConvolution):
         return [mixer.taps, mixer.bias]
-    found = [mixer.q_norm, mixer.k_norm, mixer.sinks]
+    found = [mixer.q_norm, mixer.k_norm, mixer.v_norm, mixer.sinks]
     if (latent := mixer.latent) is not None:
         found += [latent.norm.weight, None if latent.query_norm is None else latent.query_norm.weight]
     return found
-
-
-def _upper_block(block: Block) -> Block:
-    attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
-    if isinstance(attention, Attention) and attention.gate is not None:
-        attention = replace(attention, gate=upper_linear(attention.gate))
-    if isinstance(block.mlp, Mlp):
-        return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
-    # The router decides which experts are read at all, and is small: it stays whole.
-    experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
-    stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
-    shared = None if block.mlp.shared is None else _upper_mlp(block.mlp.shared)
-    return replace(block, attention=attention, mlp=replace(block.mlp, experts=experts, stacked=stacked, shared=shared))
-
-
-def _upper_mlp(mlp: Mlp) -> Mlp:
-    return replace(mlp, gate_up=_upper_joined(mlp.gate_up), down=upper_linear(mlp.down))
-
-
-def _upper_joined(joined: Joined) -> Joined:
-    return replace(joined, parts=tuple(upper_linear(part) for part in joined.parts))
 
 
 def described(decoder: Any) -> str:

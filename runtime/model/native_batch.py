@@ -9,7 +9,7 @@ from torch import Tensor
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Reserved, paths
 from runtime.contract import integers
-from runtime.native.binding import BatchStruct, StoreStruct
+from runtime.native.structs import BatchStruct, StoreStruct
 
 
 def int64(values: Tensor) -> Tensor:
@@ -43,23 +43,25 @@ class Batches:
         request, tail_from, tail_at, tail = zeros, zeros, chain, zeros
         tokens, positions = int64(tokens), int64(positions)
         slot = positions
-        stores = (StoreStruct * len(reserved))(*[_store(cache, r.request) for r in reserved])
+        stores = (StoreStruct * (len(reserved) * len(cache.formats)))(
+            *[_store(cache, r.request, group) for group in range(len(cache.formats)) for r in reserved]
+        )
         if len(reserved) > 1:
             # Not torch.repeat_interleave: it wakes all of torch's threads, which then spin on the kernels' cores.
             request = integers([number for number, r in enumerate(reserved) for _ in range(r.count)])
         if any(r.parents is not None for r in reserved):
             slot, tail_from, tail_at, tail = _tails(reserved, positions)
         kept = [tokens, request, positions, slot, tail_from, tail_at, tail]
-        batch = BatchStruct(count, *[part.data_ptr() for part in kept], stores)
+        batch = BatchStruct(count, *[part.data_ptr() for part in kept], stores, requests=len(reserved))
         if cache.format.state and slot is not positions:
             kept.append(integers([r.before(row) for r in reserved for row in range(r.count)]))
             batch.before = kept[-1].data_ptr()
         return batch, [kept, stores]
 
 
-def _store(cache: KeyValueCache, request: int) -> StoreStruct:
+def _store(cache: KeyValueCache, request: int, group: int) -> StoreStruct:
     states = cache.states(request)
-    return StoreStruct(*cache.store(request).pointers, *(() if states is None else states.pointers))
+    return StoreStruct(*cache.store(request, group).pointers, *(() if states is None else states.pointers))
 
 
 def _tails(reserved: Sequence[Reserved], positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

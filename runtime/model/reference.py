@@ -1,49 +1,31 @@
-"""What the record says over packed weights: what all of its decoders have, and the one that says what they mean.
+"""The decoder that says what the others mean: what the record says, over packed weights, in plain torch.
 
 One forward serves prefill, decoding, verification and batches of them.
 Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from runtime.cache.contiguous import ContiguousCache, KeyValueCache
-from runtime.cache.paged import PagedCache
-from runtime.cache.quantizer import CacheFormat
+from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout, Reserved, checked_cache, extend_states, keys_and_values, lay_out, plan
-from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.contract import Cache, Out, Rows
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
-from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route
-from runtime.model.layers import (
-    Attention,
-    Block,
-    DeltaRule,
-    LatentHeads,
-    Mixture,
-    Mlp,
-    Norm,
-    Parts,
-    ShortConvolution,
-    upper_parts,
-    weight_bytes,
-)
-from runtime.model.mixers import delta_rule, short_convolution
-from runtime.model.rotary import RotaryTables
+from runtime.model.base import BaseDecoder
+from runtime.model.experts import sum_of_experts
+from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Mlp, Norm
+from runtime.model.mixers import delta_rule, short_convolution, state_space
+from runtime.model.state_layers import DeltaRule, ShortConvolution
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
-# Tokens in one forward where states are computed again.
-_PIECE = 512
 
 
 class Turns(NamedTuple):
@@ -51,101 +33,6 @@ class Turns(NamedTuple):
 
     angles: tuple[tuple[Tensor, Tensor], ...]
     growth: Tensor | None
-
-
-class BaseDecoder(ABC):
-    """A decoder on Specpress' own kernels: its weights as layers (`parts`), and the facts that every `Decoder` has.
-
-    What drafts on the target's own weights (nested, medusa) takes any of these.
-    """
-
-    def __init__(
-        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
-    ):
-        self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
-        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
-        self.kernels = kernel.name
-        self._config, self._rotary = config, RotaryTables(config, architecture, self.device)
-
-    @property
-    def threads(self) -> int:
-        """The native kernels' own; torch's where the kernels use those."""
-        return self.kernel.threads or torch.get_num_threads()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of memory that the weights take."""
-        return weight_bytes(self.parts)
-
-    def upper(self) -> Self:
-        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
-
-        Raises UserError where it was not loaded with planes.
-        """
-        return type(self)(self.architecture, self._config, upper_parts(self.parts), self.kernel, self.kv)
-
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
-
-        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
-        """
-        form = self._cache_format(kind)
-        return ContiguousCache(form) if pages is None else PagedCache(form, pages)
-
-    def _cache_format(self, kind: CacheKind) -> CacheFormat:
-        a = self.architecture
-        return CacheFormat(
-            len(a.attending),
-            a.kv_heads,
-            a.head_dim,
-            self.device,
-            kind,
-            self.kv.factor(kind),
-            0 if a.latent is None else a.value_dim,
-            sum(a.state_sizes),
-        )
-
-    def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:
-        """Computes the states again that a request goes on from, where it was rolled back further than they are kept.
-
-        Keys and values are written again as well, the same bits to the same slots.
-        """
-        for handle in dict.fromkeys(rows.request.tolist()) if cache.format.state else ():
-            states = cache.states(handle)
-            if states is None or states.holds(len(states.tokens)):
-                continue
-            states.restart()
-            tokens = integers(states.tokens)
-            for start in range(0, len(tokens), _PIECE):
-                piece = tokens[start : start + _PIECE]
-                self._run_again(piece, Reserved(handle, 0, len(piece), start, None), cache)
-            states.restarted()
-
-    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
-        """Runs a chain whose slots are taken, for what it leaves in the cache."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See contract.Decoder."""
-
-
-def sum_of_experts(
-    x: Tensor, shares: Tensor, chosen: Tensor, weights: Mixture, run: Callable[[Tensor, Mlp], Tensor]
-) -> Tensor:
-    """Each row's experts of x (T, hidden) times their shares (T, k), added in order of their number; float32.
-
-    chosen (T, k) int64: experts' numbers, below 0: none. run: an expert's output of some rows. Waits for the device.
-    """
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(weights.experts):
-        at, place = (chosen == number).nonzero(as_tuple=True)
-        if len(at):
-            share = shares[at, place].unsqueeze(-1)
-            made = run(x[at] * share, expert) if weights.how.scaled_inputs else run(x[at], expert) * share
-            out[at] = out[at] + made
-    return out
 
 
 class LlamaDecoder(BaseDecoder):
@@ -177,19 +64,56 @@ class LlamaDecoder(BaseDecoder):
     def _through_blocks(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: KeyValueCache) -> Tensor:
         """The residual stream (T, hidden) behind the last block."""
         a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
-        for place, block in zip(a.places, self.parts.blocks, strict=True):
-            before, mixer = x, block.attention
-            normed = self.normed(x, block.input_norm)
-            if isinstance(mixer, ShortConvolution):
-                mixed = short_convolution(normed, mixer, place, layout, cache)
-            elif isinstance(mixer, DeltaRule):
-                assert a.delta is not None
-                mixed = delta_rule(normed, mixer, a.delta, a.norm_eps, place, layout, cache)
-            else:
-                mixed = self._attend(normed, mixer, place, layout, cache, turns)
-            x = self.add(x, mixed, block.attention_norm)
-            x = self.add(x, self.feed_forward(before if a.parallel else x, block), block.output_norm)
+        own = self.layer_inputs(tokens, x)
+        for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
+            normed, mixed, spaced = self.normed(x, block.input_norm), None, None
+            if block.mamba is not None:
+                assert a.mamba is not None
+                spaced = state_space(normed, block.mamba, a.mamba, a.norm_eps, places[1], layout, cache)
+            if block.attention is not None:
+                mixed = self._mixed(normed, block.attention, places, layout, cache, turns)
+            x = self.behind(x, mixed, block, None if own is None else own[:, number], spaced)
         return x
+
+    def behind(
+        self, x: Tensor, mixed: Tensor | None, block: Block, own: Tensor | None, spaced: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream behind a block, of what comes into it, what its mixer adds, and its own input.
+
+        spaced  what a state space adds, before what stands in attention's place.
+        """
+        a, after = self.architecture, x
+        if spaced is not None:
+            assert a.mamba is not None
+            after = self.add(after, spaced, None, a.mamba.added)
+        if mixed is not None:
+            after = self.add(after, mixed, block.attention_norm, a.attention_scales[1])
+        if block.mlp is not None:
+            added = self.feed_forward(x if a.parallel else after, block)
+            after = self.add(after, added, block.output_norm, a.mlp_scales[1])
+        if block.own is not None and own is not None:
+            gated = activate(a.activation, block.own.gate(after), own)
+            after = self.add(after, block.own.out(gated), block.own.norm)
+        return after if block.scale == 1.0 else after * block.scale
+
+    def _mixed(
+        self,
+        x: Tensor,
+        mixer: Attention | ShortConvolution | DeltaRule,
+        places: tuple[int, int],
+        layout: Layout,
+        cache: KeyValueCache,
+        turns: Turns,
+    ) -> Tensor:
+        """What stands in attention's place makes of normed rows x (T, hidden); places: see record.Architecture."""
+        a, (layer, state) = self.architecture, places
+        if isinstance(mixer, ShortConvolution):
+            return short_convolution(x, mixer, state, layout, cache)
+        if isinstance(mixer, DeltaRule):
+            assert a.delta is not None
+            return delta_rule(x, mixer, a.delta, a.norm_eps, state, layout, cache)
+        read = a.attention_scales[0]
+        return self._attend(x if read == 1.0 else x * read, mixer, layer, layout, cache, turns)
 
     def turns(self, positions: Tensor) -> Turns:
         """What depends on the rows' positions alone."""
@@ -204,6 +128,16 @@ class LlamaDecoder(BaseDecoder):
         x = x if scale == 1.0 else x * scale
         return x if self.parts.positions is None else x + self.parts.positions[positions.to(self.device)]
 
+    def layer_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:
+        """Each block's own input, (T, layers, size) float32, of tokens (T,) int64 and their embedding x (T, hidden)."""
+        a, parts = self.architecture, self.parts.layer_inputs
+        if parts is None:
+            return None
+        shape = (len(x), a.layers, a.layer_input)
+        made = self.normed((parts.projection(x) * a.hidden**-0.5).view(shape), parts.norm)
+        rows = parts.table[tokens.to(self.device)].float() * a.layer_input**0.5
+        return (made + rows.view(shape)) * 2**-0.5
+
     def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """x (…, hidden) through a norm; as it is where there is none."""
         a = self.architecture
@@ -213,17 +147,22 @@ class LlamaDecoder(BaseDecoder):
             return reference.layer_norm(x, norm.weight, norm.bias, a.norm_eps)
         return reference.rms_norm(x, norm.weight, a.norm_eps)
 
-    def add(self, x: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
-        """The residual stream x behind what a branch y of a block adds."""
-        y, scale = self.normed(y, norm), self.architecture.residual_scale
+    def add(self, x: Tensor, y: Tensor, norm: Norm | None, own: float = 1.0) -> Tensor:
+        """The residual stream x behind what a branch y of a block adds; own: the branch's multiplier."""
+        y, scale = self.normed(y, norm), self.architecture.residual_scale * own
         return x + (y if scale == 1.0 else y * scale)
 
     def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, heads, head_dim), keys (T, kv_heads, head_dim) and values of normed x, as caches take them."""
+        """Queries (T, heads, head_dim), keys (T, kv_heads, head_dim) and values of normed x, as caches take them.
+
+        No keys and values, (T, 0, head_dim), where the layer shares those of another.
+        """
         a, count = self.architecture, x.shape[0]
         if weights.latent is None:
-            q, k, v = weights.qkv.split(x)
-            q, k, v = q.view(count, a.heads, -1), k.view(count, a.kv_heads, -1), v.view(count, a.kv_heads, -1)
+            parts = list(weights.qkv.split(x))
+            q = parts[0].view(count, a.heads, -1)
+            kv = [part.view(count, -1, q.shape[-1]) for part in parts[1:]]
+            k, v = (kv[0], kv[-1]) if kv else (q[:, :0], q[:, :0])
         else:
             q, k, v = self._of_latent(x, weights.qkv, weights.latent)
         if not a.query_key_norm_rotated:
@@ -233,6 +172,7 @@ class LlamaDecoder(BaseDecoder):
             q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
         if a.query_key_norm_rotated:
             q, k = self._norm_heads(q, weights.q_norm), self._norm_heads(k, weights.k_norm)
+        v = self._norm_heads(v, weights.v_norm)
         return q if turns.growth is None or not weights.grows else q * turns.growth.view(-1, 1, 1), k, v
 
     def _of_latent(self, x: Tensor, qkv: Joined, weights: LatentHeads) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,9 +206,16 @@ class LlamaDecoder(BaseDecoder):
         return self.normed(x, Norm(weight))
 
     def feed_forward(self, x: Tensor, block: Block) -> Tensor:
-        """What a block's MLP or mixture makes of the residual stream x (T, hidden)."""
+        """What a block's MLP, mixture or both make of the residual stream x (T, hidden)."""
         normed, mlp = self.normed(x, block.mlp_norm), block.mlp
-        return self._mix(normed, mlp) if isinstance(mlp, Mixture) else self._mlp(normed, mlp)
+        assert mlp is not None
+        if isinstance(mlp, Mlp):
+            return self._mlp(normed, mlp)
+        if (beside := mlp.beside) is None:
+            return self._mix(normed, normed, mlp)
+        mixed = self._mix(self.normed(x, beside.input_norm), self.normed(x, beside.router_norm), mlp)
+        dense = self.normed(self._mlp(normed, beside.mlp), beside.mlp_output_norm)
+        return dense + self.normed(mixed, beside.output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         a, logits = self.architecture, self.parts.head(hidden)
@@ -280,7 +227,7 @@ class LlamaDecoder(BaseDecoder):
     ) -> Tensor:
         a = self.architecture
         q, k, v = self.project(x, weights, turns)
-        for of in layout.requests:
+        for of in layout.requests if not weights.shares else ():
             part = slice(of.first, of.first + of.count)
             cache.write(layer, of.request, of.start, k[part], v[part])
         out = []
@@ -295,12 +242,17 @@ class LlamaDecoder(BaseDecoder):
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)
-        kind = self.architecture.activation
+        kind, scale = self.architecture.activation, self.architecture.mlp_scales[0]
+        gate = gate if scale == 1.0 else gate * scale
         return weights.down(activate(kind, gate, up[0] if up else None, weights.parameters))
 
-    def _mix(self, x: Tensor, weights: Mixture) -> Tensor:
-        """Shares by the router, top k, each row's experts added in order of their number; then what all go through."""
-        share, chosen = route(weights.router(x), weights.how, weights.correction)
+    def _mix(self, x: Tensor, routed: Tensor, weights: Mixture) -> Tensor:
+        """Shares by the router, top k, each row's experts added in order of their number; then what all go through.
+
+        x, routed  (T, hidden), what the experts and what the router read.
+        """
+        scale = None if weights.beside is None else weights.beside.expert_scale
+        share, chosen = route(weights.router(routed), weights.how, weights.correction, scale)
         mixed = sum_of_experts(x, share, chosen, weights, self._mlp)
         if weights.shared is None:
             return mixed

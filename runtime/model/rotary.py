@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture
+from runtime.checkpoints.record import Architecture, HeadShape
 from runtime.errors import UserError, fault_of
 from runtime.kernels.exact import cos_sin, powers
 
 # Positions by which a table grows.
 _BLOCK = 2048
 # Types whose frequencies are fixed. "dynamic" and "longrope" change with the text's length: the adapter runs those.
-STATIC_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_types(config: Any) -> set[str]:
@@ -41,10 +41,11 @@ class _Base(float):
         return powers(float(self), exponents) if isinstance(exponents, Tensor) else float(self) ** exponents
 
 
-def frequencies(config: Any, layers: str = "") -> tuple[Tensor, float]:
+def frequencies(config: Any, layers: str = "", head_dim: int = 0) -> tuple[Tensor, float]:
     """Inverse frequencies (r/2,) float32 and the factor on cos and sin, as transformers computes them.
 
-    layers  the kind of layers whose parameters are meant, where rope_parameters has several sets.
+    layers    the kind of layers whose parameters are meant, where rope_parameters has several sets.
+    head_dim  dimensions of these layers' heads; 0: the configuration's.
 
     The same bits on every machine. RoFormer (2104.09864); partial rotary dimensions as in Phi; linear, llama3 and yarn
     scaling by transformers.
@@ -53,7 +54,10 @@ def frequencies(config: Any, layers: str = "") -> tuple[Tensor, float]:
     parameters = parameters[layers] if layers else parameters
     kind = parameters.get("rope_type", "default")
     base = _Base(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not head_dim:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind == "proportional":
+        return _proportional(base, head_dim, parameters), 1.0
     if _stretched(parameters):
         base, kind = _Base(base * float(parameters["alpha"]) ** (head_dim / (head_dim - 2))), "default"
     if kind != "default":
@@ -70,11 +74,19 @@ def frequencies(config: Any, layers: str = "") -> tuple[Tensor, float]:
     return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)), 1.0
 
 
+def _proportional(base: _Base, head_dim: int, parameters: Mapping[str, Any]) -> Tensor:
+    """The first frequencies of a whole head: the rest of its pairs do not turn."""
+    turning = int((parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+    inverse = 1.0 / (base ** (torch.arange(0, 2 * turning, 2, dtype=torch.float32) / head_dim))
+    still = torch.zeros(head_dim // 2 - turning)
+    return torch.cat((inverse, still)) / (parameters.get("factor") or 1.0)
+
+
 class RotaryTable:
     """cos and sin (positions, r/2) float32."""
 
-    def __init__(self, config: Any, device: torch.device, layers: str = ""):
-        self._inverse, self._factor = frequencies(config, layers)
+    def __init__(self, config: Any, device: torch.device, layers: str = "", head_dim: int = 0):
+        self._inverse, self._factor = frequencies(config, layers, head_dim)
         self._device = device
         self._count = 0
         empty = torch.empty((0, len(self._inverse)), device=device)
@@ -99,20 +111,36 @@ class RotaryTable:
 class RotaryTables:
     """The tables of a model: one for each set of parameters that its layers have, and how its queries grow.
 
-    of     for each layer the number of its table; None: not rotated.
-    width  dimensions of a head that rotate.
+    of  for each layer the number of its table; None: not rotated.
     """
 
     def __init__(self, config: Any, a: Architecture, device: torch.device):
-        """Raises UserError where layers rotate so many dimensions, and others another number."""
-        kinds = sorted({kind for kind in a.rotations if kind is not None})
-        self.of = tuple(None if kind is None else kinds.index(kind) for kind in a.rotations)
-        self._tables = [RotaryTable(config, device, kind) for kind in kinds]
-        widths = {2 * table.upto(0)[0].shape[1] for table in self._tables} or {0}
-        if len(widths) > 1:
-            raise UserError(f"config.json: all layers must rotate as many dimensions of a head, found {sorted(widths)}")
-        self.width, self._growth, self._device = widths.pop(), a.query_growth, device
+        """Raises UserError where layers of one shape rotate so many dimensions, and others another number."""
+        # Layers of one kind have heads of one size, or each size has a table of its own.
+        wanted = [None if kind is None else (kind, a.shape(n).head_dim) for n, kind in enumerate(a.rotations)]
+        kinds = sorted({one for one in wanted if one is not None})
+        self.of = tuple(None if one is None else kinds.index(one) for one in wanted)
+        self._tables = [RotaryTable(config, device, kind, dim if a.head_shapes else 0) for kind, dim in kinds]
+        self._widths: dict[HeadShape, int] = {}
+        for layer in a.attending:
+            if (table := self.of[layer]) is None:
+                continue
+            width = 2 * self._tables[table].upto(0)[0].shape[1]
+            if (other := self._widths.setdefault(a.shape(layer), width)) != width:
+                found = sorted((width, other))
+                raise UserError(f"config.json: all layers must rotate as many dimensions of a head, found {found}")
+        self._shapes = tuple(a.shape(n) for n in range(a.layers))
+        self._growth, self._device = a.query_growth, device
         self._grown = torch.empty(0, device=device)
+
+    @property
+    def count(self) -> int:
+        """Tables."""
+        return len(self._tables)
+
+    def width(self, layer: int) -> int:
+        """Dimensions of a head that rotate, in this layer and those of its shape; 0: none."""
+        return self._widths.get(self._shapes[layer], 0)
 
     def upto(self, position: int) -> tuple[tuple[Tensor, Tensor], ...]:
         """Of each table cos and sin of all positions up to this one and maybe more, (P, r/2) contiguous."""

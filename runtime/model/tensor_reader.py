@@ -48,15 +48,17 @@ class TensorReader:
         return self.vector(name, size) if name in self.names else None
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self.table(name, (size,)).float()
+        """`size` numbers, float32, which a file may hold as a table of one row."""
+        found = self.checkpoint.tensor(name)
+        found = found[0] if found.shape == (1, size) and size > 1 else found
+        self._check(name, tuple(found.shape), (size,))
+        return found.to(self.device).float()
 
-    def norm(self, name: str | None, *, heads: int = 0) -> Norm | None:
-        """A norm by its name, its offset added; None for none. Of queries or keys if there are heads."""
+    def norm(self, name: str | None, size: int = 0) -> Norm | None:
+        """A norm by its name, its offset added; None for none. Of `size` dimensions, or of the residual stream's."""
         if name is None:
             return None
-        size = self.a.hidden
-        if heads:
-            size = heads * self.a.head_dim if self.a.query_key_span == "heads" else self.a.head_dim
+        size = size or self.a.hidden
         weight = self.vector(f"{name}.weight", size)
         return Norm(weight + self.a.norm_offset if self.a.norm_offset else weight, self.bias(name, size))
 

@@ -25,7 +25,11 @@ _STEPS = {
     "anew": "without a cache: every forward reads the whole text again",
 }
 # What a class's default values leave open and no checkpoint does.
-_LEFT_OPEN: dict[str, dict[str, Any]] = {"lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}}
+_LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ bool shares_text(const AttentionCall& call, const std::vector<AttentionUnit>& un
 }
 
 // Queries or keys of a row: each head by its own weights, or all heads as one.
-void Decoder::norm_heads(const float* weight, float* x, int64_t heads, float* scratch) {
-    const int64_t dim = model_.norm_of_heads ? heads * model_.heads.dim : model_.heads.dim;
-    for (int64_t at = 0; at < heads * model_.heads.dim; at += dim) {
+void Decoder::norm_heads(const float* weight, float* x, int64_t heads, int64_t head_dim, float* scratch) {
+    const int64_t dim = model_.norm_of_heads ? heads * head_dim : head_dim;
+    for (int64_t at = 0; at < heads * head_dim; at += dim) {
         if (model_.layer_norm)
             path_.layer_norm(x + at, weight + at, nullptr, dim, model_.norm_eps, x + at, scratch);
         else
@@ -53,41 +53,45 @@ void Decoder::norm_heads(const float* weight, float* x, int64_t heads, float* sc
     }
 }
 
-void Decoder::attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles) {
-    const Heads& h = model_.heads;
-    const int64_t rows = batch.rows, half = h.rotated / 2, stride = row_of_heads(h);
+void Decoder::attend(const Layer& layer, const Batch& all, const Angles& angles) {
+    const Heads& h = model_.heads[layer.group];
+    Batch batch = all;
+    batch.stores += layer.group * all.requests;
+    const int64_t rows = batch.rows, half = h.rotated / 2, stride = row_of_heads(h), kv_heads = layer.shares ? 0 : h.kv_heads;
     rows_of(rows, stride, [&](int thread, int64_t row) {
         float* q = qkv_.data() + row * stride;
         float *k = q + h.heads * h.dim, *v = k + h.kv_heads * h.dim;
         auto norm = [&] {
             if (!layer.query_norm) return;
-            norm_heads(layer.query_norm, q, h.heads, scratch(thread));
-            norm_heads(layer.key_norm, k, h.kv_heads, scratch(thread));
+            norm_heads(layer.query_norm, q, h.heads, h.dim, scratch(thread));
+            norm_heads(layer.key_norm, k, kv_heads, h.dim, scratch(thread));
         };
+        if (layer.keys_as_values) std::memcpy(v, k, static_cast<size_t>(kv_heads * h.dim) * 4);
+        if (layer.value_norm) norm_heads(layer.value_norm, v, kv_heads, h.dim, scratch(thread));
         if (!model_.norm_rotated) norm();
         if (layer.rotary >= 0) {
             const int64_t at = batch.position[row] * half;
-            path_.rotate(q, h.heads + h.kv_heads, h.dim, half, angles.cos[layer.rotary] + at, angles.sin[layer.rotary] + at);
+            path_.rotate(q, h.heads + kv_heads, h.dim, half, angles.cos[layer.rotary] + at, angles.sin[layer.rotary] + at);
         }
         if (model_.norm_rotated) norm();
         if (angles.growth && layer.grows)
             for (int64_t i = 0; i < h.heads * h.dim; i++) q[i] = q[i] * angles.growth[batch.position[row]];
-        if (h.cache_kind != CACHE_INT4) path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, v);
+        if (h.cache_kind != CACHE_INT4 && kv_heads) path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, v);
     });
     // Nibbles of slots 32 apart share a byte: one thread writes both.
-    if (h.cache_kind == CACHE_INT4) {
+    if (h.cache_kind == CACHE_INT4 && kv_heads) {
         const int64_t apart = KEYS / 2;
         pool_.run(apart, rows < apart ? apart : 1, [&](int, int64_t begin, int64_t end) {
             for (int64_t row = 0; row < rows; row++) {
                 const int64_t place = batch.slot[row] % apart;
                 if (place < begin || place >= end) continue;
                 const float* k = qkv_.data() + row * stride + h.heads * h.dim;
-                path_.remember(h, number, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim);
+                path_.remember(h, layer.keys, batch.stores[batch.request[row]], batch.slot[row], k, k + h.kv_heads * h.dim);
             }
         });
     }
-    const AttentionCall call = {h, number, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
-    attend_all(path_, pool_, call, units_, text_, [&](int thread) { return scratch(thread); });
+    const AttentionCall call = {h, layer.keys, layer.window, model_.attention_scaling, &batch, qkv_.data(), stride, mixed_.data(), model_.softcap, layer.sinks, model_.chunked};
+    attend_all(path_, pool_, call, units_[layer.group], text_, [&](int thread) { return scratch(thread); });
 }
 
 // Products of one layer for each head, each with its own part of the rows.
@@ -95,7 +99,7 @@ void Decoder::by_head(const Weights* const* heads, int64_t rows, const float* x,
                       int64_t y_head) {
     const int64_t stride = (heads[0]->group + 15) / 16 * 16 + 16, room = rows * stride;
     grow(of_head_, room * pool_.threads());
-    pool_.run(model_.heads.heads, 1, [&](int thread, int64_t begin, int64_t end) {
+    pool_.run(model_.heads->heads, 1, [&](int thread, int64_t begin, int64_t end) {
         float* in = of_head_.data() + thread * room;
         for (int64_t h = begin; h < end; h++) {
             const Weights& w = *heads[h];
@@ -112,7 +116,7 @@ void Decoder::by_head(const Weights* const* heads, int64_t rows, const float* x,
 // Queries, keys and values of the prepared rows: what qkv makes of them, or in latent attention queries against a token's
 // vector, that behind the key that rotates, and it alone.
 void Decoder::make_queries(const Layer& layer, int64_t rows) {
-    const Heads& h = model_.heads;
+    const Heads& h = model_.heads[layer.group];
     if (!layer.latent) return multiply(layer.qkv, rows, qkv_.data(), row_of_heads(h), false);
     const Latent& l = *layer.latent;
     const int64_t first = layer.qkv.weights[0]->outputs, made = first + h.dim, each = l.rotated + l.plain, stride = row_of_heads(h);
@@ -147,7 +151,7 @@ void Decoder::gate(const Layer& layer, int64_t rows) {
     const Projection one = {1, &layer.gate};
     const int64_t wide = layer.gate->outputs;
     grow(values_, rows * wide);
-    prepare(one, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
+    prepare(one, rows, [&](int thread, int64_t row) { return scaled(normed(layer.input_norm, thread, row), model_.attention_read, thread); });
     multiply(one, rows, values_.data(), wide, false);
     rows_of(rows, wide, [&](int, int64_t row) { path_.sigmoid(values_.data() + row * wide, wide); });
 }

@@ -1,16 +1,33 @@
-"""The compiled library and its structs (kernels.h, decoder.h), by ctypes. Pointers leave Python only in this folder."""
+"""The compiled library, by ctypes. Pointers leave Python only in this folder; structs.py has what they point to."""
 
 import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from runtime.native.arena import Arena
+from runtime.native.structs import (
+    AnglesStruct,
+    BatchStruct,
+    ConvolutionStruct,
+    DeltaStruct,
+    HeadsStruct,
+    LatentStruct,
+    LayerGateStruct,
+    LayerInputsStruct,
+    LayerStruct,
+    MambaStruct,
+    MixtureStruct,
+    MlpBesideStruct,
+    ModelStruct,
+    StoreStruct,
+    WeightsStruct,
+)
 
 # Fastest first; the numbers are those of api.cpp.
 PATHS = {"amx-int8": 6, "avx512-vnni": 0, "avx-vnni": 1, "avx2": 2, "neon-i8mm": 5, "neon-dotprod": 4, "portable": 3}
@@ -29,163 +46,6 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4, "xie
 SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
 
 
-def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
-class WeightsStruct(Structure):
-    """kernels.h, Weights."""
-
-    _fields_ = [
-        *_all(c_int64, "kind", "outputs", "inputs", "group", "group_inputs", "groups", "zero", "scale_type", "bits"),
-        *_all(c_void_p, "codes", "scale", "offset", "sums", "bias", "perm", "input_scale", "levels"),
-    ]
-
-
-class ProjectionStruct(Structure):
-    """decoder.h, Projection."""
-
-    _fields_ = [("parts", c_int64), ("weights", POINTER(POINTER(WeightsStruct)))]
-
-
-class RoutingStruct(Structure):
-    """kernels.h, Routing."""
-
-    _fields_ = [
-        *_all(c_int64, "experts", "chosen", "renormalize", "scoring", "groups", "groups_chosen", "group_best"),
-        *_all(c_float, "scale", "tolerance"),
-        ("correction", c_void_p),
-        ("scaled_inputs", c_int64),
-    ]
-
-
-class MixtureStruct(Structure):
-    """decoder.h, Mixture."""
-
-    _fields_ = [
-        ("routing", RoutingStruct),
-        ("router", POINTER(WeightsStruct)),
-        ("gate_up", POINTER(ProjectionStruct)),
-        ("down", POINTER(POINTER(WeightsStruct))),
-        ("shared_gate_up", ProjectionStruct),
-        ("shared_down", POINTER(WeightsStruct)),
-        ("shared_gate", POINTER(WeightsStruct)),
-    ]
-
-
-class NormStruct(Structure):
-    """decoder.h, Norm."""
-
-    _fields_ = _all(c_void_p, "weight", "bias")
-
-
-class LatentStruct(Structure):
-    """decoder.h, Latent."""
-
-    _fields_ = [
-        ("query_norm", c_void_p),
-        ("query", POINTER(WeightsStruct)),
-        ("norm", c_void_p),
-        *_all(POINTER(POINTER(WeightsStruct)), "keys", "values"),
-        *_all(c_int64, "rotated", "plain"),
-        ("eps", c_float),
-    ]
-
-
-class ConvolutionStruct(Structure):
-    """decoder.h, Convolution."""
-
-    _fields_ = [*_all(c_void_p, "taps", "bias"), ("count", c_int64)]
-
-
-class DeltaStruct(Structure):
-    """decoder.h, Delta."""
-
-    _fields_ = [
-        *_all(c_void_p, "taps", "step", "rate", "query", "key", "norm"),
-        *_all(c_int64, "count", "key_heads", "value_heads", "key_dim", "value_dim"),
-        ("eps", c_float),
-    ]
-
-
-class LayerStruct(Structure):
-    """decoder.h, Layer."""
-
-    _fields_ = [
-        *_all(NormStruct, "input_norm", "attention_norm", "mlp_norm", "output_norm"),
-        *_all(c_void_p, "query_norm", "key_norm", "sinks"),
-        ("qkv", ProjectionStruct),
-        ("out", POINTER(WeightsStruct)),
-        *_all(c_int64, "window", "rotary", "grows"),
-        ("gate_up", ProjectionStruct),
-        ("down", POINTER(WeightsStruct)),
-        ("parameters", c_void_p),
-        ("mixture", POINTER(MixtureStruct)),
-        ("latent", POINTER(LatentStruct)),
-        ("convolution", POINTER(ConvolutionStruct)),
-        ("delta", POINTER(DeltaStruct)),
-        ("gate", POINTER(WeightsStruct)),
-    ]
-
-
-class HeadsStruct(Structure):
-    """kernels.h, Heads."""
-
-    _fields_ = [
-        *_all(c_int64, "heads", "kv_heads", "dim", "rotated", "cache_kind"),
-        ("key_factor", c_void_p),
-        ("value_dim", c_int64),
-    ]
-
-
-class ModelStruct(Structure):
-    """decoder.h, Model."""
-
-    _fields_ = [
-        ("heads", HeadsStruct),
-        *_all(
-            c_int64, "layers", "hidden", "intermediate", "vocabulary", "activation", "gated", "layer_norm", "parallel"
-        ),
-        *_all(c_int64, "norm_of_heads", "norm_rotated", "tables", "chunked"),
-        *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "residual_scale", "logits_scale"),
-        *_all(c_float, "softcap", "final_softcap"),
-        ("layer", POINTER(LayerStruct)),
-        ("norm", NormStruct),
-        ("head", POINTER(WeightsStruct)),
-        ("embedding", c_void_p),
-        ("embedding_type", c_int64),
-        ("positions", c_void_p),
-    ]
-
-
-class AnglesStruct(Structure):
-    """decoder.h, Angles."""
-
-    _fields_ = [*_all(POINTER(c_void_p), "cos", "sin"), ("growth", c_void_p)]
-
-
-class StoreStruct(Structure):
-    """kernels.h, Store."""
-
-    _fields_ = [
-        *_all(c_void_p, "keys", "values", "key_scale", "value_scale"),
-        ("blocks", c_int64),
-        *_all(c_void_p, "table", "states"),
-        *_all(c_int64, "held", "width"),
-    ]
-
-
-class BatchStruct(Structure):
-    """kernels.h, Batch."""
-
-    _fields_ = [
-        ("rows", c_int64),
-        *_all(c_void_p, "tokens", "request", "position", "slot", "tail_from", "tail_at", "tail"),
-        ("stores", POINTER(StoreStruct)),
-        ("before", c_void_p),
-    ]
-
-
 _SIZES = (
     WeightsStruct,
     LayerStruct,
@@ -198,6 +58,10 @@ _SIZES = (
     AnglesStruct,
     ConvolutionStruct,
     DeltaStruct,
+    MambaStruct,
+    MlpBesideStruct,
+    LayerInputsStruct,
+    LayerGateStruct,
 )
 _I, _P = c_int64, c_void_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {

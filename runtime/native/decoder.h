@@ -16,6 +16,19 @@ struct Projection {
     const Weights* const* weights;
 };
 
+// What a norm multiplies by and adds; without a weight there is no norm.
+struct Norm {
+    const float* weight;
+    const float* bias;        // or null
+};
+
+// An MLP beside a mixture (model/layers.py, MlpBeside).
+struct MlpBeside {
+    Projection gate_up;
+    const Weights* down;
+    Norm mlp_output_norm, router_norm, input_norm, output_norm;
+};
+
 struct Mixture {
     Routing routing;
     const Weights* router;
@@ -25,12 +38,23 @@ struct Mixture {
     Projection shared_gate_up;
     const Weights* shared_down;
     const Weights* shared_gate;
+    const MlpBeside* beside;          // or null
 };
 
-// What a norm multiplies by and adds; without a weight there is no norm.
-struct Norm {
-    const float* weight;
-    const float* bias;        // or null
+// Where the layers' own inputs come from (model/reference.py, layer_inputs): rows of a table, and what a layer makes.
+struct LayerInputs {
+    const void* table;         // [vocabulary][layers * size]
+    int64_t table_type, size;  // SCALE_F32, SCALE_BF16, SCALE_F16
+    const Weights* projection;
+    Norm norm;                 // of a layer's part of what the projection makes
+    float made_scale, row_scale, scale;  // of what is made, of the table's rows, and of both
+};
+
+// What a layer does with its own input (model/layers.py, LayerGate).
+struct LayerGate {
+    const Weights* gate;
+    const Weights* out;
+    Norm norm;
 };
 
 // Latent attention, beside qkv (model/layers.py, LatentHeads); query: from the vector of queries, or null.
@@ -44,7 +68,7 @@ struct Latent {
     float eps;
 };
 
-// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/record.py, Convolution).
+// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/mixers.py, Convolution).
 struct Convolution {
     const float* taps;   // [count][channels], the oldest input's first
     const float* bias;   // [channels], or null
@@ -59,41 +83,64 @@ struct Delta {
     float eps;  // of the norms of queries and keys
 };
 
+// In attention's place or beside it: a state space (model/layers.py, StateSpace). `into` makes gates, inputs, Bs, Cs and steps.
+struct Mamba {
+    const Weights *into, *out;
+    const float *multipliers, *taps, *bias, *step, *rate, *skip, *norm;  // null: no multipliers, bias, norm
+    int64_t count, heads, dim, groups, state;
+    int64_t gate_first;             // outputs are normed behind their gates
+    float low, high, read, added;   // a step's limits; multipliers of what it reads, and of what it adds
+};
+// Inputs, Bs and Cs of a row.
+inline int64_t channels_of(const Mamba& m) { return m.heads * m.dim + 2 * m.groups * m.state; }
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
     const float* key_norm;
+    const float* value_norm;
     const float* sinks;       // [heads], or null
-    Projection qkv;
-    const Weights* out;
+    Projection qkv;           // unused without `out`
+    const Weights* out;       // null: nothing stands in attention's place
     int64_t window;
     int64_t rotary;           // which table rotates it; below 0: none
     int64_t grows;            // whether queries are multiplied by Angles::growth
-    Projection gate_up;       // unused with a mixture
-    const Weights* down;
+    Projection gate_up;       // unused with a mixture and without an MLP
+    const Weights* down;      // null: neither of them is there, or a mixture
     const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
     const Latent* latent;     // or null
     const Convolution* convolution;  // or null
     const Delta* delta;       // or null
+    const Mamba* mamba;       // or null
     const Weights* gate;      // whose sigmoids multiply what attention mixes, or null
+    // Which of the model's heads it has, and the number of its keys among those of such layers.
+    int64_t group, keys;
+    int64_t shares;           // keys and values are another layer's: qkv makes queries alone
+    int64_t keys_as_values;   // qkv makes queries and keys, and values are the keys before their norm
+    const LayerGate* own;     // or null
+    float scale = 1.0f;       // what the stream behind it is multiplied by
 };
 
 struct Model {
-    Heads heads;
+    const Heads* heads;  // [groups]: layers with keys of one shape lie in one memory; all have as many query heads
+    int64_t groups;
     int64_t layers, hidden, intermediate, vocabulary;
     int64_t activation, gated;             // Activation; whether there is a gate besides the factor
     int64_t layer_norm, parallel;          // by mean and variance; attention and MLP read the same
     int64_t norm_of_heads, norm_rotated;   // queries and keys are normed all heads as one; after they are rotated
     int64_t tables;                        // of rotary angles
     int64_t chunked;                       // AttentionCall has it
-    float norm_eps, embedding_scale, attention_scaling, residual_scale, logits_scale, softcap, final_softcap;
+    float norm_eps, embedding_scale, attention_scaling, logits_scale, softcap, final_softcap;
+    // Multipliers of what attention reads, of what is added in its place, of an MLP's gates, and of what it adds.
+    float attention_read, attention_added, mlp_gates, mlp_added, own_added;
     const Layer* layer;
     Norm norm;
     const Weights* head;
     const void* embedding;    // [vocabulary][hidden], or null: the rows of the head
     int64_t embedding_type;   // SCALE_F32, SCALE_BF16, SCALE_F16
     const float* positions;   // [positions][hidden] that are added to the embedding, or null
+    const LayerInputs* inputs;  // or null
 };
 
 // What depends on positions alone, by position.
@@ -219,20 +266,29 @@ class Decoder {
     void run(const Batch& batch, const Angles& angles);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
-    void normalize(const Norm& norm, const float* x, float* out, float* scratch);
-    void norm_heads(const float* weight, float* x, int64_t heads, float* scratch);
+    void make_inputs(const Batch& batch);
+    void add_input(const Layer& layer, int64_t number, int64_t rows);
+    void normalize(const Norm& norm, const float* x, int64_t size, float* out, float* scratch);
+    void norm_heads(const float* weight, float* x, int64_t heads, int64_t head_dim, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
-    void attend(const Layer& layer, int64_t number, const Batch& batch, const Angles& angles);
+    const float* scaled(const float* x, float scale, int thread);
+    void attend(const Layer& layer, const Batch& batch, const Angles& angles);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);
     void delta(const Layer& layer, int64_t state, const Batch& batch);
+    void read_mamba(const Layer& layer, int64_t rows);
+    void mamba(const Layer& layer, int64_t state, const Batch& batch);
+    void filter(const Batch& batch, int64_t state, const float* input, int64_t stride, int64_t channels, const float* taps,
+                int64_t count, const float* bias, float* out);
     void gate(const Layer& layer, int64_t rows);
     void make_queries(const Layer& layer, int64_t rows);
     void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
-    void branch(const Weights* out, const Norm& after, int64_t rows);
-    void add_branch(const float* y, const Norm& after, int64_t rows);
+    void add_mixed(const Layer& layer, int64_t rows);
+    void branch(const Weights* out, const Norm& after, float scale, int64_t rows);
+    void add_branch(const float* y, const Norm& after, float scale, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
     void mix(const Layer& layer, int64_t rows);
     void mix_some(const float* parameters);
+    void mix_beside(const Layer& layer, int64_t rows);
     template <class F>
     void feed(const float* parameters, F&& row_of);
     float* scratch(int thread) { return scratch_.data() + thread * scratch_size_; }
@@ -249,10 +305,10 @@ class Decoder {
     std::vector<Fed> fed_;
     std::vector<Group> groups_, outs_;
     std::vector<Projection> downs_;
-    std::vector<float> x_, qkv_, mixed_, latent_, made_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_, inputs_;
     std::vector<int64_t> chosen_, members_;
     std::vector<float> factors_;
-    std::vector<AttentionUnit> units_;
+    std::vector<std::vector<AttentionUnit>> units_;  // of each group of layers
     SharedText text_;
     Growing growing_;
 };

@@ -27,6 +27,7 @@ bool Decoder::draft(const Batch& first, const Angles& angles, int64_t requests, 
     const Batch* batch = &first;
     Batch next = {0,              g.token.data(), g.owner.data(), g.position.data(), g.position.data(),
                   g.zeros.data(), g.chain.data(), nullptr,        first.stores};
+    next.requests = first.requests;
     for (int64_t count = requests, step = 0; count; step++) {
         run(*batch, angles);
         read_out(g.at.data(), count, g.hidden.data(), g.logits.data());

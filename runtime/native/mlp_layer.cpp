@@ -32,7 +32,9 @@ void Decoder::feed(const float* parameters, F&& row_of) {
     prepare(outs_.data(), count, [&](int thread, int64_t mlp, int64_t row) {
         const int64_t wide = (*fed_[mlp].down)->inputs;
         float* out = scratch(thread) + widest_;
-        const float* gate = groups_[mlp].y + row * groups_[mlp].stride;
+        float* gate = groups_[mlp].y + row * groups_[mlp].stride;
+        if (model_.mlp_gates != 1.0f)
+            for (int64_t d = 0; d < wide; d++) gate[d] = gate[d] * model_.mlp_gates;
         path_.gated(gate, model_.gated ? gate + wide : nullptr, wide, model_.activation, parameters, out);
         return static_cast<const float*>(out);
     });
@@ -44,7 +46,25 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
     feed(layer.parameters, [&](int thread, int64_t, int64_t row) {
         return model_.parallel ? static_cast<const float*>(normed_.data() + row * model_.hidden) : normed(layer.mlp_norm, thread, row);
     });
-    branch(layer.down, layer.output_norm, rows);
+    branch(layer.down, layer.output_norm, model_.mlp_added, rows);
+}
+
+// The MLP beside a mixture, whose own output stands in sum_: both through their norms, added.
+void Decoder::mix_beside(const Layer& layer, int64_t rows) {
+    const MlpBeside& b = *layer.mixture->beside;
+    const int64_t hidden = model_.hidden;
+    fed_.assign(1, {&b.gate_up, &b.down, rows, false});
+    feed(layer.parameters, [&](int thread, int64_t, int64_t row) { return normed(layer.mlp_norm, thread, row); });
+    fed_.clear();
+    grow(expert_, rows * hidden);
+    outs_[0].y = expert_.data();
+    multiply(outs_.data(), 1, false);
+    rows_of(rows, hidden, [&](int thread, int64_t row) {
+        float *made = expert_.data() + row * hidden, *mixed = sum_.data() + row * hidden, *own = scratch(thread);
+        normalize(b.mlp_output_norm, made, hidden, made, own);
+        normalize(b.output_norm, mixed, hidden, mixed, own);
+        for (int64_t d = 0; d < hidden; d++) mixed[d] = made[d] + mixed[d];
+    });
 }
 
 // Some experts a row; each row's are added in the order of their number, and then what all rows go through. Each expert's
@@ -53,13 +73,14 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
     const Mixture& m = *layer.mixture;
     const Routing& to = m.routing;
     const int64_t hidden = model_.hidden, experts = to.experts;
+    const Norm& before = m.beside ? m.beside->input_norm : layer.mlp_norm;
     auto row_of = [&](int, int64_t row) { return static_cast<const float*>(normed_.data() + row * hidden); };
     if (!model_.parallel)
         rows_of(rows, hidden, [&](int thread, int64_t row) {
-            std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
+            std::memcpy(normed_.data() + row * hidden, normed(before, thread, row), static_cast<size_t>(hidden) * 4);
         });
     const Projection router = {1, &m.router};
-    prepare(router, rows, row_of);
+    prepare(router, rows, [&](int thread, int64_t row) { return m.beside ? normed(m.beside->router_norm, thread, row) : row_of(thread, row); });
     grow(share_, rows * experts);
     multiply(router, rows, share_.data(), experts, false);
     grow(chosen_, rows * to.chosen);
@@ -89,7 +110,8 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
         fed_.push_back({&m.shared_gate_up, &m.shared_down, rows, false});
     }
     mix_some(layer.parameters);
-    add_branch(sum_.data(), layer.output_norm, rows);
+    if (m.beside) mix_beside(layer, rows);
+    add_branch(sum_.data(), layer.output_norm, model_.mlp_added, rows);
 }
 
 // Adds to sum_ what fed_'s experts make of the rows members_, each times its factor: an input's or an output's.

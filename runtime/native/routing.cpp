@@ -117,7 +117,10 @@ void choose(float* scores, int64_t rows, const Routing& r, int64_t* which) {
             const float of = tree_sum(rank, chosen);
             for (int64_t i = 0; i < chosen; i++) share[i] = share[i] / of;
         }
-        for (int64_t i = 0; i < chosen; i++) scores[which[i]] = r.scale != 1.0f ? share[i] * r.scale : share[i];
+        for (int64_t i = 0; i < chosen; i++) {
+            const float scaled = r.scale != 1.0f ? share[i] * r.scale : share[i];
+            scores[which[i]] = r.expert_scale ? scaled * r.expert_scale[which[i]] : scaled;
+        }
     }
 }
 

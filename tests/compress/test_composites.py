@@ -16,22 +16,29 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.models.tiny import tiny_model
 from runtime.speculative.drafters.lookup import LookupDrafter
-from tests.compress.tiny_architectures import PAIR
+from tests.compress.tiny_architectures import PAIR, gemma4
 
 CLASSES = {
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
 }
 RECIPES = ("int8-dynamic", "nf4", "int4-gptq")
 SLICE = {("mistral3", "int4-gptq")}
+# Without experts, whose choice rounding decides in a random model.
+_GEMMA4: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "enable_moe_block": False,
+}
 TOKENS = torch.tensor([5, 9, 17, 300, 41, 7, 88, 1000])
 
 
 def make(kind: str, out: Path) -> None:
     """A folder as it is downloaded, with what turns images into inputs."""
-    tiny_model(kind, CLASSES[kind]).to(torch.bfloat16).save_pretrained(out)
+    model = gemma4(kind, **_GEMMA4) if kind == "gemma4" else tiny_model(kind, CLASSES[kind])
+    model.to(torch.bfloat16).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PAIR / name, out)
     (out / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')

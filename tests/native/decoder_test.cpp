@@ -223,45 +223,68 @@ void sizes(const TestModel& m) {
     expect(sound(m.model), m.shape.name + ": a whole model is sound");
     auto refused = [&](const char* what, auto&& change) {
         Model model = m.model;
+        Heads heads = m.heads;
+        LayerInputs inputs = m.inputs;
         std::vector<Layer> layers(m.layers);
-        model.layer = layers.data();
-        change(model, layers[m.shape.taps ? 0 : 1]);
+        model.heads = &heads, model.layer = layers.data();
+        if (model.inputs) model.inputs = &inputs;
+        change(model, layers[m.shape.taps ? 0 : 1], heads, inputs);
         expect(!sound(model), m.shape.name + ": " + what);
     };
-    refused("odd rotation", [](Model& model, Layer&) { model.heads.rotated--; });
-    refused("more rotated than there is", [](Model& model, Layer&) { model.heads.rotated = model.heads.dim + 2; });
-    refused("no head", [](Model& model, Layer&) { model.heads.heads = 0; });
-    refused("heads that share nothing", [](Model& model, Layer&) { model.heads.kv_heads = 3; });
-    refused("a head too wide", [](Model& model, Layer&) { model.heads.dim = 4096; });
-    refused("another hidden size", [](Model& model, Layer&) { model.hidden++; });
-    refused("another vocabulary", [](Model& model, Layer&) { model.vocabulary += 32; });
-    refused("a window before the text", [](Model&, Layer& layer) { layer.window = -1; });
-    refused("no way out", [](Model&, Layer& layer) { layer.out = nullptr; });
-    refused("a part of the keys missing", [](Model&, Layer& layer) { layer.qkv.parts--; });
+    refused("odd rotation", [](Model&, Layer&, Heads& heads, LayerInputs&) { heads.rotated--; });
+    refused("more rotated than there is", [](Model&, Layer&, Heads& heads, LayerInputs&) { heads.rotated = heads.dim + 2; });
+    refused("no head", [](Model&, Layer&, Heads& heads, LayerInputs&) { heads.heads = 0; });
+    refused("heads that share nothing", [](Model&, Layer&, Heads& heads, LayerInputs&) { heads.kv_heads = 3; });
+    refused("a head too wide", [](Model&, Layer&, Heads& heads, LayerInputs&) { heads.dim = 4096; });
+    refused("another hidden size", [](Model& model, Layer&, Heads&, LayerInputs&) { model.hidden++; });
+    refused("another vocabulary", [](Model& model, Layer&, Heads&, LayerInputs&) { model.vocabulary += 32; });
+    refused("a window before the text", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.window = -1; });
+    refused("no way out", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.out = nullptr; });
+    refused("a part of the keys missing", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.qkv.parts--; });
+    refused("heads of a group that is not there", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.group = 1; });
+    refused("more keys than there are layers", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.keys = DEPTH; });
+    if (m.shape.shared) refused("keys that are made", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.shares = 0; });
+    else if (!m.shape.taps) refused("keys of another layer beside its own", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.shares = 1; });
+    if (m.shape.inputs) {
+        refused("larger inputs of layers", [](Model&, Layer&, Heads&, LayerInputs& inputs) { inputs.size++; });
+        refused("inputs of layers from nowhere", [](Model& model, Layer&, Heads&, LayerInputs&) { model.inputs = nullptr; });
+        refused("inputs of layers without a table", [](Model&, Layer&, Heads&, LayerInputs& inputs) { inputs.table = nullptr; });
+    }
     if (m.shape.delta) {
         auto changed = [&](const char* what, auto&& change) {
             Delta other = m.blocks[0].delta;
             change(other);
-            refused(what, [&](Model&, Layer& layer) { layer.delta = &other; });
+            refused(what, [&](Model&, Layer& layer, Heads&, LayerInputs&) { layer.delta = &other; });
         };
         changed("a delta rule of one tap", [](Delta& other) { other.count = 1; });
         changed("no rates", [](Delta& other) { other.rate = nullptr; });
         changed("a larger state", [](Delta& other) { other.value_dim++; });
         changed("value heads that share nothing", [](Delta& other) { other.key_heads = 3; });
+    } else if (m.shape.mamba) {
+        auto changed = [&](const char* what, auto&& change) {
+            Mamba other = m.blocks[0].mamba;
+            change(other);
+            refused(what, [&](Model&, Layer& layer) { layer.mamba = &other; });
+        };
+        changed("a state space of one tap", [](Mamba& other) { other.count = 1; });
+        changed("no rates", [](Mamba& other) { other.rate = nullptr; });
+        changed("wider heads", [](Mamba& other) { other.dim++; });
+        changed("larger vectors", [](Mamba& other) { other.state++; });
+        changed("heads that share nothing", [](Mamba& other) { other.groups = 3; });
     } else if (m.shape.taps) {
         Convolution other = m.blocks[0].convolution;
-        refused("one tap", [&](Model&, Layer& layer) { other.count = 1, layer.convolution = &other; });
-        refused("no taps", [&](Model&, Layer& layer) { other.count = m.shape.taps, other.taps = nullptr, layer.convolution = &other; });
+        refused("one tap", [&](Model&, Layer& layer, Heads&, LayerInputs&) { other.count = 1, layer.convolution = &other; });
+        refused("no taps", [&](Model&, Layer& layer, Heads&, LayerInputs&) { other.count = m.shape.taps, other.taps = nullptr, layer.convolution = &other; });
     }
     if (!m.shape.experts) {
-        refused("a smaller intermediate size", [](Model& model, Layer&) { model.intermediate--; });
-        refused("gates without factors", [](Model&, Layer& layer) { layer.gate_up.parts--; });
+        refused("a smaller intermediate size", [](Model& model, Layer&, Heads&, LayerInputs&) { model.intermediate--; });
+        refused("gates without factors", [](Model&, Layer& layer, Heads&, LayerInputs&) { layer.gate_up.parts--; });
         return;
     }
     for (int64_t chosen : {int64_t{0}, m.shape.experts + 1}) {
         Mixture mixture = *m.layers[1].mixture;
         mixture.routing.chosen = chosen;
-        refused("other experts than there are", [&](Model&, Layer& layer) { layer.mixture = &mixture; });
+        refused("other experts than there are", [&](Model&, Layer& layer, Heads&, LayerInputs&) { layer.mixture = &mixture; });
     }
 }
 
@@ -307,7 +330,7 @@ void projections(const NamedPath& path, Random& random, Pool& pool) {
         parts.add(std::make_unique<TestLayer>(s, random, pool));
     }
     Model nothing{};
-    nothing.heads = {1, 1, 1, 0, CACHE_F32, nullptr}, nothing.hidden = INPUTS, nothing.head = parts.pointers[0];
+    nothing.hidden = INPUTS, nothing.head = parts.pointers[0];
     Pool two(2);
     Decoder decoder(nothing, *path.kernels, two);
     for (int64_t rows : {0, 1, 19}) {
@@ -329,7 +352,7 @@ void projections(const NamedPath& path, Random& random, Pool& pool) {
 void test_decoder(const NamedPath& path) {
     Random random(41);
     Pool pool(1);
-    std::vector<ModelShape> shapes(11);
+    std::vector<ModelShape> shapes(15);
     shapes[0].name = "dense", shapes[0].embedding_type = SCALE_F16;
     shapes[1].name = "mixture", shapes[1].experts = 5, shapes[1].embedding_type = SCALE_BF16;
     ModelShape& gemma = shapes[2];
@@ -346,6 +369,12 @@ void test_decoder(const NamedPath& path) {
     shapes[9].name = "delta rule, gate", shapes[9].taps = 4, shapes[9].delta = shapes[9].gate = true;
     shapes[10].name = "delta rule, int8, int4 cache", shapes[10].taps = 2, shapes[10].delta = true, shapes[10].kind = INT8;
     shapes[10].cache = CACHE_INT4;
+    shapes[11].name = "state space", shapes[11].taps = 4, shapes[11].mamba = true;
+    shapes[12].name = "state space, gates first, int8 cache", shapes[12].taps = 2, shapes[12].mamba = shapes[12].gate = true;
+    shapes[12].kind = INT8, shapes[12].cache = CACHE_INT8;
+    shapes[13].name = "shared keys, inputs of layers", shapes[13].shared = shapes[13].head_norms = true, shapes[13].inputs = 13;
+    shapes[14].name = "the same, int8, int4 cache, window", shapes[14].shared = true, shapes[14].inputs = 12, shapes[14].kind = INT8;
+    shapes[14].cache = CACHE_INT4, shapes[14].window = 30;
     for (const ModelShape& shape : shapes) check(path, shape, random, pool);
     projections(path, random, pool);
 }

@@ -173,6 +173,11 @@ def require_packages() -> None:
 def _sizes(folder: Path, model: Any) -> Sizes:
     config = model.config
     heads = config.num_attention_heads
+    if getattr(config, "is_heterogeneous", False):
+        raise UserError(
+            f"{folder.name}/config.json: expected keys of one shape in all layers, found several: export this model to"
+            " another form"
+        )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if not all(isinstance(size, int) for size in (kv_heads, head_dim)):

@@ -3,7 +3,7 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, latent, mixtures, stateful
+from runtime.checkpoints.families import classic, dense, gemma, latent, mixtures, state_space, stateful
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
@@ -14,6 +14,9 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     **dict.fromkeys(LLAMA, first),
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma2,
+    "gemma4_text": gemma.gemma4,
+    "vaultgemma": dense.gemma2,
+    "cwm": dense.windowed,
     "smollm3": dense.smollm3,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo2,
@@ -42,6 +45,10 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "qwen2_moe": mixtures.qwen2_moe,
     "granitemoe": mixtures.granitemoe,
     "glm4_moe": mixtures.glm4_moe,
+    "dots1": mixtures.dots1,
+    "exaone_moe": mixtures.exaone_moe,
+    "ernie4_5_moe": mixtures.ernie4_5_moe,
+    "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "llama4_text": mixtures.llama4,
     "phimoe": mixtures.phimoe,
     "minimax_m2": mixtures.minimax_m2,
@@ -54,4 +61,9 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "lfm2_moe": stateful.lfm2_moe,
     "qwen3_next": stateful.qwen3_next,
     "qwen3_5_text": stateful.qwen3_5,
+    "qwen3_5_moe_text": stateful.qwen3_5_moe,
+    "mamba2": state_space.mamba2,
+    "nemotron_h": state_space.nemotron_h,
+    "granitemoehybrid": state_space.granitemoehybrid,
+    "falcon_h1": state_space.falcon_h1,
 }

@@ -1,5 +1,6 @@
 """What config.json says in the same words in most families."""
 
+import math
 from typing import Any
 
 from runtime.checkpoints.record import Activation, Architecture
@@ -30,6 +31,17 @@ def count(config: Config, key: str) -> int:
     return found
 
 
+def number(value: Any, key: str) -> float:
+    """A number that is not NaN; transformers writes infinity as a mapping. Raises UserError for anything else."""
+    try:
+        found = float(value.get("__float__", "nan") if isinstance(value, dict) else value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if math.isnan(found):
+        raise UserError(f"config.json: {key} must hold numbers, found {str(value)[:60]}")
+    return found
+
+
 def activation(config: Config, default: str = "silu", key: str = "hidden_act") -> Activation | None:
     """The activation, or None for one that the kernels have not."""
     return _ACTIVATIONS.get(config.get(key) or default)
@@ -49,6 +61,8 @@ def llama(config: Config, act: Activation | None, **more: Any) -> Architecture |
     sets = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     for part in sets:
         share = part.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        # Then a head rotates as a whole, most of it by no angle.
+        share = 1.0 if part.get("rope_type") == "proportional" else share
         if (rotated := int(head_dim * share)) < 2 or rotated % 2:
             raise UserError(
                 f"config.json: {rotated} of {head_dim} dimensions of a head are rotated, and pairs of them are needed:"

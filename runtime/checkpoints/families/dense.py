@@ -2,34 +2,47 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
+from runtime.checkpoints.families.common import (
+    Config,
+    activation,
+    count,
+    layer_types,
+    llama,
+    number,
+    rotary_sets,
+    windows,
+)
 from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
 
 _LLAMA = Names()
 # Norms before and after, as Gemma calls them; and after alone.
-_AROUND = replace(
+AROUND = replace(
     _LLAMA,
     attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     output_norm="post_feedforward_layernorm",
 )
-_AFTER = replace(_AROUND, input_norm=None, mlp_norm=None)
+_AFTER = replace(AROUND, input_norm=None, mlp_norm=None)
 # One layer before the activation, no gate.
 _UNGATED = replace(_LLAMA, gate_up=("mlp.up_proj",))
 _FUSED_MLP = replace(_LLAMA, gate_up=("mlp.gate_up_proj",))
 
 
 def gemma2(config: Config) -> Architecture | None:
-    """Gemma 2 and 3: norms around, soft caps, a base of the rotation for each kind of layer, normed queries in 3."""
+    """Gemma 2 and 3: norms around, soft caps, a base of the rotation for each kind of layer, normed queries in 3.
+
+    VaultGemma has Gemma 2's parts without the norms of what is added.
+    """
     three = config["model_type"] == "gemma3_text"
+    before = replace(AROUND, attention_norm=None, output_norm=None)
     scalar = config.get("query_pre_attn_scalar") or 256
     if config.get("use_bidirectional_attention"):
         return None
     return llama(
         config,
         activation(config, "gelu_pytorch_tanh", "hidden_activation"),
-        names=_AROUND,
+        names=before if config["model_type"] == "vaultgemma" else AROUND,
         tied=bool(config.get("tie_word_embeddings", True)),
         norm_offset=1.0,
         embedding_scale=count(config, "hidden_size") ** 0.5,
@@ -73,13 +86,15 @@ def olmo2(config: Config) -> Architecture | None:
 
 def granite(config: Config) -> Architecture | None:
     """Four multipliers."""
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (number(config.get(key, 1.0), key) for key in keys)
     return llama(
         config,
         activation(config),
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
-        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+        embedding_scale=embedding,
+        attention_scale=attention,
+        residual_scale=residual,
+        logits_scale=1.0 / logits,
     )
 
 

@@ -1,9 +1,10 @@
 """Families with a mixture of experts beyond Mixtral and Qwen3-MoE: one function each."""
 
 from dataclasses import replace
+from typing import Any
 
-from runtime.checkpoints.families.common import Config, activation, count, llama, windows
-from runtime.checkpoints.families.dense import granite
+from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, windows
+from runtime.checkpoints.families.dense import exaone4, granite, hunyuan, neighbours
 from runtime.checkpoints.record import Architecture, Experts, Names
 from runtime.errors import UserError
 
@@ -19,6 +20,15 @@ def of_experts(config: Config, total: str, hidden: str, renormalize: bool) -> Ex
 def total(config: Config, *names: str) -> str:
     """The name under which config.json has the number of experts: releases of transformers differ."""
     return next((name for name in names if name in config), names[0])
+
+
+def in_shared_experts(block: str = "mlp", gated: bool = True, name: str = "shared_experts") -> dict[str, Any]:
+    """The layers of what every token goes through, which the mixture `block` calls `name`; what record.Experts has."""
+    parts = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    return {
+        "shared_gate_up": tuple(f"{block}.{name}.{part}" for part in parts),
+        "shared_down": f"{block}.{name}.down_proj",
+    }
 
 
 def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
@@ -79,26 +89,102 @@ def granitemoe(config: Config) -> Architecture | None:
     return None if found is None else replace(found, experts=experts)
 
 
+def sigmoids(config: Config, number: str, renormalize: bool, shared: str = "n_shared_experts") -> Experts:
+    """DeepSeek-V3's experts: sigmoids choose, with a correction and in groups; some experts are everyone's.
+
+    number, shared  the keys that have how many there are of each.
+    """
+    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", renormalize)))
+    return replace(
+        experts,
+        scoring="sigmoid",
+        correction="gate.e_score_correction_bias",
+        groups=in_groups(config, experts, 2),
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        shared=count(config, "moe_intermediate_size") * config.get(shared, 1),
+        **in_shared_experts(),
+    )
+
+
+def _first(config: Config, default: int) -> tuple[int, ...]:
+    """The first layers, which are dense."""
+    return tuple(range(min(config.get("first_k_dense_replace", default), count(config, "num_hidden_layers"))))
+
+
 def glm4_moe(config: Config) -> Architecture | None:
-    """Sigmoids choose, with a correction and in groups; some experts are everyone's; the first layers are dense."""
-    number = total(config, "n_routed_experts", "num_local_experts")
-    experts = of_experts(config, number, "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
+    """DeepSeek-V3's experts; the first layers are dense."""
     return llama(
         config,
         activation(config),
         norm_eps=config.get("rms_norm_eps", 1e-5),
         query_key_norm=bool(config.get("use_qk_norm", False)),
-        experts=replace(
-            experts,
-            scoring="sigmoid",
-            correction="gate.e_score_correction_bias",
-            groups=in_groups(config, experts, 2),
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
-            shared_name="shared_experts",
-        ),
-        dense_layers=tuple(range(min(config.get("first_k_dense_replace", 1), count(config, "num_hidden_layers")))),
+        experts=sigmoids(config, total(config, "n_routed_experts", "num_local_experts"), True),
+        dense_layers=_first(config, 1),
     )
+
+
+def dots1(config: Config) -> Architecture | None:
+    """The same, with normed queries and keys, and windows."""
+    return llama(
+        config,
+        activation(config),
+        query_key_norm=True,
+        experts=sigmoids(config, total(config, "n_routed_experts", "num_local_experts"), False),
+        dense_layers=_first(config, 0),
+        windows=windows(config) if layer_types(config) else (None,) * count(config, "num_hidden_layers"),
+    )
+
+
+def exaone_moe(config: Config) -> Architecture | None:
+    """EXAONE 4's attention between norms before it and before DeepSeek-V3's experts."""
+    found, layers = exaone4(config), count(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["sparse"] * layers
+    if len(kinds) != layers:
+        raise UserError(f"config.json: mlp_layer_types must name {layers} layers, found {len(kinds)}")
+    experts = sigmoids(config, total(config, "num_experts", "num_local_experts"), True, "num_shared_experts")
+    return (
+        None
+        if found is None
+        else replace(
+            found,
+            names=Names(),
+            experts=replace(experts, correction="e_score_correction_bias"),
+            dense_layers=tuple(n for n, kind in enumerate(kinds) if kind != "sparse"),
+        )
+    )
+
+
+def ernie4_5_moe(config: Config) -> Architecture | None:
+    """A softmax chooses, with a correction; shares are divided by their sum, which is never below the least allowed."""
+    found, layers = neighbours(config), count(config, "num_hidden_layers")
+    number, chosen = count(config, "moe_num_experts"), count(config, "moe_k")
+    if chosen > number:
+        raise UserError(f"config.json: moe_k is {chosen}, and a layer has {number} experts")
+    if found is None or config.get("moe_norm_min", 1e-12) * number > 1:
+        return None
+    start, step, end = (
+        config.get(f"moe_layer_{k}", d) for k, d in (("start_index", 1), ("interval", 1), ("end_index", -1))
+    )
+    last = layers - 1 if end == -1 else end
+    shared = config.get("moe_num_shared_experts", 2) or 0
+    experts = Experts(
+        *(number, chosen, count(config, "moe_intermediate_size"), True),
+        correction="moe_statics.e_score_correction_bias",
+        shared=count(config, "moe_intermediate_size") * shared,
+        **in_shared_experts(),
+    )
+    dense = tuple(n for n in range(layers) if (n + 1) % step or not start <= n <= last)
+    return replace(found, experts=experts, dense_layers=dense, tied=bool(config.get("tie_word_embeddings", True)))
+
+
+def hunyuan_moe(config: Config) -> Architecture | None:
+    """HunYuan's attention; one expert of the same size is everyone's. None where layers have other numbers of them."""
+    found, chosen = hunyuan(config), config.get("moe_topk", config.get("num_experts_per_tok"))
+    if found is None or not isinstance(chosen, int) or not isinstance(config.get("num_experts"), int):
+        return None
+    experts = of_experts(config | {"num_experts_per_tok": chosen}, "num_experts", "intermediate_size", True)
+    experts = replace(experts, routers=("gate.wg",), shared=experts.hidden, **in_shared_experts(name="shared_mlp"))
+    return replace(found, experts=experts)
 
 
 def llama4(config: Config) -> Architecture | None:
@@ -141,6 +227,8 @@ def llama4(config: Config) -> Architecture | None:
             scoring="sigmoid",
             scaled_inputs=True,
             shared=experts.hidden,
+            shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+            shared_down="feed_forward.shared_expert.down_proj",
             transposed=True,
         ),
         dense_layers=tuple(i for i in range(layers) if i not in mixed),

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.checkpoints.gguf.names import EMBEDDING, HEAD, Form
-from runtime.checkpoints.record import Architecture, DeltaNet, Experts, Latent
+from runtime.checkpoints.mixers import DeltaNet, Latent
+from runtime.checkpoints.record import Architecture, Experts
 
 Order = NDArray[np.int64]
 
@@ -224,12 +225,9 @@ def _mixture(names: _Names, experts: Experts, held: Collection[str]) -> Iterator
     if experts.correction is not None:
         yield Part(f"{names.tensor('exp_probs_b')}.bias", (f"{base}.{experts.correction}",), vector=True)
     if experts.shared:
-        for part, name in (
-            ("ffn_gate_shexp", "gate_proj"),
-            ("ffn_up_shexp", "up_proj"),
-            ("ffn_down_shexp", "down_proj"),
-        ):
-            yield from prefix.layer(part, f"{experts.shared_name}.{name}")
+        shared = (*experts.shared_gate_up, experts.shared_down)
+        for part, name in zip(("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), shared, strict=True):
+            yield from names.layer(part, name)
     if experts.shared_gate is not None:
         gate = (f"{base}.{experts.shared_gate}.weight",)
         yield Part(f"{names.tensor('ffn_gate_inp_shexp')}.weight", gate, shape=(1, -1), vector=True)

@@ -45,7 +45,8 @@ def needed(a: Architecture, weights: int) -> Need:
     more at 4 bytes a weight, which is what laying it out takes. The experts of one block are held twice while they are
     stacked: at most a block's share of the weights.
     """
-    cache = min(a.max_positions, _TEXT) * a.layers * 2 * a.kv_heads * a.head_dim * _FLOAT
+    keys = sum(layers * heads * dim for layers, heads, dim in a.cache_shape.groups)
+    cache = min(a.max_positions, _TEXT) * 2 * keys * _FLOAT
     row = 4 * a.hidden + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * a.intermediate
     logits = 2 * WIDEST * a.vocab
     largest = a.hidden * max(a.vocab, 2 * a.intermediate)
@@ -89,7 +90,7 @@ class GpuCache(PagedCache):
     A pool that grows moves: `memory` is another object then, and graphs captured on the old one are of no use.
     """
 
-    def __init__(self, form: CacheFormat, pages: int | None = None):
+    def __init__(self, form: CacheFormat | tuple[CacheFormat, ...], pages: int | None = None):
         """`pages` of 64 tokens, taken now; None: as many as the open requests may come to need.
 
         Raises UserError where the device does not have the memory.
@@ -102,7 +103,7 @@ class GpuCache(PagedCache):
     @property
     def memory(self) -> Store:
         """All pages as they lie now, and behind them the scratch page."""
-        return self._memory
+        return self._memory[0]
 
     @property
     def scratch(self) -> int:
@@ -144,15 +145,16 @@ class GpuCache(PagedCache):
         slots = np.arange(start, start + count, dtype=np.int32)
         return self._tables[request, slots // KEY_BLOCK] * KEY_BLOCK + slots % KEY_BLOCK
 
-    def _move(self, store: Store, source: Tensor, target: Tensor) -> None:
+    def _move(self, stores: tuple[Store, ...], source: Tensor, target: Tensor) -> None:
         """See KeyValueCache: on CUDA in one launch, where a path is no longer than that takes."""
         if self.format.device.type != "cuda" or len(source) > _MOST_MOVED:
-            super()._move(store, source, target)
+            super()._move(stores, source, target)
             return
         from runtime.kernels.triton.kv_store import move
 
         where = torch.stack((source, target)).to(self.format.device, non_blocking=True)
-        move(store, self.format.kind, where[0], where[1])
+        for store in stores:
+            move(store, self.format.kind, where[0], where[1])
 
     def _promise(self, blocks: int) -> None:
         """Makes room for a request of so many blocks beside the open ones, where the pool may grow."""
@@ -163,7 +165,7 @@ class GpuCache(PagedCache):
         before = self._memory
         if self._held or self._pages.known:
             self._memory = self._allocate(total)
-            for old, new in zip(before.parts, self._memory.parts, strict=True):
+            for old, new in zip(_parts(before), _parts(self._memory), strict=True):
                 if old.numel():
                     new[:, : self.pages] = old[:, : self.pages]
         else:
@@ -176,21 +178,21 @@ class GpuCache(PagedCache):
                 self._memory = self._allocate(self.pages)
                 raise
         self._pages.grow(total)
-        for request, store in self._store.items():
-            self._store[request] = replace(self._memory, table=store.table)
+        for request, stores in self._store.items():
+            self._store[request] = tuple(replace(store, table=stores[0].table) for store in self._memory)
 
-    def _allocate(self, blocks: int) -> Store:
+    def _allocate(self, blocks: int) -> tuple[Store, ...]:
         """See KeyValueCache: with the scratch page."""
         if self.format.device.type == "cuda":
             require_pages(blocks + 1, KEY_BLOCK * self.bytes_per_token(), free_bytes(self.format.device))
         return super()._allocate(blocks + 1)
 
-    def _add(self, store: Store, length: int, origin: int | None = None) -> int:
-        handle = super()._add(store, length, origin)
-        assert store.table is not None
+    def _add(self, stores: tuple[Store, ...], length: int, origin: int | None = None) -> int:
+        handle, table = super()._add(stores, length, origin), stores[0].table
+        assert table is not None
         rows, blocks = self._tables.shape
-        if handle >= rows or len(store.table) > blocks:
-            grown = np.full((max(handle + 1, rows), max(len(store.table), blocks)), self.scratch, dtype=np.int32)
+        if handle >= rows or len(table) > blocks:
+            grown = np.full((max(handle + 1, rows), max(len(table), blocks)), self.scratch, dtype=np.int32)
             grown[:rows, :blocks] = self._tables
             self._tables = grown
         self._tables[handle] = self.scratch
@@ -199,3 +201,7 @@ class GpuCache(PagedCache):
     def _put(self, request: int, block: int, page: int) -> None:
         super()._put(request, block, page)
         self._tables[request, block] = page
+
+
+def _parts(memory: tuple[Store, ...]) -> list[Tensor]:
+    return [part for store in memory for part in store.parts]

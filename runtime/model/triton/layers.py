@@ -25,8 +25,9 @@ from runtime.kernels.triton.linear import TritonJoined, TritonLinear, split_outp
 from runtime.kernels.triton.quantize_inputs import Rounded, gated_quantize, norm_quantize
 from runtime.kernels.triton.rotary import rotate_and_store
 from runtime.kv_store import Store
+from runtime.model.experts import sum_of_experts
 from runtime.model.layers import Attention, Block, Linear, Mixture, Mlp, Norm, Parts
-from runtime.model.reference import Turns, sum_of_experts
+from runtime.model.reference import Turns
 from runtime.model.triton.batch import Inputs
 from runtime.model.triton.cache import WIDEST
 from runtime.model.triton.experts import StackedExperts
@@ -170,6 +171,7 @@ def _some(places: Places, rows: slice) -> Places:
 def _feed_forward(read: Tensor, x: Tensor, block: Block, a: Architecture, position: Tensor) -> Tensor:
     """The residual stream x behind a block's MLP or mixture, which read `read`."""
     mlp, norm = block.mlp, block.mlp_norm
+    assert mlp is not None  # as in `attention`
     if isinstance(mlp, Mixture):
         normed = read if norm is None else _norm(read, norm, a)
         if block.output_norm is None and a.residual_scale == 1.0:

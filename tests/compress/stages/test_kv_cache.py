@@ -138,18 +138,22 @@ def test_calibration_sees_the_keys_and_values_that_the_cache_holds(tiny: Callabl
     path, windows = tiny(kind), random_windows(3, 100)
     found = kv_cache.calibrate(path, "int8", windows)
     decoder = load(path).decoder
-    highest = torch.zeros(2, *found.key_scale.shape)
+    key_scale, value_scale = (
+        torch.stack([getattr(of, name) for of in found.layers.values()]) for name in ("key_scale", "value_scale")
+    )
+    highest = torch.zeros(2, *key_scale.shape)
     for window in windows:
         cache = decoder.new_cache()
         request = cache.open(100)
         decoder.forward(window, Rows.chains([(request, 0, 100)]), cache)
-        for layer in range(len(found.key_scale)):
+        for layer in range(len(key_scale)):
             for part, seen in enumerate(cache.read(layer, request, 100)):  # type: ignore[attr-defined]
                 # What pads the last block is zero.
                 highest[part, layer] = torch.maximum(highest[part, layer], seen.abs().amax((0, 2, 3)))
-    torch.testing.assert_close(found.key_scale, highest[0] / 127.5, rtol=1e-3, atol=0)
-    torch.testing.assert_close(found.value_scale, highest[1] / 127.5, rtol=1e-3, atol=0)
-    assert tuple(found.key_factor.shape) == (*found.key_scale.shape, decoder.architecture.head_dim)  # type: ignore[attr-defined]
+    torch.testing.assert_close(key_scale, highest[0] / 127.5, rtol=1e-3, atol=0)
+    torch.testing.assert_close(value_scale, highest[1] / 127.5, rtol=1e-3, atol=0)
+    (factors,) = found.key_factors(decoder.architecture)  # type: ignore[attr-defined]
+    assert tuple(factors.shape) == (*key_scale.shape, decoder.architecture.head_dim)  # type: ignore[attr-defined]
 
 
 def test_equal_calibrations_are_equal(tiny: Callable[..., Path]) -> None:
@@ -159,8 +163,8 @@ def test_equal_calibrations_are_equal(tiny: Callable[..., Path]) -> None:
         kv_cache.calibrate(tiny("llama"), "int4", windows, threads, lambda *step: steps.append(step))
         for threads in (torch.get_num_threads(), None)
     )
-    assert torch.equal(first.key_factor, second.key_factor)
-    assert torch.equal(first.key_scale, second.key_scale) and torch.equal(first.value_scale, second.value_scale)
+    for one, other in ((first.factors(), second.factors()), (first.scales(), second.scales())):
+        assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert steps == [(1, 2), (2, 2)] * 2
 
 
@@ -218,11 +222,12 @@ def test_a_directory_keeps_its_weights_in_files_of_any_number(
     assert all(torch.equal(after.tensor(name), before.tensor(name)) for name in before.names())
     assert all(torch.equal(after.tensor(name), scale) for name, scale in scales.items())
     decoder = load(out).decoder
-    assert decoder.kv.kind == "int4" and decoder.kv.key_factor is not None
-    assert torch.equal(decoder.kv.key_factor, found.key_factor)
+    assert decoder.kv.kind == "int4"
+    (factors,) = decoder.kv.key_factors
+    assert torch.equal(factors, *found.key_factors(decoder.architecture))  # type: ignore[attr-defined]
     kv_cache.attach(out, found, shard_bytes)
     assert same_files(out, again)
-    other = replace(found, key_scale=found.key_scale * 2)
+    other = replace(found, layers={n: replace(of, key_scale=of.key_scale * 2) for n, of in found.layers.items()})
     with pytest.raises(ValueError, match="has other static scales already"):
         kv_cache.attach(out, other, shard_bytes)
 
@@ -243,8 +248,8 @@ def test_a_draft_brings_its_scheme_along(tiny: Callable[..., Path], tmp_path: Pa
     source = attached(tiny("llama"), tmp_path / "a", kv_cache.calibrate(tiny("llama"), "int8", random_windows(1, 32)))
     directory.copy_model(source, tmp_path / "draft", open_checkpoint(source).shards.files)
     before, after = load(source).decoder.kv, load(tmp_path / "draft").decoder.kv
-    assert before.kind == after.kind == "int8" and before.key_factor is not None and after.key_factor is not None
-    assert torch.equal(before.key_factor, after.key_factor)
+    assert before.kind == after.kind == "int8"
+    assert torch.equal(*before.key_factors, *after.key_factors)
 
 
 @pytest.mark.parametrize("recipe", ["original", "int8-dynamic", "int4-rtn", "nf4"])
@@ -274,8 +279,8 @@ def test_transformers_loads_it_without_a_word(
         assert not hasattr(attention, "k_scale")
         assert scheme.scale_name(1, "v") in load_file(out / scheme.TENSORS)
     else:
-        torch.testing.assert_close(attention.k_scale.float().flatten(), found.key_scale[1], rtol=1e-2, atol=0)
-        torch.testing.assert_close(attention.v_scale.float().flatten(), found.value_scale[1], rtol=1e-2, atol=0)
+        torch.testing.assert_close(attention.k_scale.float().flatten(), found.layers[1].key_scale, rtol=1e-2, atol=0)
+        torch.testing.assert_close(attention.v_scale.float().flatten(), found.layers[1].value_scale, rtol=1e-2, atol=0)
     tokens = windows.evaluation[0, :256]
     with torch.no_grad():
         logits = model(tokens[None]).logits[0, :-1]

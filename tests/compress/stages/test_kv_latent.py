@@ -6,7 +6,7 @@ import torch
 
 from compress.stages import kv_cache
 from runtime import Speculator, load
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.lookup import LookupDrafter
 from tests.runtime.model.families import VOCABULARY, write
@@ -17,8 +17,8 @@ def test_drafts_change_no_token_on_a_calibrated_cache(tmp_path: Path) -> None:
     tokens = torch.randint(1, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(3))
     found = kv_cache.calibrate(path, "int8", tokens[:2])
     # The shared key and the vector; values have no factors.
-    assert tuple(found.key_factor.shape) == (2, 1, 80)
-    assert not torch.equal(found.key_factor, torch.ones(2, 1, 80))
+    factors = torch.stack(list(found.factors().values()))
+    assert tuple(factors.shape) == (2, 1, 80) and not torch.equal(factors, torch.ones(2, 1, 80))
     drafter = load(path, threads=1)
     kv_cache.attach(path, found)
     target, prompts = load(path, threads=1), tokens[2:, :20].tolist()

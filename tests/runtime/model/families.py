@@ -51,6 +51,12 @@ _LATENT = _LATENT_HEADS | {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -60,6 +66,8 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_SHARING = {"num_experts": 6, "num_experts_per_tok": 2}
+_SHARING |= {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 56}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_WIDE,
@@ -79,6 +87,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
         },
     },
+    # Keys of two shapes, of which the last layers read those of earlier ones; values that are keys; all else it has.
+    "gemma4_text": {
+        **_QUARTERED,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "global_head_dim": 36,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": WINDOW,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 28,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
+    "vaultgemma": {
+        **_WIDE,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 60,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
+    "cwm": {
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    },
     "smollm3": {"head_dim": 96, "no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "olmo2": {**_DIVIDED},
     "olmo3": {
@@ -90,13 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": _YARN,
         },
     },
-    "granite": {
-        **_DIVIDED,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
-    },
+    "granite": {**_DIVIDED, **_MULTIPLIERS},
     "glm4": {**_WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "ministral": {"layer_types": _TYPES, "sliding_window": WINDOW},
     "ministral3": {"sliding_window": None, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.4}},
@@ -133,10 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_DIVIDED,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
+        **_MULTIPLIERS,
     },
     "glm4_moe": {
         **_QUARTERED,
@@ -150,6 +189,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "dots1": {
+        **_QUARTERED,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 28,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+    },
+    "exaone_moe": {
+        **_QUARTERED,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 28,
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": _TYPES,
+        "sliding_window": WINDOW,
+    },
+    "ernie4_5_moe": {
+        **_QUARTERED,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 28,
+        "moe_num_shared_experts": 2,
+        "use_bias": True,
+    },
+    "hunyuan_v1_moe": {
+        **_QUARTERED,
+        "num_experts": 5,
+        "moe_topk": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
     },
     # Layers of each kind: a chunk or all of the text, dense or a mixture.
     "llama4_text": {
@@ -236,47 +314,83 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
     # Layers of delta rules on both sides of attention; two value heads to a key head, of other dimensions.
-    "qwen3_next": {
-        **_QUARTERED,
-        **_DELTA,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 28,
-        "shared_expert_intermediate_size": 56,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_next": {**_QUARTERED, **_DELTA, **_SHARING, "mlp_only_layers": [0]},
     "qwen3_5_text": {**_QUARTERED, **_DELTA},
+    "qwen3_5_moe_text": {**_QUARTERED, **_DELTA, **_SHARING},
+    # State spaces alone: biases everywhere, steps that meet both of their limits.
+    "mamba2": {
+        **{"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
+        **{"num_heads": 10, "head_dim": 11, "n_groups": 5, "state_size": 13, "conv_kernel": 3},
+        **{
+            "use_bias": True,
+            "time_step_limit": [0.1, 1.5],
+            "layer_norm_epsilon": 1e-3,
+            "max_position_embeddings": None,
+        },
+    },
+    # Blocks of every kind, two with states.
+    "nemotron_h": {
+        **_QUARTERED,
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        **{"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 3, "ssm_state_size": 10, "time_step_min": 0.3},
+        **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        **{"moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36, "routed_scaling_factor": 1.7},
+        **{"use_bias": True, "mlp_bias": True},
+    },
+    "granitemoehybrid": {
+        **_QUARTERED,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_proj_bias": True},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
+        **_MULTIPLIERS,
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 10, "mamba_d_head": 12},
+        **{"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
+        **{"mlp_bias": True, "mlp_multipliers": [0.7, 1.3], "ssm_multipliers": [0.6, 1.4, 0.8, 1.2, 0.9]},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4, "ssm_in_multiplier": 1.3},
+        **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "ssm_out_multiplier": 0.5},
+    },
 }
 
 
-def config(kind: str) -> Any:
-    """The transformers configuration of a family."""
+def config(kind: str, **more: Any) -> Any:
+    """The transformers configuration of a family; `more` in place of the table's, or taken away by None."""
     from transformers import AutoConfig
 
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
     # None takes a key of the common shape away; of others it is a value, as that of DeepSeek-V2-Lite's q_lora_rank.
-    told = {k: v for k, v in (shape | FAMILIES[kind]).items() if v is not None or k not in shape}
+    told = {k: v for k, v in (shape | FAMILIES[kind] | more).items() if v is not None or k not in shape}
     return AutoConfig.for_model(kind, **told)
 
 
-def write(kind: str, path: Path) -> Path:
-    """Writes the model: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
+def write(kind: str, path: Path, **more: Any) -> Path:
+    """Writes the model, with `more` in its configuration: all of its tensors random, norms and biases as well, so that
+    none can be left out unnoticed."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     torch.manual_seed(7)
-    made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
+    made = AutoModelForCausalLM.from_config(config(kind, **more), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3)
+            elif name.endswith("layer_scalar"):
+                tensor.mul_(0.8)
             elif not isinstance(tensor, torch.nn.Parameter):
                 continue
             elif tensor.dim() == 1 or "norm" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.3)
             else:
                 tensor.copy_(torch.randn_like(tensor) * (1.2 / tensor.shape[-1] ** 0.5))
+            if kind == "gemma4_text" and name.endswith("q_norm.weight"):
+                # Its scores are not divided by anything: a trained model's weights keep them small.
+                tensor.mul_(0.2)
     made.save_pretrained(path)
     # Speculator wants a tokenizer; what it says of most tokens is nothing.
     byte_tokenizer().save_pretrained(path)

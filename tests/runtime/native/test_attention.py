@@ -13,7 +13,8 @@ from runtime.cache.contiguous import ContiguousCache
 from runtime.cache.quantizer import CacheFormat
 from runtime.kernels import reference
 from runtime.kv_store import CacheKind
-from runtime.native.binding import CACHES, PATHS, BatchStruct, HeadsStruct, StoreStruct, pool, require
+from runtime.native.binding import CACHES, PATHS, pool, require
+from runtime.native.structs import BatchStruct, HeadsStruct, StoreStruct
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 LAYERS, LAYER = 2, 1

@@ -15,7 +15,8 @@ from runtime.checkpoints.record import Activation
 from runtime.kernels import reference
 from runtime.kernels.activations import activate
 from runtime.kv_store import CacheKind
-from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, HeadsStruct, StoreStruct, require
+from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, require
+from runtime.native.structs import HeadsStruct, StoreStruct
 
 SIZES = [1, 2, 15, 16, 17, 48, 63, 64, 65, 100, 512, 1000]
 

@@ -12,7 +12,7 @@ from runtime.formats.packed import PackedWeight
 from runtime.kernels import dispatch, triton
 from runtime.kernels.reference import packed_linear
 from runtime.kernels.triton.weight_layout import CHUNKS, cut
-from runtime.model.layers import upper_linear
+from runtime.model.planes import upper_linear
 
 pytest.importorskip("triton")
 

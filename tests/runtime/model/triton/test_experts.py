@@ -71,7 +71,7 @@ def test_has_the_references_bits_at_every_width(
     weights = replace(mixture(made), router=lambda x: theirs.router(x.cpu()).to(device))
     assert weights.stacked is not None
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    want, got = x + plain._mix(x, theirs), ours(made, weights, x.to(device))
+    want, got = x + plain._mix(x, x, theirs), ours(made, weights, x.to(device))
     if scheme == "float":
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
     else:
