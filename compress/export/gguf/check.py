@@ -109,18 +109,24 @@ def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture,
     """Raises UserError where a layer would rotate at other frequencies."""
     from transformers import AutoConfig
 
-    # Llama 3's come with a tensor, which llama.cpp reads whatever they are.
     parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "llama3":
-        return
+    factors = parameters.get("rope_type") == "llama3"
+    if factors and not FORMS[kind].rope_factors:
+        raise UserError(
+            f"{shown}: expected rotary frequencies without Llama 3's factors, which llama.cpp has no place for in"
+            f" {kind}, found them: export it to another form"
+        )
     plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
     rotated = a.head_dim
     theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
-    for ours_kind, their_kind in {
-        pair for pair in zip(a.rotations, again.rotations, strict=True) if pair[0] is not None
-    }:
-        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind or "")
+    for ours_kind, their_kind in set(zip(a.rotations, again.rotations, strict=True)):
+        if ours_kind is None or their_kind is None:
+            continue
+        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind)
         rotated = 2 * len(one)
+        if factors:
+            # They come with a tensor, which llama.cpp reads whatever they are.
+            one, factor = other, their_factor
         if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:
             raise UserError(
                 f"{shown}: expected rotary frequencies that llama.cpp has for {kind}, found"

@@ -26,12 +26,13 @@ class Form:
     biases: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     tiled: bool = False
+    rope_factors: bool = False
     head: Literal["always", "never", "untied"] = "untied"
 
 
 _POST = {"ffn_norm": "post_attention_norm"}
 FORMS: dict[str, Form] = {
-    "llama": Form(("llama", "mistral", "mixtral"), True, biases=_MLP),
+    "llama": Form(("llama", "mistral", "mixtral"), True, biases=_MLP, rope_factors=True),
     "qwen2": Form(("qwen2",)),
     "qwen3": Form(("qwen3",)),
     "qwen3moe": Form(("qwen3_moe",)),
@@ -41,12 +42,12 @@ FORMS: dict[str, Form] = {
     "gemma3": Form(("gemma3_text",)),
     "qwen2moe": Form(("qwen2_moe",), head="always"),
     "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
-    "granite": Form(("granite",), True, biases=_MLP),
-    "granitemoe": Form(("granitemoe",), True, biases=frozenset({"attn_output"})),
+    "granite": Form(("granite",), True, biases=_MLP, rope_factors=True),
+    "granitemoe": Form(("granitemoe",), True, biases=frozenset({"attn_output"}), rope_factors=True),
     "olmo2": Form(("olmo2", "olmo3"), head="always"),
     "smollm3": Form(("smollm3",), True),
     "glm4": Form(("glm4",), True),
-    "mistral3": Form(("ministral3",), True, biases=_MLP),
+    "mistral3": Form(("ministral3",), True, biases=_MLP, rope_factors=True),
     "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
     "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}),
     "lfm2moe": Form(("lfm2_moe",), renamed={"output_norm": "token_embd_norm"}),
@@ -56,11 +57,11 @@ FORMS: dict[str, Form] = {
     "glm4moe": Form(("glm4_moe",), renamed=_POST),
     "dots1": Form(("dots1",), head="always"),
     "minimax-m2": Form(("minimax_m2",), head="always"),
-    "exaone4": Form(("exaone4",)),
+    "exaone4": Form(("exaone4",), rope_factors=True),
     "seed_oss": Form(("seed_oss",), renamed=_POST),
     "ernie4_5": Form(("ernie4_5",), True, biases=frozenset({"attn_output"})),
     "hunyuan-dense": Form(("hunyuan_v1_dense",)),
-    "arcee": Form(("arcee",), True),
+    "arcee": Form(("arcee",), True, rope_factors=True),
     "cohere2": Form(("cohere2",), True, head="never"),
     "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}),
     "stablelm": Form(("stablelm",), head="always"),

@@ -1,5 +1,6 @@
 """GGUF files of every family that llama.cpp has: read back, they compute what the model does."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,27 @@ def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path) -> None:
     file, result = exported(exact, tmp_path / "second")
     assert any("rounds the bounds of yarn's ramp" in note for note in result.notes)
     assert torch.equal(logits(file), logits(exact))
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_moe_text", "falcon", "gpt2"]
+)
+def test_damaged_headers_are_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    file, _ = exported(gguf_families.write(kind, tmp_path / kind), tmp_path / "out")
+    whole = file.read_bytes()
+    rng = random.Random(kind)
+    keys, tokens = whole.index(b".context_length"), whole.index(b"tokenizer.ggml.model")
+    damaged, refused = tmp_path / "damaged.gguf", 0
+    for _ in range(60):
+        mutant = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(keys, tokens)
+            value = rng.choice((0, 1, 3, 1 << 16, 1 << 31, (1 << 32) - 1))
+            mutant[at : at + 4] = value.to_bytes(4, "little")
+        damaged.write_bytes(mutant)
+        try:
+            load(damaged, kernels="reference")
+        except (RuntimeUserError, UserError) as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 20

@@ -310,6 +310,15 @@ def test_tensors_that_the_format_or_the_architecture_lacks_are_refused(written: 
         assert sentence in str(error.value), error.value
 
 
+def test_layers_that_predict_further_tokens_are_left_out(written: Callable[..., Path]) -> None:
+    metadata, tensors = model(**{"llama.block_count": 2, "llama.nextn_predict_layers": 1})
+    tensors["blk.1.nextn.eh_proj.weight"] = (F32, (4, 4), bytes(64))
+    checkpoint = open_checkpoint(written(metadata, tensors))
+    assert checkpoint.config["num_hidden_layers"] == 1 and not any("layers.1" in name for name in checkpoint.names())
+    with pytest.raises(UserError, match="leaves 0 layers"):
+        open_checkpoint(written(metadata | {"llama.nextn_predict_layers": 2}, tensors))
+
+
 def test_infinite_scales_are_refused(written: Callable[..., Path]) -> None:
     metadata, tensors = model()
     raw = bytearray(tensors["blk.0.attn_k.weight"][2])
