@@ -1,5 +1,6 @@
 """GGUF files of every family that llama.cpp has: read back, they compute what the model does."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from runtime.contract import Rows
 from runtime.errors import UserError as RuntimeUserError
 from runtime.formats.packed import PackedWeight
 from tests.compress.export import gguf_families
-from tests.runtime.model import families
+from tests.runtime.model import families, test_composites
 
 pytest.importorskip("gguf")
 
@@ -153,3 +154,17 @@ def test_damaged_headers_are_read_or_refused_in_a_sentence(kind: str, tmp_path: 
             assert "\n" not in str(error)
             refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_of_a_checkpoint_with_towers_the_language_model_is_written(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / kind
+    test_composites.make(kind, model)
+    said = json.loads((model / "config.json").read_text())
+    # llama.cpp's Gemma 3 divides by the root of a head's size.
+    said["text_config"]["query_pre_attn_scalar"] = said["text_config"].get("head_dim")
+    (model / "config.json").write_text(json.dumps(said))
+    file, result = exported(model, tmp_path / "out")
+    assert result.losses == () and not any("vision" in name for name in open_gguf(file).names())
+    found, wanted = (test_composites.run(load(path).decoder, TOKENS[:20] % 90, 20) for path in (file, model))
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
