@@ -30,6 +30,7 @@ KERNELS = [
     "cache",
     "attention",
     "delta_rule",
+    "state_space",
     "path",
 ]
 # … and once.
@@ -41,6 +42,7 @@ COMMON = [
     "attention_layer",
     "convolution_layer",
     "delta_layer",
+    "mamba_layer",
     "mlp_layer",
     "draft",
     "noise",
@@ -175,6 +177,8 @@ setup(
                     "pack",
                     "trellis",
                     "decoder",
+                    "products",
+                    "states",
                     "noise",
                 )
             ],

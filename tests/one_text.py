@@ -19,7 +19,7 @@ from torch import Tensor
 
 from runtime import load
 from runtime.contract import CacheKind, Rows
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from tests.random_checkpoints import FAMILY, LIBRARIES, Stable, draw
 
 STORED = Path(__file__).with_suffix(".json")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime import load, native
 from runtime.contract import CacheKind, Out, Rows
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from tests.random_checkpoints import draw
 
 TORCH = ("reference", "plain-torch")

@@ -123,7 +123,7 @@ class BlockLoader:
         """Notes the linear layers that a tensor is the weight of: one, or those of the experts that it fuses."""
         module = block.module.get_submodule(slot.path)
         if isinstance(module, UnfusedExperts):
-            parts = ("gate_proj", "up_proj") if slot.leaf == "gate_up_proj" else ("down_proj",)
+            parts = ("down_proj",) if slot.leaf == "down_proj" else module.first
             found = [(f"{slot.path}.{number}.{part}", part, number) for number in range(len(module)) for part in parts]
             names = [f"{name.rpartition('.')[0]}.{number}.{part}" for _, part, number in found]
             paths = [path for path, _, _ in found]
@@ -175,7 +175,7 @@ def _fill(module: nn.Module, leaf: str, tensor: Tensor) -> None:
             if leaf == "down_proj":
                 _fill(parts.down_proj, "weight", weight)
             else:
-                for linear, half in zip((parts.gate_proj, parts.up_proj), weight.chunk(2), strict=True):
+                for linear, half in zip(parts.first, weight.chunk(len(parts.first)), strict=True):
                     _fill(linear, "weight", half)
         return
     value = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -191,7 +191,7 @@ def _value(module: nn.Module, leaf: str, name: str) -> Tensor:
         parts: Any = list(module)
         if leaf == "down_proj":
             return torch.stack([expert.down_proj.weight for expert in parts])
-        return torch.stack([torch.cat([expert.gate_proj.weight, expert.up_proj.weight]) for expert in parts])
+        return torch.stack([torch.cat([layer.weight for layer in expert.first]) for expert in parts])
     value = getattr(module, leaf)
     if not isinstance(value, Tensor):
         raise ValueError(f"tensor {name}: expected a parameter or buffer, found {type(value).__name__}")

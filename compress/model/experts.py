@@ -1,11 +1,12 @@
 """Mixtures of experts as separate linear layers, so that each expert is calibrated, counted and packed by itself.
 
-transformers 5 keeps the experts of a layer as two fused parameters: gate_up_proj (E, 2I, H) and down_proj (E, H, I).
+transformers 5 keeps the experts of a layer as two fused parameters: gate_up_proj (E, 2I, H), or up_proj (E, I, H) where
+there is no gate, and down_proj (E, H, I).
 Nothing that quantises an nn.Linear sees them there. Which experts see enough text to be calibrated depends on the
 router; those that do not are named, never passed over in silence.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, cast
 
@@ -17,24 +18,39 @@ from compress.errors import UserError
 from compress.recipe.block_stages import Experts
 from compress.records import ExpertRecord
 
+# The layers that read an expert's input, by their number.
+FIRST = {1: ("up_proj",), 2: ("gate_proj", "up_proj")}
+
 
 class Expert(nn.Module):
-    """One expert: down(act(gate(x)) · up(x)), three linear layers without bias."""
+    """One expert: down(act(gate(x)) · up(x)), or down(act(up(x))); linear layers without bias."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]):
+    def __init__(self, first: Sequence[Tensor], down: Tensor, act: Callable[[Tensor], Tensor]):
+        """first: the weights of gate and up, or of up alone."""
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = _linear(gate), _linear(up), _linear(down)
+        for name, weight in zip(FIRST[len(first)], first, strict=True):
+            setattr(self, name, _linear(weight))
+        self.down_proj = _linear(down)
         self.act = act
+
+    @property
+    def first(self) -> tuple[nn.Linear, ...]:
+        """Gate and up, or up alone."""
+        return tuple(getattr(self, name) for name in FIRST[2] if hasattr(self, name))
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, H) to (T, H). Hooks on the linear layers see `x`."""
-        hidden: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        hidden: Tensor = self.down_proj(self._activated([layer(x) for layer in self.first]))
         return hidden
 
     def unseen(self, x: Tensor) -> Tensor:
         """The same product with the same bits, past all hooks."""
-        gate, up = F.linear(x, self.gate_proj.weight), F.linear(x, self.up_proj.weight)
-        return F.linear(self.act(gate) * up, self.down_proj.weight)
+        inside = self._activated([F.linear(x, layer.weight) for layer in self.first])
+        return F.linear(inside, self.down_proj.weight)
+
+    def _activated(self, made: Sequence[Tensor]) -> Tensor:
+        gate = self.act(made[0])
+        return gate * made[1] if len(made) == 2 else gate
 
 
 class UnfusedExperts(nn.ModuleList):
@@ -43,10 +59,10 @@ class UnfusedExperts(nn.ModuleList):
     counts  (E,) int64, tokens routed to each expert since `counted` began; None outside of it.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]):
-        """gate_up (E, 2I, H) and down (E, H, I); the experts' weights are views of them."""
-        size = down.shape[2]
-        super().__init__(Expert(g[:size], g[size:], d, act) for g, d in zip(gate_up, down, strict=True))
+    def __init__(self, first: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]):
+        """first (E, 2I, H), gates and factors, or (E, I, H); down (E, H, I). The experts' weights are views of them."""
+        super().__init__(Expert(one.split(down.shape[2]), d, act) for one, d in zip(first, down, strict=True))
+        self.first = FIRST[first.shape[1] // down.shape[2]]
         self.counts: Tensor | None = None
         self.shown_all: frozenset[int] = frozenset()
 
@@ -77,7 +93,8 @@ def unfuse(block: nn.Module) -> tuple[str, ...]:
     found = [(path, module) for path, module in block.named_modules() if _is_fused(module)]
     for path, module in found:
         parent, _, name = path.rpartition(".")
-        unfused = UnfusedExperts(module.gate_up_proj.data, module.down_proj.data, module.act_fn)
+        first = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.up_proj
+        unfused = UnfusedExperts(first.data, module.down_proj.data, module.act_fn)
         setattr(block.get_submodule(parent), name, unfused.train(module.training))
     return tuple(path for path, _ in found)
 
@@ -131,22 +148,25 @@ def _is_fused(module: nn.Module) -> bool:
     problem = _problem(module, parameters)
     if problem is not None:
         raise UserError(
-            f"{type(module).__name__}: expected experts as gate_up_proj (E, 2I, H) and down_proj (E, H, I), found "
-            f"{problem}: this mixture cannot be split; use the recipe nf4, which leaves experts alone"
+            f"{type(module).__name__}: expected experts as gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj"
+            f" (E, H, I), found {problem}: this mixture cannot be split; use the recipe nf4, which leaves experts alone"
         )
     return True
 
 
 def _problem(module: Any, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    if set(parameters) != {"gate_up_proj", "down_proj"}:
+    name = "gate_up_proj" if "gate_up_proj" in parameters else "up_proj"
+    if set(parameters) != {name, "down_proj"} or (name == "up_proj" and getattr(module, "has_gate", True)):
         return f"the parameters {', '.join(sorted(parameters))}"
-    gate_up, down = parameters["gate_up_proj"].shape, parameters["down_proj"].shape
-    if gate_up != (down[0], 2 * down[2], down[1]):
-        return f"the shapes {tuple(gate_up)} and {tuple(down)}"
+    first, down = parameters[name].shape, parameters["down_proj"].shape
+    if first != (down[0], (2 if name == "gate_up_proj" else 1) * down[2], down[1]):
+        return f"the shapes {tuple(first)} and {tuple(down)}"
     if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         return "another order of the same weights"
     if getattr(module, "has_post_expert_norm", False) or not callable(getattr(module, "act_fn", None)):
         return "more than gate, up, activation and down"
+    if name == "up_proj":
+        return None
     # Some architectures clamp or shift between gate and up, or activate both at once. Trying it tells.
     probe = torch.linspace(-40, 40, 4 * down[2], device="cpu").view(2, 2 * down[2])
     gate, up = probe.chunk(2, dim=-1)

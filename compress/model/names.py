@@ -15,7 +15,7 @@ from runtime.errors import fault_of
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 # Parameters of fused experts, and the layers of each expert that they are made of, in order (experts.py).
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)

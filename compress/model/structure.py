@@ -240,6 +240,8 @@ def _kind(name: str, parameter: Any, module: Any) -> Kind:
         return "conv1d"
     if isinstance(module, nn.Embedding):
         return "embedding"
+    if isinstance(module, nn.Conv1d):
+        return "other"
     if parameter.ndim == 3 or "expert" in class_name.lower():
         return "experts"
     return "other"

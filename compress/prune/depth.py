@@ -126,7 +126,7 @@ def shorten_config(config: Config, dropped: Collection[int]) -> Config:
     from transformers import AutoConfig
 
     check_config(config)
-    built = AutoConfig.for_model(**config)
+    built = AutoConfig.for_model(**_with_infinities(config))
     layers = int(built.num_hidden_layers)
     kept = [block for block in range(layers) if block not in dropped]
     out = dict(config)
@@ -144,6 +144,17 @@ def shorten_config(config: Config, dropped: Collection[int]) -> Config:
         if isinstance(config.get(key), int):
             out[key] = sum(block < config[key] for block in kept)
     return out
+
+
+def _with_infinities(value: Any) -> Any:
+    """With the numbers for which transformers writes mappings, because JSON has none of them."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if set(value) == {"__float__"}
+            else {k: _with_infinities(v) for k, v in value.items()}
+        )
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
 
 
 def check_config(config: Config) -> None:

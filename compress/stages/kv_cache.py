@@ -32,7 +32,8 @@ from runtime.checkpoints.open import open_checkpoint
 from runtime.checkpoints.safetensors import Shards
 from runtime.kernels.dispatch import choose
 from runtime.kernels.reference import quantize_rows
-from runtime.model.reference import BaseDecoder, LlamaDecoder
+from runtime.model.base import BaseDecoder
+from runtime.model.reference import LlamaDecoder
 from runtime.model.rotary import RotaryTables
 
 Kind = Literal["int8", "int4"]

@@ -195,8 +195,8 @@ def _plan(command: str, options: LayerOptions) -> Plan:
 def _forwards(tasks: Sequence[tuple[str, int]], options: DecodeOptions | VerifyOptions) -> "Measure":
     """Measures a scheme on a model on disk."""
     from runtime.bench.forwards import time_forwards
+    from runtime.model.base import BaseDecoder
     from runtime.model.load import load
-    from runtime.model.reference import BaseDecoder
 
     def measure(plan: Plan, scheme: str, memory: "Bandwidth") -> "list[Row]":
         nested = scheme == _NESTED

@@ -18,8 +18,8 @@ from runtime.contract import CacheKind, Decoder, Rows
 from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.kernels.dispatch import choose
+from runtime.model.base import BaseDecoder
 from runtime.model.load import load, own_architecture
-from runtime.model.reference import BaseDecoder
 
 KINDS: tuple[CacheKind, ...] = ("float32", "int8", "int4")
 PROMPT, STEPS = 16, 4

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from runtime.bench.measure import CPU, Row, interleaved, read_bytes, row
 from runtime.contract import Cache, Decoder, Rows, integers
+from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
-from runtime.model.reference import BaseDecoder
 
 CONTEXT = 64
 PREFILL = 512
@@ -23,6 +23,7 @@ def time_forwards(
     rounds: int,
     memory: Callable[[], float | None],
     draft: BaseDecoder | None = None,
+    ids: Tensor | None = None,
 ) -> list[Row]:
     """Rows for tasks (what, width).
 
@@ -30,10 +31,10 @@ def time_forwards(
     rows after `CONTEXT` tokens with the logits of each: a chain, or for "tree" a binary tree. The cache is rolled back
     before each forward, outside its time. over_width_1 compares with the chain of one row. `memory` measures the
     memory's speed. `draft` is another decoder: a row "draft" of width 1, of which over_width_1 is what a draft step
-    costs in steps of the target.
+    costs in steps of the target. `ids` are the tokens of the context and of what is fed after it; None: random ones.
     """
     longest = max((width for what, width in tasks if what != "prefill"), default=1)
-    step = _steps(decoder, longest)
+    step = _steps(decoder, longest, ids)
     steps = {task: step(*task) for task in tasks}
     if draft is not None:
         steps["draft", 1] = _steps(draft, longest)("draft", 1)
@@ -57,18 +58,21 @@ def _bytes_read(decoder: BaseDecoder, step: Callable[[], float]) -> int:
     return read_bytes(decoder, decoder.experts_read - before)
 
 
-def begun(decoder: Decoder, context: int, longest: int, tokens: int) -> tuple[Cache, int, Tensor]:
+def begun(
+    decoder: Decoder, context: int, longest: int, tokens: int, ids: Tensor | None = None
+) -> tuple[Cache, int, Tensor]:
     """A cache, its request of `context` tokens with room for `longest` more, and `tokens` random tokens to feed."""
     cache = decoder.new_cache()
     request = cache.open(context + longest)
-    ids = torch.randint(0, decoder.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+    if ids is None:
+        ids = torch.randint(0, decoder.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     decoder.forward(ids[:context], Rows.chains([(request, 0, context)]), cache, integers([context - 1]))
     return cache, request, ids
 
 
-def _steps(decoder: Decoder, longest: int) -> Callable[[str, int], Callable[[], float]]:
+def _steps(decoder: Decoder, longest: int, ids: Tensor | None = None) -> Callable[[str, int], Callable[[], float]]:
     """Makes the forward of a task: (what, width) to a call that gives its seconds."""
-    cache, after, ids = begun(decoder, CONTEXT, longest, max(PREFILL, longest))
+    cache, after, ids = begun(decoder, CONTEXT, longest, max(PREFILL, longest), ids)
 
     def step(what: str, width: int) -> Callable[[], float]:
         request, length = (cache.open(width), 0) if what == "prefill" else (after, CONTEXT)

@@ -81,7 +81,7 @@ def write_shape(
             folder = Path(beside) / "model"
             folder.mkdir()
             drawn = RandomCheckpoint(out, config, NO_SHARDS, about, scheme, head, seed=seed)
-            _write_weights(folder, drawn)
+            write_weights(folder, drawn)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             folder.rename(out)
     except (OSError, SafetensorError) as error:
@@ -232,8 +232,8 @@ def require_offered(shape: str, scheme: str, head: str, schemes: Sequence[str] =
             raise UserError(f"{name} {found!r} is unknown; use one of {', '.join(offered)}")
 
 
-def _write_weights(folder: Path, model: RandomCheckpoint) -> None:
-    """One shard per block, and one before them for everything outside the blocks; and their index."""
+def write_weights(folder: Path, model: RandomCheckpoint) -> None:
+    """Writes one shard per block, and one before them for everything outside the blocks; and their index."""
     from safetensors.torch import save_file
 
     a, linear = model.shape_of.architecture, dict(model.shape_of.linear)

@@ -272,6 +272,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         topk_group=1,
         rope_parameters=_yarn(10_000.0, 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707),
     ),
+    "olmoe-1b-7b": _config(
+        _family("olmoe", 1e-5, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+        (50_304, 2048, 1024, 16, 16, 16, 4096),
+        (50_279, 50_279),
+        pad_token_id=1,
+    ),
     "pair": _config(_LLAMA, (4096, 512, 1536, 4, 8, 2, 1024), (0, 0), tied=True, pad_token_id=0),
 }
 SHAPES: Mapping[str, Shape] = MappingProxyType(

@@ -47,8 +47,13 @@ _KEYS: list[tuple[Any, str]] = [
     (_Size, "qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank"),
     (_Size, "block_ff_dim block_multiple_of"),
     (_Size, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+    (_Size, "mamba_n_heads mamba_num_heads mamba_n_groups mamba_d_state ssm_state_size mamba_head_dim mamba_d_ssm"),
+    (_Size, "mamba_expand moe_shared_expert_intermediate_size"),
     # The taps of a convolution, which are a state's floats for each channel.
-    (_count(_MOST_LAYERS), "conv_L_cache linear_conv_kernel_dim full_attention_interval moe_layer_interval"),
+    (
+        _count(_MOST_LAYERS),
+        "conv_L_cache linear_conv_kernel_dim full_attention_interval mamba_d_conv moe_layer_interval",
+    ),
     # 0 where it is not used.
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_POSITIONS)], "sliding_window max_window_layers"),
     (Annotated[int, Field(strict=True, ge=0, le=_MOST_SIZE)], "hidden_size_per_layer_input"),
@@ -57,8 +62,10 @@ _KEYS: list[tuple[Any, str]] = [
     (_count(_MOST_EXPERTS), "top_k_experts moe_k moe_num_experts"),
     (
         _count(_MOST_EXPERTS),
-        "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group",
+        "num_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group",
     ),
+    # 0 where a family has mixtures and a model of it none.
+    (Annotated[int, Field(strict=True, ge=0, le=_MOST_EXPERTS)], "num_local_experts"),
     (_Text, "model_type hidden_act hidden_activation activation_function"),
     (Annotated[_Text, AfterValidator(_known_dtype)], "dtype torch_dtype"),
     (Annotated[bool, Field(strict=True)], "tie_word_embeddings use_sliding_window norm_topk_prob attention_bias"),

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from runtime.checkpoints.mixers import Convolution, DeltaNet, Latent, Mamba, Mixer
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
-# What mixes a row with those before it: their keys and values, or a state of fixed size that goes from row to row.
-Mixer = Literal["attention", "convolution", "delta"]
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,11 @@ class Experts:
     tolerance: float = 0.0
     # Experts stand in so many groups, of which so many are chosen from: those whose best so many add up to most.
     groups: tuple[int, int, int] = (1, 1, 1)
-    # An MLP that every token goes through besides, of so many channels (0: none), where it is, and what gates it.
+    # An MLP that every token goes through besides, of so many channels (0: none); its layers in the block, as
+    # Names.gate_up and Names.down have them; and what gates it, beside the router.
     shared: int = 0
-    shared_name: str = "shared_expert"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str | None = None
     # A share multiplies what its expert reads, not what it makes.
     scaled_inputs: bool = False
@@ -95,82 +97,6 @@ class Experts:
     # gpt-oss: the limit of gates and factors, and what the gate is multiplied by in its sigmoid.
     clamp: tuple[float, float] | None = None
     beside: Beside | None = None
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Latent attention (DeepSeek-V2, 2405.04434): of one vector a token every head makes its keys and values.
-
-    rank, rotated  dimensions of that vector, and of the key that all heads share and that rotates.
-    plain, value   dimensions of a head's query that do not rotate, and of its value.
-    query_rank     of the vector that queries are made of; None: they are made of the input.
-    norm_eps       of the norms of these vectors.
-    """
-
-    rank: int
-    rotated: int
-    plain: int
-    value: int
-    query_rank: int | None
-    norm_eps: float = 1e-6
-    compressed: str = "self_attn.kv_a_proj_with_mqa"
-    norm: str = "self_attn.kv_a_layernorm"
-    expand: str = "self_attn.kv_b_proj"
-    query: str = "self_attn.q_proj"
-    query_compressed: str = "self_attn.q_a_proj"
-    query_norm: str = "self_attn.q_a_layernorm"
-    query_expand: str = "self_attn.q_b_proj"
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A short convolution between two gates (LFM2): one layer makes gate, second gate and input; of each channel a row
-    sees its last `taps` inputs, each times its first gate. The state is all of these but the row's own."""
-
-    taps: int
-    into: str = "conv.in_proj"
-    filter: str = "conv.conv"
-    out: str = "conv.out_proj"
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta rule (2412.06464): each value head keeps a matrix that gives a value for a key.
-
-    Queries, keys and values go through a convolution first. The state is its last inputs, and then the matrices.
-    key, value  dimensions of a head.
-    into        layers that make, together, queries, keys, values and gates, and for each value head what says how much
-                of its matrix is corrected and how much stays.
-    grouped     there are two, and their rows stand key head by key head.
-    """
-
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-    taps: int
-    into: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
-    grouped: bool = True
-    filter: str = "linear_attn.conv1d"
-    step: str = "linear_attn.dt_bias"
-    rate: str = "linear_attn.A_log"
-    norm: str = "linear_attn.norm"
-    out: str = "linear_attn.out_proj"
-
-    @property
-    def channels(self) -> int:
-        """Queries, keys and values of a row."""
-        return 2 * self.key_heads * self.key + self.values
-
-    @property
-    def values(self) -> int:
-        """Dimensions of all values of a row."""
-        return self.value_heads * self.value
-
-    @property
-    def floats(self) -> int:
-        """Of the state."""
-        return (self.taps - 1) * self.channels + self.values * self.key
 
 
 class HeadShape(NamedTuple):
@@ -196,7 +122,10 @@ class CacheShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family."""
+    """What the decoder needs to know of a checkpoint. The defaults are those of the Llama family.
+
+    A model without attention has no heads: heads, kv_heads and head_dim are 0.
+    """
 
     model_type: str
     layers: int
@@ -263,6 +192,13 @@ class Architecture:
     mixers: tuple[Mixer, ...] = ()
     convolution: Convolution | None = None
     delta: DeltaNet | None = None
+    mamba: Mamba | None = None
+    # Layers that have no MLP.
+    without_mlp: tuple[int, ...] = ()
+    # Multipliers of what attention reads and what it adds, and of the MLP's gates before their activation and of what
+    # it adds.
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     # The layer of queries makes as many numbers besides, head by head, whose sigmoids multiply what attention mixes.
     output_gate: bool = False
     # Of each layer, where they differ: (): kv_heads and head_dim, `intermediate`.
@@ -281,7 +217,8 @@ class Architecture:
     @property
     def attending(self) -> tuple[int, ...]:
         """The layers with attention."""
-        return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] == "attention")
+        attends = ("attention", "attention and mamba")
+        return tuple(n for n in range(self.layers) if not self.mixers or self.mixers[n] in attends)
 
     @cached_property
     def key_groups(self) -> tuple[KeyGroup, ...]:
@@ -296,6 +233,8 @@ class Architecture:
     def cache_shape(self) -> CacheShape:
         """What a cache of the model's keys, values and states is made of."""
         groups = tuple((len(layers), *shape) for shape, layers in self.key_groups)
+        # Without attention there is one group all the same, of no layers.
+        groups = groups or ((0, self.kv_heads, self.head_dim),)
         return CacheShape(groups, sum(self.state_sizes))
 
     def shape(self, layer: int) -> HeadShape:
@@ -309,25 +248,29 @@ class Architecture:
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """Floats of each layer's state."""
-        sizes = {
+        mamba = 0 if self.mamba is None else self.mamba.floats
+        sizes: dict[Mixer, int] = {
             "attention": 0,
             "convolution": 0 if self.convolution is None else (self.convolution.taps - 1) * self.hidden,
             "delta": 0 if self.delta is None else self.delta.floats,
+            "mamba": mamba,
+            "attention and mamba": mamba,
+            "nothing": 0,
         }
-        return tuple(sizes[mixer] for mixer in self.mixers or ("attention",) * self.layers)
+        return tuple(sizes[mixer] for mixer in self.mixers) or (0,) * self.layers
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Of each layer: the number of its keys among the cache's layers, which stand group by group; where it has a
-        state, the state's first float among a token's."""
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer: the number of its keys among the cache's layers, which stand group by group (0: it has none);
+        and the first float of its state among a token's."""
         held = [layer for group in self.key_groups for layer in group.layers]
         sizes, attending = self.state_sizes, self.attending
-        return tuple(held.index(self.source(n)) if n in attending else sum(sizes[:n]) for n in range(self.layers))
+        return tuple((held.index(self.source(n)) if n in attending else 0, sum(sizes[:n])) for n in range(self.layers))
 
     @property
     def scaling(self) -> float:
         """What attention's scores are multiplied by."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return max(self.head_dim, 1) ** -0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def value_dim(self) -> int:

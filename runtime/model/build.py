@@ -16,10 +16,11 @@ from runtime.kernels.dispatch import Kernel, linear
 from runtime.model.build_attention import attention
 from runtime.model.build_feed_forward import mixture, mlp
 from runtime.model.build_layer_inputs import layer_gate, layer_inputs
-from runtime.model.build_states import delta_rule, short_convolution
-from runtime.model.layers import Attention, Block, DeltaRule, Norm, Parts, ShortConvolution, require_used
+from runtime.model.build_states import delta_rule, short_convolution, state_space
+from runtime.model.layers import Attention, Block, Norm, Parts, require_used
 from runtime.model.planes import has_planes
 from runtime.model.rotary import RotaryTables
+from runtime.model.state_layers import DeltaRule, ShortConvolution
 from runtime.model.tensor_reader import TensorReader
 
 Weight = PackedWeight | Tensor
@@ -78,15 +79,17 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
     def norm(name: str | None) -> Norm | None:
         return reader.norm(None if name is None else f"{prefix}.{name}")
 
+    mixer, has_mlp = a.mixers[number] if a.mixers else "attention", number not in a.without_mlp
     dense = a.experts is None or number in a.dense_layers
     size = a.intermediates[number] if a.intermediates else a.intermediate
     return Block(
-        input_norm=norm(names.input_norm),
+        input_norm=None if mixer == "nothing" else norm(names.input_norm),
         attention=_mixer(reader, a, prefix, number, rotary),
-        mlp_norm=norm(names.mlp_norm),
-        mlp=mlp(reader, a, prefix, size) if dense else mixture(reader, a, prefix, size),
+        mlp_norm=norm(names.mlp_norm) if has_mlp else None,
+        mlp=None if not has_mlp else mlp(reader, a, prefix, size) if dense else mixture(reader, a, prefix, size),
         attention_norm=norm(names.attention_norm),
         output_norm=norm(names.output_norm),
+        mamba=state_space(reader, a, prefix) if mixer in ("mamba", "attention and mamba") else None,
         own=layer_gate(reader, a, prefix) if a.layer_input else None,
         scale=1.0 if names.block_scale is None else float(reader.vector(f"{prefix}.{names.block_scale}", 1)),
     )
@@ -94,7 +97,9 @@ def _block(reader: TensorReader, a: Architecture, number: int, rotary: RotaryTab
 
 def _mixer(
     reader: TensorReader, a: Architecture, prefix: str, number: int, rotary: RotaryTables
-) -> Attention | ShortConvolution | DeltaRule:
+) -> Attention | ShortConvolution | DeltaRule | None:
     if number in a.attending:
         return attention(reader, a, prefix, number, rotary)
+    if a.mixers[number] in ("mamba", "nothing"):
+        return None
     return (delta_rule if a.mixers[number] == "delta" else short_convolution)(reader, a, prefix)

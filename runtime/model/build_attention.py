@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, Latent
+from runtime.checkpoints.mixers import Latent
+from runtime.checkpoints.record import Architecture
 from runtime.formats import dequantize
 from runtime.formats.codes import with_whole_codes
 from runtime.formats.packed import PackedWeight

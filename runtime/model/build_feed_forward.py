@@ -1,5 +1,7 @@
 """From a checkpoint to what follows attention in a block: an MLP, or a mixture of experts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import torch
@@ -24,10 +26,15 @@ def _stacked(mixture: Mixture, kernel: Kernel) -> Mixture:
 
 def mlp(reader: TensorReader, a: Architecture, prefix: str, size: int) -> Mlp:
     """The MLP of `size` channels of the block `prefix`."""
+    found = _layers(reader, a, prefix, size, a.names.gate_up, a.names.down)
+    return found if a.activation != "xielu" else replace(found, parameters=_xielu(reader, f"{prefix}.mlp.act_fn"))
+
+
+def _layers(reader: TensorReader, a: Architecture, prefix: str, size: int, gate_up: Sequence[str], down: str) -> Mlp:
+    """An MLP of `size` channels, by the names of its layers below `prefix`."""
     return Mlp(
-        gate_up=reader.join([f"{prefix}.{name}" for name in a.names.gate_up], [size] * (2 if a.gated else 1), a.hidden),
-        down=reader.linear(f"{prefix}.{a.names.down}", (a.hidden, size)),
-        parameters=_xielu(reader, f"{prefix}.mlp.act_fn") if a.activation == "xielu" else None,
+        gate_up=reader.join([f"{prefix}.{name}" for name in gate_up], [size] * (2 if a.gated else 1), a.hidden),
+        down=reader.linear(f"{prefix}.{down}", (a.hidden, size)),
     )
 
 
@@ -61,13 +68,12 @@ def _mixture(reader: TensorReader, a: Architecture, prefix: str, size: int) -> M
             " incomplete"
         )
     base, router = found
-    shared = f"{base}.{experts.shared_name}"
     return Mixture(
         reader.linear(f"{base}.{router}", (experts.count, a.hidden)),
         _experts(reader, a, experts, base),
         experts,
         correction=reader.vector(f"{base}.{experts.correction}", experts.count) if experts.correction else None,
-        shared=_expert(reader, a, shared, experts.shared, ("gate_proj", "up_proj", "down_proj"))
+        shared=_layers(reader, a, prefix, experts.shared, experts.shared_gate_up, experts.shared_down)
         if experts.shared
         else None,
         shared_gate=reader.linear(f"{base}.{experts.shared_gate}", (1, a.hidden)) if experts.shared_gate else None,
@@ -89,19 +95,15 @@ def _beside(reader: TensorReader, a: Architecture, experts: Experts, how: Beside
     )
 
 
-def _expert(reader: TensorReader, a: Architecture, prefix: str, size: int, names: tuple[str, str, str]) -> Mlp:
-    gate, up, down = (f"{prefix}.{name}" for name in names)
-    return Mlp(reader.join([gate, up], [size, size], a.hidden), reader.linear(down, (a.hidden, size)))
-
-
 def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
     held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
     fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in held), None)
     if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
-        names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
-        return tuple(_expert(reader, a, f"{base}.experts.{i}", size, names) for i in range(experts.count))
+        gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        gate_up = (gate, up) if a.gated else (up,)
+        return tuple(_layers(reader, a, f"{base}.experts.{i}", size, gate_up, down) for i in range(experts.count))
     order = None
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
@@ -114,7 +116,7 @@ def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str)
             join(
                 [take_rows(wide, order)],
                 [bias if bias is None or order is None else bias[order]],
-                [size, size],
+                [size] * (2 if a.gated else 1),
                 kernel,
             ),
             linear(narrow, own, kernel),

@@ -1,11 +1,12 @@
-"""From a checkpoint to what a block has in attention's place: a short convolution, or a gated delta rule."""
+"""From a checkpoint to what a block has in attention's place: a short convolution, a delta rule, or a state space."""
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoints.record import Architecture, DeltaNet
+from runtime.checkpoints.mixers import DeltaNet
+from runtime.checkpoints.record import Architecture
 from runtime.kernels.exact import exp
-from runtime.model.layers import DeltaRule, ShortConvolution
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 from runtime.model.tensor_reader import TensorReader
 
 
@@ -56,3 +57,26 @@ def _ungrouped(how: DeltaNet) -> tuple[Tensor, Tensor]:
     rows = torch.arange(how.key_heads * sum(sizes)).view(how.key_heads, -1).split(sizes, dim=1)
     ones = torch.arange(2 * how.value_heads).view(how.key_heads, 2, per)
     return torch.cat([part.flatten() for part in rows]), ones.transpose(0, 1).flatten()
+
+
+def state_space(reader: TensorReader, a: Architecture, prefix: str) -> StateSpace:
+    """The state space of the block `prefix`."""
+    how = a.mamba
+    assert how is not None
+    base, values, groups = f"{prefix}.{how.name}", how.values, how.groups
+    multipliers = None
+    if set(how.multipliers) != {1.0}:
+        each = zip(how.multipliers, how.sizes, strict=True)
+        multipliers = torch.cat([torch.full((size,), factor, device=reader.device) for factor, size in each])
+    norm = None if how.norm == "none" else reader.vector(f"{base}.norm.weight", values).view(groups, -1)
+    return StateSpace(
+        into=reader.linear(f"{base}.in_proj", (sum(how.sizes), a.hidden)),
+        out=reader.linear(f"{base}.out_proj", (a.hidden, values)),
+        taps=_taps(reader, f"{base}.conv1d", how.channels, how.taps),
+        bias=reader.bias(f"{base}.conv1d", how.channels),
+        step=reader.vector(f"{base}.dt_bias", how.heads),
+        rate=0.0 - exp(reader.vector(f"{base}.A_log", how.heads)),
+        skip=reader.vector(f"{base}.D", how.heads),
+        norm=norm,
+        multipliers=multipliers,
+    )

@@ -12,6 +12,7 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined, Linear
 from runtime.kernels.library_choice import IMPLEMENTATIONS
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 
 
 @dataclass(frozen=True)
@@ -72,41 +73,6 @@ class Attention:
     v_norm: Tensor | None = None
     shares: bool = False
     keys_as_values: bool = False
-
-
-@dataclass(frozen=True)
-class ShortConvolution:
-    """A convolution in attention's place: qkv makes gate, second gate and input; out takes what comes of them.
-
-    taps  (taps, channels) float32, the oldest input's first.
-    bias  (channels,) float32.
-    """
-
-    qkv: Joined
-    out: Linear
-    taps: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class DeltaRule:
-    """A gated delta rule in attention's place (record.DeltaNet). All vectors and tables are float32.
-
-    qkv   makes queries, keys and values, gates, and for each value head corrections and what becomes its decay.
-    taps  (taps, channels), the oldest input's first.
-    step  (value heads,), added to what becomes the decay; rate (value heads,), below 0, what multiplies it then.
-    query, key  (key,), weights that turn a norm by the root mean square into one by length; queries are scaled, too.
-    norm  (value,), of the norm of a head's output.
-    """
-
-    qkv: Joined
-    out: Linear
-    taps: Tensor
-    step: Tensor
-    rate: Tensor
-    query: Tensor
-    key: Tensor
-    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -194,14 +160,18 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. A norm that is None is not there."""
+    """One decoder layer. What is None is not there.
+
+    mamba  beside attention, or alone: both read the same.
+    """
 
     input_norm: Norm | None
-    attention: Attention | ShortConvolution | DeltaRule
+    attention: Attention | ShortConvolution | DeltaRule | None
     mlp_norm: Norm | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
     attention_norm: Norm | None = None
     output_norm: Norm | None = None
+    mamba: StateSpace | None = None
     own: LayerGate | None = None
     scale: float = 1.0  # what the stream behind the block is multiplied by
 
@@ -214,6 +184,13 @@ class Block:
         if isinstance(self.mlp, Mixture) and self.mlp.beside is not None:
             all_of += self.mlp.beside.norms
         return tuple(norm for norm in all_of if norm is not None)
+
+    @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The MLP, or all of a mixture's."""
+        if self.mlp is None:
+            return ()
+        return self.mlp.mlps if isinstance(self.mlp, Mixture) else (self.mlp,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,22 +210,28 @@ def linears(parts: Parts) -> Iterator[Linear]:
     if parts.layer_inputs is not None:
         yield parts.layer_inputs.projection
     for block in parts.blocks:
-        yield from block.attention.qkv.parts
-        if isinstance(block.attention, Attention) and block.attention.latent is not None:
-            yield from block.attention.latent.linears
-        if isinstance(block.attention, Attention) and block.attention.gate is not None:
-            yield block.attention.gate
-        yield block.attention.out
-        experts = block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,)
+        if block.mamba is not None:
+            yield from (block.mamba.into, block.mamba.out)
+        if block.attention is not None:
+            yield from _mixing(block.attention)
         if isinstance(block.mlp, Mixture):
             yield block.mlp.router
             if block.mlp.shared_gate is not None:
                 yield block.mlp.shared_gate
-        for mlp in experts:
+        for mlp in block.mlps:
             yield from mlp_linears(mlp)
         if block.own is not None:
             yield from (block.own.gate, block.own.out)
     yield parts.head
+
+
+def _mixing(mixer: Attention | ShortConvolution | DeltaRule) -> Iterator[Linear]:
+    yield from mixer.qkv.parts
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        yield from mixer.latent.linears
+    if isinstance(mixer, Attention) and mixer.gate is not None:
+        yield mixer.gate
+    yield mixer.out
 
 
 def mlp_linears(mlp: Mlp) -> tuple[Linear, ...]:
@@ -272,15 +255,19 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
     for norm in (*norms, *(norm for block in parts.blocks for norm in block.norms)):
         vectors += [norm.weight, norm.bias]
     for block in parts.blocks:
-        vectors += _vectors(block.attention)
+        vectors += _vectors(block.attention) + _vectors(block.mamba)
         if isinstance(block.mlp, Mixture):
             vectors += [block.mlp.correction, None if block.mlp.beside is None else block.mlp.beside.expert_scale]
-        else:
+        elif block.mlp is not None:
             vectors.append(block.mlp.parameters)
     yield from (vector for vector in vectors if vector is not None)
 
 
-def _vectors(mixer: Attention | ShortConvolution | DeltaRule) -> list[Tensor | None]:
+def _vectors(mixer: Attention | ShortConvolution | DeltaRule | StateSpace | None) -> list[Tensor | None]:
+    if mixer is None:
+        return []
+    if isinstance(mixer, StateSpace):
+        return [mixer.taps, mixer.bias, mixer.step, mixer.rate, mixer.skip, mixer.norm, mixer.multipliers]
     if isinstance(mixer, DeltaRule):
         return [mixer.taps, mixer.step, mixer.rate, mixer.query, mixer.key, mixer.norm]
     if isinstance(mixer, ShortConvolution):

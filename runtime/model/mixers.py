@@ -1,7 +1,7 @@
 """What stands in attention's place and carries a state, in plain torch: each row from the state after its parent.
 
 A row's own state goes to its slot. The meaning of the native kernels', bit for bit (native/convolution_layer.cpp,
-native/delta_layer.cpp).
+native/delta_layer.cpp, native/mamba_layer.cpp).
 """
 
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout
-from runtime.checkpoints.record import DeltaNet
-from runtime.kernels import delta, reference
+from runtime.checkpoints.mixers import DeltaNet, Mamba
+from runtime.kernels import delta, mamba, reference
 from runtime.kernels.activations import silu
 from runtime.kernels.convolution import convolve
 from runtime.kernels.exact import sigmoid
-from runtime.model.layers import DeltaRule, ShortConvolution
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 
 
 def _walk(layout: Layout, cache: KeyValueCache, place: int, size: int, step: Callable[[int, Tensor], Tensor]) -> None:
@@ -71,3 +71,27 @@ def delta_rule(
     _walk(layout, cache, place, how.floats, step)
     normed = reference.rms_norm(out, weights.norm, eps)
     return weights.out((silu(gates.reshape(normed.shape)) * normed).flatten(1))
+
+
+def state_space(
+    x: Tensor, weights: StateSpace, how: Mamba, eps: float, place: int, layout: Layout, cache: KeyValueCache
+) -> Tensor:
+    """What a state space adds, of normed rows x (T, hidden); eps: of the norm of its outputs."""
+    heads, vectors, each = how.heads, (how.groups, how.state), how.heads // how.groups
+    made = weights.into(x if how.read == 1.0 else x * how.read)
+    made = made if weights.multipliers is None else made * weights.multipliers
+    gates, inputs, times = made.split([how.values, how.channels, heads], dim=1)
+    times, left = mamba.steps(times, weights.step, weights.rate, how.limits)
+    past, out = weights.taps[1:], torch.empty((len(x), heads, how.dim), device=x.device)
+
+    def step(row: int, before: Tensor) -> Tensor:
+        seen, matrices = before.split([past.numel(), how.values * how.state])
+        found, seen = convolve(seen.view_as(past), inputs[row], weights.taps, weights.bias)
+        value, b, c = silu(found).split(how.sizes[1:4])
+        b, c = (part.view(vectors).repeat_interleave(each, dim=0) for part in (b, c))
+        matrices, value = matrices.view(heads, how.state, how.dim), value.view(heads, how.dim)
+        out[row], after = mamba.advance(matrices, value, b, c, times[row], left[row], weights.skip)
+        return torch.cat((seen.flatten(), after.flatten()))
+
+    _walk(layout, cache, place, how.floats, step)
+    return weights.out(mamba.gated(out.flatten(1), gates, weights.norm, eps, how.norm == "gated"))

@@ -14,10 +14,10 @@ from runtime.checkpoints.architecture import Architecture
 from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
 from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
+from runtime.model.base import BaseDecoder
 from runtime.model.layers import Parts
 from runtime.model.native_batch import Batches, int64
 from runtime.model.native_model import TABLES, NativeModel, address
-from runtime.model.reference import BaseDecoder
 from runtime.native.binding import CACHES, require
 from runtime.native.structs import AnglesStruct
 

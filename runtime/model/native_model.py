@@ -14,19 +14,9 @@ from runtime.errors import UserError
 from runtime.kernels.dispatch import Kernel
 from runtime.kernels.joined import Joined
 from runtime.kernels.native_linear import NativeWeight, WeightPointer, project
-from runtime.model.layers import (
-    Attention,
-    Block,
-    DeltaRule,
-    LatentHeads,
-    LayerInputs,
-    Mixture,
-    MlpBeside,
-    Norm,
-    Parts,
-    ShortConvolution,
-)
+from runtime.model.layers import Attention, Block, LatentHeads, LayerInputs, Mixture, MlpBeside, Norm, Parts
 from runtime.model.rotary import RotaryTables
+from runtime.model.state_layers import DeltaRule, ShortConvolution, StateSpace
 from runtime.native.binding import ACTIVATIONS, CACHES, PATHS, SCORINGS, pool, require
 from runtime.native.structs import (
     ConvolutionStruct,
@@ -36,6 +26,7 @@ from runtime.native.structs import (
     LayerGateStruct,
     LayerInputsStruct,
     LayerStruct,
+    MambaStruct,
     MixtureStruct,
     MlpBesideStruct,
     ModelStruct,
@@ -60,11 +51,10 @@ class NativeModel:
         self._parts, self._pool = parts, pool(kernel.threads)
         layers = (LayerStruct * len(parts.blocks))()
         self._architecture, self._kept = a, list[Any]([layers])
+        # Without attention there is a format of no layers.
+        widths = [rotary.width(group.layers[0]) for group in a.key_groups] or [0]
         heads = (HeadsStruct * len(formats))(
-            *[
-                self._heads(form, rotary.width(group.layers[0]))
-                for form, group in zip(formats, a.key_groups, strict=True)
-            ]
+            *[self._heads(form, width) for form, width in zip(formats, widths, strict=True)]
         )
         self._kept.append(heads)
         for number, (layer, block) in enumerate(zip(layers, parts.blocks, strict=True)):
@@ -74,11 +64,7 @@ class NativeModel:
             groups=len(heads),
             layers=len(layers),
             hidden=a.hidden,
-            intermediate=max(
-                _weight(mlp.down).shape[1]
-                for block in parts.blocks
-                for mlp in (block.mlp.mlps if isinstance(block.mlp, Mixture) else (block.mlp,))
-            ),
+            intermediate=max([0, *(_weight(mlp.down).shape[1] for block in parts.blocks for mlp in block.mlps)]),
             vocabulary=a.vocab,
             activation=ACTIVATIONS[a.activation],
             gated=a.gated,
@@ -91,10 +77,14 @@ class NativeModel:
             norm_eps=a.norm_eps,
             embedding_scale=a.embedding_scale,
             attention_scaling=a.scaling,
-            residual_scale=a.residual_scale,
             logits_scale=a.logits_scale,
             softcap=a.softcap,
             final_softcap=a.final_softcap,
+            attention_read=a.attention_scales[0],
+            attention_added=a.residual_scale * a.attention_scales[1],
+            mlp_gates=a.mlp_scales[0],
+            mlp_added=a.residual_scale * a.mlp_scales[1],
+            own_added=a.residual_scale,
             layer=layers,
             norm=_norm(parts.norm),
             head=pointer(_weight(parts.head).struct),
@@ -121,18 +111,22 @@ class NativeModel:
     def _fill(self, layer: LayerStruct, block: Block, number: int) -> None:
         layer.input_norm, layer.attention_norm = _norm(block.input_norm), _norm(block.attention_norm)
         layer.mlp_norm, layer.output_norm = _norm(block.mlp_norm), _norm(block.output_norm)
-        layer.qkv = self._projection(block.attention.qkv)
-        layer.out = pointer(_weight(block.attention.out).struct)
+        layer.rotary = -1
+        if block.mamba is not None:
+            layer.mamba = pointer(self._mamba(block.mamba))
+        if block.attention is not None:
+            layer.qkv = self._projection(block.attention.qkv)
+            layer.out = pointer(_weight(block.attention.out).struct)
         if isinstance(block.attention, ShortConvolution):
             layer.convolution = pointer(self._convolution(block.attention))
         elif isinstance(block.attention, DeltaRule):
             layer.delta = pointer(self._delta(block.attention))
-        else:
+        elif block.attention is not None:
             self._attention(layer, block.attention, number)
         if isinstance(block.mlp, Mixture):
             layer.mixture = pointer(self._mixture(block.mlp))
             layer.parameters = address(block.mlp.experts[0].parameters)
-        else:
+        elif block.mlp is not None:
             layer.gate_up = self._projection(block.mlp.gate_up)
             layer.down = pointer(_weight(block.mlp.down).struct)
             layer.parameters = address(block.mlp.parameters)
@@ -174,6 +168,19 @@ class NativeModel:
         self._kept.append(DeltaStruct(*vectors, *sizes, 1e-6 / d.key))
         found: DeltaStruct = self._kept[-1]
         return found
+
+    def _mamba(self, how: StateSpace) -> MambaStruct:
+        a, m = self._architecture, self._architecture.mamba
+        assert m is not None
+        vectors = (how.multipliers, how.taps, how.bias, how.step, how.rate, how.skip, how.norm)
+        struct = MambaStruct(
+            *(pointer(_weight(layer).struct) for layer in (how.into, how.out)),
+            *(address(part) for part in vectors),
+            *(m.taps, m.heads, m.dim, m.groups, m.state, m.norm == "gated"),
+            *(*m.limits, m.read, a.residual_scale * m.added),
+        )
+        self._kept.append(struct)
+        return struct
 
     def _inputs(self, own: LayerInputs) -> LayerInputsStruct:
         a, table = self._architecture, own.table

@@ -9,7 +9,7 @@ from runtime.errors import UserError
 from runtime.kernels.joined import Joined, Linear
 from runtime.kernels.native_linear import NativeLinear, upper_weight
 from runtime.kernels.reference import Int8Linear, UpperLinear
-from runtime.model.layers import Attention, Block, Mlp, Parts, linears
+from runtime.model.layers import Attention, Block, Mixture, Mlp, Parts, linears
 
 
 def upper_linear(layer: Linear) -> Linear:
@@ -41,21 +41,28 @@ def has_planes(parts: Parts) -> bool:
 
 
 def _upper_block(block: Block) -> Block:
-    attention = replace(block.attention, qkv=_upper_joined(block.attention.qkv), out=upper_linear(block.attention.out))
+    attention, mamba, mlp, own = block.attention, block.mamba, block.mlp, block.own
+    if attention is not None:
+        attention = replace(attention, qkv=_upper_joined(attention.qkv), out=upper_linear(attention.out))
     if isinstance(attention, Attention) and attention.gate is not None:
         attention = replace(attention, gate=upper_linear(attention.gate))
-    if (own := block.own) is not None:
-        block = replace(block, own=replace(own, gate=upper_linear(own.gate), out=upper_linear(own.out)))
-    if isinstance(block.mlp, Mlp):
-        return replace(block, attention=attention, mlp=_upper_mlp(block.mlp))
+    if mamba is not None:
+        mamba = replace(mamba, into=upper_linear(mamba.into), out=upper_linear(mamba.out))
+    if mlp is not None:
+        mlp = _upper_mixture(mlp) if isinstance(mlp, Mixture) else _upper_mlp(mlp)
+    if own is not None:
+        own = replace(own, gate=upper_linear(own.gate), out=upper_linear(own.out))
+    return replace(block, attention=attention, mamba=mamba, mlp=mlp, own=own)
+
+
+def _upper_mixture(mixture: Mixture) -> Mixture:
     # The router decides which experts are read at all, and is small: it stays whole.
-    experts = tuple(_upper_mlp(expert) for expert in block.mlp.experts)
-    stacked = None if block.mlp.stacked is None else block.mlp.stacked.upper()
-    shared = None if block.mlp.shared is None else _upper_mlp(block.mlp.shared)
-    beside = block.mlp.beside
+    experts = tuple(_upper_mlp(expert) for expert in mixture.experts)
+    stacked = None if mixture.stacked is None else mixture.stacked.upper()
+    shared = None if mixture.shared is None else _upper_mlp(mixture.shared)
+    beside = mixture.beside
     beside = None if beside is None else replace(beside, mlp=_upper_mlp(beside.mlp))
-    mixture = replace(block.mlp, experts=experts, stacked=stacked, shared=shared, beside=beside)
-    return replace(block, attention=attention, mlp=mixture)
+    return replace(mixture, experts=experts, stacked=stacked, shared=shared, beside=beside)
 
 
 def _upper_mlp(mlp: Mlp) -> Mlp:

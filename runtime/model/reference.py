@@ -1,49 +1,31 @@
-"""What the record says over packed weights: what all of its decoders have, and the one that says what they mean.
+"""The decoder that says what the others mean: what the record says, over packed weights, in plain torch.
 
 One forward serves prefill, decoding, verification and batches of them.
 Every intermediate value of a row is a function of that row and of the keys before it, in a fixed order of operations,
 so its bits are the same whatever shares the call (kernels/exact.py). Positions, not slots, say what a row sees.
 """
 
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from runtime.cache.contiguous import ContiguousCache, KeyValueCache
-from runtime.cache.paged import PagedCache
-from runtime.cache.quantizer import CacheFormat
+from runtime.cache.contiguous import KeyValueCache
 from runtime.cache.slots import Layout, Reserved, checked_cache, extend_states, keys_and_values, lay_out, plan
-from runtime.checkpoints.architecture import Architecture
-from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.contract import Cache, Out, Rows
 from runtime.kernels import plain_torch, reference
 from runtime.kernels.activations import activate
-from runtime.kernels.dispatch import Kernel
 from runtime.kernels.exact import sigmoid
 from runtime.kernels.joined import Joined
 from runtime.kernels.routing import route
+from runtime.model.base import BaseDecoder
 from runtime.model.experts import sum_of_experts
-from runtime.model.layers import (
-    Attention,
-    Block,
-    DeltaRule,
-    LatentHeads,
-    Mixture,
-    Mlp,
-    Norm,
-    Parts,
-    ShortConvolution,
-    weight_bytes,
-)
-from runtime.model.mixers import delta_rule, short_convolution
-from runtime.model.planes import upper_parts
-from runtime.model.rotary import RotaryTables
+from runtime.model.layers import Attention, Block, LatentHeads, Mixture, Mlp, Norm
+from runtime.model.mixers import delta_rule, short_convolution, state_space
+from runtime.model.state_layers import DeltaRule, ShortConvolution
 
 # Tiles whose keys are gathered at once: bounds the copy of keys during prefill.
 _TILES_AT_ONCE = 32
-# Tokens in one forward where states are computed again.
-_PIECE = 512
 
 
 class Turns(NamedTuple):
@@ -51,82 +33,6 @@ class Turns(NamedTuple):
 
     angles: tuple[tuple[Tensor, Tensor], ...]
     growth: Tensor | None
-
-
-class BaseDecoder(ABC):
-    """A decoder on Specpress' own kernels: its weights as layers (`parts`), and the facts that every `Decoder` has.
-
-    What drafts on the target's own weights (nested, medusa) takes any of these.
-    """
-
-    def __init__(
-        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
-    ):
-        self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
-        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
-        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
-        self.kernels = kernel.name
-        self._config, self._rotary = config, RotaryTables(config, architecture, self.device)
-
-    @property
-    def threads(self) -> int:
-        """The native kernels' own; torch's where the kernels use those."""
-        return self.kernel.threads or torch.get_num_threads()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of memory that the weights take."""
-        return weight_bytes(self.parts)
-
-    def upper(self) -> Self:
-        """This decoder on the upper planes of its int8 weights (layers.py): no weights of its own, caches of its own.
-
-        Raises UserError where it was not loaded with planes.
-        """
-        return type(self)(self.architecture, self._config, upper_parts(self.parts), self.kernel, self.kv)
-
-    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
-        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
-
-        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
-        """
-        form = self._cache_format(kind)
-        return ContiguousCache(form) if pages is None else PagedCache(form, pages)
-
-    def _cache_format(self, kind: CacheKind) -> tuple[CacheFormat, ...]:
-        """One for each group of layers."""
-        a = self.architecture
-        groups, state = a.cache_shape
-        factors = self.kv.factors(kind) or (None,) * len(groups)
-        values = 0 if a.latent is None else a.value_dim
-        return tuple(
-            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0)
-            for number, (shape, factor) in enumerate(zip(groups, factors, strict=True))
-        )
-
-    def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:
-        """Computes the states again that a request goes on from, where it was rolled back further than they are kept.
-
-        Keys and values are written again as well, the same bits to the same slots.
-        """
-        for handle in dict.fromkeys(rows.request.tolist()) if cache.format.state else ():
-            states = cache.states(handle)
-            if states is None or states.holds(len(states.tokens)):
-                continue
-            states.restart()
-            tokens = integers(states.tokens)
-            for start in range(0, len(tokens), _PIECE):
-                piece = tokens[start : start + _PIECE]
-                self._run_again(piece, Reserved(handle, 0, len(piece), start, None), cache)
-            states.restarted()
-
-    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
-        """Runs a chain whose slots are taken, for what it leaves in the cache."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
-        """See contract.Decoder."""
 
 
 class LlamaDecoder(BaseDecoder):
@@ -159,27 +65,55 @@ class LlamaDecoder(BaseDecoder):
         """The residual stream (T, hidden) behind the last block."""
         a, turns, x = self.architecture, self.turns(positions), self.embed(tokens, positions)
         own = self.layer_inputs(tokens, x)
-        for number, (place, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
-            mixer, normed = block.attention, self.normed(x, block.input_norm)
-            if isinstance(mixer, ShortConvolution):
-                mixed = short_convolution(normed, mixer, place, layout, cache)
-            elif isinstance(mixer, DeltaRule):
-                assert a.delta is not None
-                mixed = delta_rule(normed, mixer, a.delta, a.norm_eps, place, layout, cache)
-            else:
-                mixed = self._attend(normed, mixer, place, layout, cache, turns)
-            x = self.behind(x, mixed, block, None if own is None else own[:, number])
+        for number, (places, block) in enumerate(zip(a.places, self.parts.blocks, strict=True)):
+            normed, mixed, spaced = self.normed(x, block.input_norm), None, None
+            if block.mamba is not None:
+                assert a.mamba is not None
+                spaced = state_space(normed, block.mamba, a.mamba, a.norm_eps, places[1], layout, cache)
+            if block.attention is not None:
+                mixed = self._mixed(normed, block.attention, places, layout, cache, turns)
+            x = self.behind(x, mixed, block, None if own is None else own[:, number], spaced)
         return x
 
-    def behind(self, x: Tensor, mixed: Tensor, block: Block, own: Tensor | None) -> Tensor:
-        """The residual stream behind a block, of what comes into it, what its mixer adds, and its own input."""
-        after = self.add(x, mixed, block.attention_norm)
-        read = x if self.architecture.parallel else after
-        after = self.add(after, self.feed_forward(read, block), block.output_norm)
+    def behind(
+        self, x: Tensor, mixed: Tensor | None, block: Block, own: Tensor | None, spaced: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream behind a block, of what comes into it, what its mixer adds, and its own input.
+
+        spaced  what a state space adds, before what stands in attention's place.
+        """
+        a, after = self.architecture, x
+        if spaced is not None:
+            assert a.mamba is not None
+            after = self.add(after, spaced, None, a.mamba.added)
+        if mixed is not None:
+            after = self.add(after, mixed, block.attention_norm, a.attention_scales[1])
+        if block.mlp is not None:
+            added = self.feed_forward(x if a.parallel else after, block)
+            after = self.add(after, added, block.output_norm, a.mlp_scales[1])
         if block.own is not None and own is not None:
-            gated = activate(self.architecture.activation, block.own.gate(after), own)
+            gated = activate(a.activation, block.own.gate(after), own)
             after = self.add(after, block.own.out(gated), block.own.norm)
         return after if block.scale == 1.0 else after * block.scale
+
+    def _mixed(
+        self,
+        x: Tensor,
+        mixer: Attention | ShortConvolution | DeltaRule,
+        places: tuple[int, int],
+        layout: Layout,
+        cache: KeyValueCache,
+        turns: Turns,
+    ) -> Tensor:
+        """What stands in attention's place makes of normed rows x (T, hidden); places: see record.Architecture."""
+        a, (layer, state) = self.architecture, places
+        if isinstance(mixer, ShortConvolution):
+            return short_convolution(x, mixer, state, layout, cache)
+        if isinstance(mixer, DeltaRule):
+            assert a.delta is not None
+            return delta_rule(x, mixer, a.delta, a.norm_eps, state, layout, cache)
+        read = a.attention_scales[0]
+        return self._attend(x if read == 1.0 else x * read, mixer, layer, layout, cache, turns)
 
     def turns(self, positions: Tensor) -> Turns:
         """What depends on the rows' positions alone."""
@@ -213,9 +147,9 @@ class LlamaDecoder(BaseDecoder):
             return reference.layer_norm(x, norm.weight, norm.bias, a.norm_eps)
         return reference.rms_norm(x, norm.weight, a.norm_eps)
 
-    def add(self, x: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
-        """The residual stream x behind what a branch y of a block adds."""
-        y, scale = self.normed(y, norm), self.architecture.residual_scale
+    def add(self, x: Tensor, y: Tensor, norm: Norm | None, own: float = 1.0) -> Tensor:
+        """The residual stream x behind what a branch y of a block adds; own: the branch's multiplier."""
+        y, scale = self.normed(y, norm), self.architecture.residual_scale * own
         return x + (y if scale == 1.0 else y * scale)
 
     def project(self, x: Tensor, weights: Attention, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,6 +208,7 @@ class LlamaDecoder(BaseDecoder):
     def feed_forward(self, x: Tensor, block: Block) -> Tensor:
         """What a block's MLP, mixture or both make of the residual stream x (T, hidden)."""
         normed, mlp = self.normed(x, block.mlp_norm), block.mlp
+        assert mlp is not None
         if isinstance(mlp, Mlp):
             return self._mlp(normed, mlp)
         if (beside := mlp.beside) is None:
@@ -307,7 +242,8 @@ class LlamaDecoder(BaseDecoder):
 
     def _mlp(self, x: Tensor, weights: Mlp) -> Tensor:
         gate, *up = weights.gate_up.split(x)
-        kind = self.architecture.activation
+        kind, scale = self.architecture.activation, self.architecture.mlp_scales[0]
+        gate = gate if scale == 1.0 else gate * scale
         return weights.down(activate(kind, gate, up[0] if up else None, weights.parameters))
 
     def _mix(self, x: Tensor, routed: Tensor, weights: Mixture) -> Tensor:

@@ -14,7 +14,8 @@ COMMAND = "python -m runtime.models --write docs/models.md"
 _ABOUT = (
     "What cannot be taken out of a cache again (the state of a recurrence) verifies no drafts: such a model decodes",
     "plainly, whatever drafts, and says so. Where our own decoder runs layers with a state (LFM2's convolutions, the",
-    "delta rules of Qwen3-Next and Qwen3.5), it keeps the states of the last tokens, and drafts are verified as ever.",
+    "delta rules of Qwen3-Next and Qwen3.5, the state spaces of Mamba-2, Nemotron-H, Granite 4 and Falcon-H1), it",
+    "keeps the states of the last tokens, and drafts are verified as ever.",
     "",
     "Compressing is another matter: what a recipe's format cannot hold is refused in a sentence that says what can,",
     "and a run's report lists every layer that was left alone, and why. A checkpoint with towers for images or sound",

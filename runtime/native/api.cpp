@@ -127,8 +127,8 @@ SPECPRESS_API int64_t specpress_path(int64_t number) {
 SPECPRESS_API void specpress_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weights), sizes[1] = sizeof(Layer), sizes[2] = sizeof(Model), sizes[3] = sizeof(Mixture);
     sizes[4] = sizeof(Latent), sizes[5] = sizeof(Batch), sizes[6] = sizeof(Store), sizes[7] = sizeof(Heads), sizes[8] = sizeof(Angles);
-    sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(MlpBeside), sizes[12] = sizeof(LayerInputs);
-    sizes[13] = sizeof(LayerGate), sizes[14] = KINDS;
+    sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta), sizes[11] = sizeof(Mamba), sizes[12] = sizeof(MlpBeside);
+    sizes[13] = sizeof(LayerInputs), sizes[14] = sizeof(LayerGate), sizes[15] = KINDS;
 }
 
 SPECPRESS_API Pool* specpress_pool_new(int64_t threads) { return new Pool(static_cast<int>(threads)); }

@@ -151,7 +151,7 @@ void Decoder::gate(const Layer& layer, int64_t rows) {
     const Projection one = {1, &layer.gate};
     const int64_t wide = layer.gate->outputs;
     grow(values_, rows * wide);
-    prepare(one, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
+    prepare(one, rows, [&](int thread, int64_t row) { return scaled(normed(layer.input_norm, thread, row), model_.attention_read, thread); });
     multiply(one, rows, values_.data(), wide, false);
     rows_of(rows, wide, [&](int, int64_t row) { path_.sigmoid(values_.data() + row * wide, wide); });
 }

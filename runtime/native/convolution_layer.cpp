@@ -1,7 +1,7 @@
-// Short convolutions in place of attention: each row reads the state after its parent and leaves its own at its slot.
+// Convolutions over the rows of a text: each row reads the state after its parent and leaves its own at its slot.
 #include <algorithm>
 
-#include "decoder.h"
+#include "states.h"
 
 namespace specpress {
 
@@ -16,10 +16,8 @@ void Decoder::convolve(const Layer& layer, int64_t state, const Batch& batch) {
     const int64_t piece = rows * channels < 16384 ? channels : std::max<int64_t>(64, channels / (4 * pool_.threads()));
     pool_.run(channels, piece, [&](int, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < rows; row++) {
-            const Store& s = batch.stores[batch.request[row]];
-            const int64_t slot = batch.slot[row], before = batch.before ? batch.before[row] : slot - 1;
-            const float* from = before < 0 ? nullptr : s.states + before % s.held * s.width + state;
-            float* to = s.states + slot % s.held * s.width + state;
+            const float* from = state_before(batch, row, state);
+            float* to = state_after(batch, row, state);
             const float *gate = made_.data() + 3 * row * channels, *second = gate + channels, *value = second + channels;
             float* out = mixed_.data() + row * channels;
             for (int64_t d = begin; d < end; d++) {
@@ -34,6 +32,30 @@ void Decoder::convolve(const Layer& layer, int64_t state, const Batch& batch) {
                 to[(past - 1) * channels + d] = input;
                 if (c.bias) sum = sum + c.bias[d];
                 out[d] = second[d] * sum;
+            }
+        }
+    });
+}
+
+// Of the channels input[rows][stride], by taps[count][channels], the oldest input's first, and bias[channels] or null; into
+// out[rows][channels].
+void Decoder::filter(const Batch& batch, int64_t state, const float* input, int64_t stride, int64_t channels, const float* taps,
+                     int64_t count, const float* bias, float* out) {
+    const int64_t rows = batch.rows, past = count - 1;
+    pool_.run(channels, rows * channels < 16384 ? channels : 256, [&](int, int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < rows; row++) {
+            const float *from = state_before(batch, row, state), *in = input + row * stride;
+            float *to = state_after(batch, row, state), *made = out + row * channels;
+            for (int64_t c = begin; c < end; c++) {
+                float sum = (from ? from[c] : 0.0f) * taps[c];
+                for (int64_t i = 1; i < past; i++) {
+                    const float seen = from ? from[i * channels + c] : 0.0f;
+                    sum = sum + seen * taps[i * channels + c];
+                    to[(i - 1) * channels + c] = seen;
+                }
+                sum = sum + in[c] * taps[past * channels + c];
+                made[c] = bias ? sum + bias[c] : sum;
+                to[(past - 1) * channels + c] = in[c];
             }
         }
     });

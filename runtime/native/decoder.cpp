@@ -1,5 +1,6 @@
 // A forward: embedding, layers, and the logits of the rows that are asked for.
 #include "products.h"
+#include "states.h"
 
 namespace specpress {
 
@@ -61,6 +62,7 @@ Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(mode
         const Layer& layer = model.layer[i];
         widen(layer.qkv), widen_one(layer.out), widen(layer.gate_up), widen_one(layer.down);
         if (layer.delta) widest_ = std::max(widest_, layer.delta->key_dim);
+        if (layer.mamba) widen_one(layer.mamba->into), widen_one(layer.mamba->out);
         if (layer.latent) widen_one(layer.latent->query), widest_ = std::max(widest_, model.heads->dim);
         if (layer.own) widen_one(layer.own->gate), widen_one(layer.own->out);
         if (!layer.mixture) continue;
@@ -75,10 +77,10 @@ Decoder::Decoder(const Model& model, const Path& path, Pool& pool) : model_(mode
     for (int64_t g = 0; g < model.groups; g++) {
         const Heads& h = model.heads[g];
         widest_ = std::max(widest_, model.norm_of_heads ? h.heads * h.dim : h.dim);
-        attention = std::max(attention, path.attention_scratch(h));
+        if (h.heads) attention = std::max(attention, path.attention_scratch(h));
     }
     scratch_size_ = 2 * widest_ + power_of_two(widest_) + 64;
-    if (model.layers) scratch_size_ = std::max(scratch_size_, attention + 64);
+    if (attention) scratch_size_ = std::max(scratch_size_, attention + 64);
     units_.resize(static_cast<size_t>(model.groups));
     scratch_.resize(static_cast<size_t>(scratch_size_ * pool.threads()));
 }
@@ -135,7 +137,7 @@ void Decoder::add_input(const Layer& layer, int64_t number, int64_t rows) {
         path_.gated(gate_up_.data() + row * size, inputs_.data() + row * whole + number * size, size, model_.activation, nullptr, to);
         return static_cast<const float*>(to);
     });
-    branch(own.out, own.norm, rows);
+    branch(own.out, own.norm, model_.own_added, rows);
 }
 
 void Decoder::normalize(const Norm& norm, const float* x, int64_t size, float* out, float* scratch) {
@@ -154,10 +156,17 @@ const float* Decoder::normed(const Norm& norm, int thread, int64_t row) {
     return out;
 }
 
-// Adds what a branch of a block has made to the residual stream: through its norm, and times the residual's scale.
-void Decoder::add_branch(const float* y, const Norm& after, int64_t rows) {
+// A row that was normed, times a multiplier, which may lie where `normed` puts it.
+const float* Decoder::scaled(const float* x, float scale, int thread) {
+    if (scale == 1.0f) return x;
+    float* out = scratch(thread) + widest_;
+    for (int64_t i = 0; i < model_.hidden; i++) out[i] = x[i] * scale;
+    return out;
+}
+
+// Adds what a branch of a block has made to the residual stream: through its norm, and times its multiplier.
+void Decoder::add_branch(const float* y, const Norm& after, float scale, int64_t rows) {
     const int64_t hidden = model_.hidden;
-    const float scale = model_.residual_scale;
     rows_of(rows, hidden, [&](int thread, int64_t row) {
         const float* from = y + row * hidden;
         float *to = x_.data() + row * hidden, *out = scratch(thread) + widest_;
@@ -170,11 +179,34 @@ void Decoder::add_branch(const float* y, const Norm& after, int64_t rows) {
 }
 
 // The products of the prepared rows, added to the residual stream.
-void Decoder::branch(const Weights* out, const Norm& after, int64_t rows) {
+void Decoder::branch(const Weights* out, const Norm& after, float scale, int64_t rows) {
     const Projection one = {1, &out};
-    if (!after.weight && model_.residual_scale == 1.0f) return multiply(one, rows, x_.data(), model_.hidden, true);
+    if (!after.weight && scale == 1.0f) return multiply(one, rows, x_.data(), model_.hidden, true);
     multiply(one, rows, branch_.data(), model_.hidden, false);
-    add_branch(branch_.data(), after, rows);
+    add_branch(branch_.data(), after, scale, rows);
+}
+
+// The layer behind what stands in attention's place, of mixed_, whose gates are in values_.
+void Decoder::add_mixed(const Layer& layer, int64_t rows) {
+    const Heads& h = model_.heads[layer.group];
+    const Projection out = {1, &layer.out};
+    const int64_t wide = layer.out->inputs;
+    const float* mixed = mixed_.data();
+    if (layer.latent) {
+        const int64_t value = layer.latent->values[0]->outputs;
+        grow(values_, rows * wide);
+        by_head(layer.latent->values, rows, mixed, h.heads * h.value_dim, h.value_dim, values_.data(), wide, value);
+        mixed = values_.data();
+    }
+    prepare(out, rows, [&](int thread, int64_t row) {
+        const float* from = mixed + row * wide;
+        if (!layer.gate) return from;
+        const float* gates = values_.data() + row * wide;
+        float* to = scratch(thread) + widest_;
+        for (int64_t d = 0; d < wide; d++) to[d] = from[d] * gates[d];
+        return static_cast<const float*>(to);
+    });
+    branch(layer.out, layer.attention_norm, model_.attention_added, rows);
 }
 
 void Decoder::forward(const Batch& batch, const Angles& angles, const int64_t* at, int64_t count, float* hidden_out, float* logits) {
@@ -190,64 +222,50 @@ void Decoder::run(const Batch& batch, const Angles& angles) {
     grow(x_, rows * hidden);
     for (int64_t g = 0; g < model_.groups; g++) {
         const Heads& h = model_.heads[g];
+        if (!h.heads) continue;
         grow(qkv_, rows * row_of_heads(h));
         grow(mixed_, rows * h.heads * values_of(h));
         units_of(h, path_, batch, units_[static_cast<size_t>(g)]);
     }
-    grow(gate_up_, rows * 2 * model_.intermediate);
-    bool has_mixture = false, has_branch = model_.residual_scale != 1.0f;
+    bool has_mixture = false, has_branch = model_.attention_added != 1.0f || model_.mlp_added != 1.0f || model_.own_added != 1.0f;
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
         has_mixture |= layer.mixture != nullptr;
-        has_branch |= layer.attention_norm.weight || layer.output_norm.weight || (layer.own && layer.own->norm.weight);
+        has_branch |= layer.attention_norm.weight || layer.output_norm.weight || (layer.mamba && layer.mamba->added != 1.0f);
+        has_branch |= layer.own && layer.own->norm.weight;
     }
-    if (has_mixture) grow(expert_, rows * hidden), grow(sum_, rows * hidden);
+    if (has_mixture) grow(sum_, rows * hidden);
     if (has_mixture || model_.parallel) grow(normed_, rows * hidden);
     if (has_branch) grow(branch_, rows * hidden);
     embed(batch);
     if (model_.inputs) make_inputs(batch);
     for (int64_t i = 0; i < model_.layers; i++) {
         const Layer& layer = model_.layer[i];
-        prepare(layer.qkv, rows, [&](int thread, int64_t row) { return normed(layer.input_norm, thread, row); });
-        const bool attends = !layer.convolution && !layer.delta;
+        const bool attends = layer.out && !layer.convolution && !layer.delta;
+        // Whatever stands side by side reads its rows before any of it is added to them.
+        if (layer.mamba) read_mamba(layer, rows);
+        if (layer.out)
+            prepare(layer.qkv, rows, [&](int thread, int64_t row) {
+                return scaled(normed(layer.input_norm, thread, row), attends ? model_.attention_read : 1.0f, thread);
+            });
         if (attends) make_queries(layer, rows);
         if (attends && layer.gate) gate(layer, rows);
         if (model_.parallel)
             rows_of(rows, hidden, [&](int thread, int64_t row) {
                 std::memcpy(normed_.data() + row * hidden, normed(layer.mlp_norm, thread, row), static_cast<size_t>(hidden) * 4);
             });
-        if (layer.convolution) {
+        if (layer.mamba) mamba(layer, state, batch);
+        if (layer.convolution)
             convolve(layer, state, batch);
-            state += (layer.convolution->count - 1) * hidden;
-        } else if (layer.delta) {
-            const Delta& d = *layer.delta;
+        else if (layer.delta)
             delta(layer, state, batch);
-            state += (d.count - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) + d.value_heads * d.value_dim * d.key_dim;
-        } else {
+        else if (attends)
             attend(layer, batch, angles);
-        }
-        const Projection out = {1, &layer.out};
-        const float* mixed = mixed_.data();
-        if (layer.latent) {
-            const Heads& h = model_.heads[layer.group];
-            const int64_t value = layer.latent->values[0]->outputs;
-            grow(values_, rows * layer.out->inputs);
-            by_head(layer.latent->values, rows, mixed, h.heads * h.value_dim, h.value_dim, values_.data(), layer.out->inputs, value);
-            mixed = values_.data();
-        }
-        prepare(out, rows, [&](int thread, int64_t row) {
-            const int64_t wide = layer.out->inputs;
-            const float* from = mixed + row * wide;
-            if (!attends || !layer.gate) return from;
-            const float* gates = values_.data() + row * wide;
-            float* to = scratch(thread) + widest_;
-            for (int64_t d = 0; d < wide; d++) to[d] = from[d] * gates[d];
-            return static_cast<const float*>(to);
-        });
-        branch(layer.out, layer.attention_norm, rows);
+        if (layer.out) add_mixed(layer, rows);
+        state += state_floats(layer, hidden);
         if (layer.mixture)
             mix(layer, rows);
-        else
+        else if (layer.down)
             mlp(layer, rows);
         if (layer.own) add_input(layer, i, rows);
         if (layer.scale != 1.0f)

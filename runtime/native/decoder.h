@@ -68,7 +68,7 @@ struct Latent {
     float eps;
 };
 
-// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/record.py, Convolution).
+// In attention's place, beside qkv, which makes gate, second gate and input, and out (checkpoints/mixers.py, Convolution).
 struct Convolution {
     const float* taps;   // [count][channels], the oldest input's first
     const float* bias;   // [channels], or null
@@ -83,24 +83,36 @@ struct Delta {
     float eps;  // of the norms of queries and keys
 };
 
+// In attention's place or beside it: a state space (model/layers.py, StateSpace). `into` makes gates, inputs, Bs, Cs and steps.
+struct Mamba {
+    const Weights *into, *out;
+    const float *multipliers, *taps, *bias, *step, *rate, *skip, *norm;  // null: no multipliers, bias, norm
+    int64_t count, heads, dim, groups, state;
+    int64_t gate_first;             // outputs are normed behind their gates
+    float low, high, read, added;   // a step's limits; multipliers of what it reads, and of what it adds
+};
+// Inputs, Bs and Cs of a row.
+inline int64_t channels_of(const Mamba& m) { return m.heads * m.dim + 2 * m.groups * m.state; }
+
 struct Layer {
     Norm input_norm, attention_norm, mlp_norm, output_norm;  // before and after attention, before and after the MLP
     const float* query_norm;  // [heads * dim], or null
     const float* key_norm;
     const float* value_norm;
     const float* sinks;       // [heads], or null
-    Projection qkv;
-    const Weights* out;
+    Projection qkv;           // unused without `out`
+    const Weights* out;       // null: nothing stands in attention's place
     int64_t window;
     int64_t rotary;           // which table rotates it; below 0: none
     int64_t grows;            // whether queries are multiplied by Angles::growth
-    Projection gate_up;       // unused with a mixture
-    const Weights* down;
+    Projection gate_up;       // unused with a mixture and without an MLP
+    const Weights* down;      // null: neither of them is there, or a mixture
     const float* parameters;  // of the activation, or null
     const Mixture* mixture;   // or null
     const Latent* latent;     // or null
     const Convolution* convolution;  // or null
     const Delta* delta;       // or null
+    const Mamba* mamba;       // or null
     const Weights* gate;      // whose sigmoids multiply what attention mixes, or null
     // Which of the model's heads it has, and the number of its keys among those of such layers.
     int64_t group, keys;
@@ -119,7 +131,9 @@ struct Model {
     int64_t norm_of_heads, norm_rotated;   // queries and keys are normed all heads as one; after they are rotated
     int64_t tables;                        // of rotary angles
     int64_t chunked;                       // AttentionCall has it
-    float norm_eps, embedding_scale, attention_scaling, residual_scale, logits_scale, softcap, final_softcap;
+    float norm_eps, embedding_scale, attention_scaling, logits_scale, softcap, final_softcap;
+    // Multipliers of what attention reads, of what is added in its place, of an MLP's gates, and of what it adds.
+    float attention_read, attention_added, mlp_gates, mlp_added, own_added;
     const Layer* layer;
     Norm norm;
     const Weights* head;
@@ -207,14 +221,33 @@ class Decoder {
         std::vector<int8_t> codes;
         std::vector<float> step;
         std::vector<int32_t> sums;
-        bool wide = false;            // whether the path wants words, too
+        int64_t rows = 0, first = 0, group = -1;  // of all groups, and those of the group that came last
+        bool wide = false;                        // whether the path wants words, too
         std::vector<int16_t> words;
         std::vector<int32_t> pairs;
         int64_t stride;
         // At the beginning of a line of the cache: loads of 64 codes then touch one each.
         int8_t* first_code() { return codes.data() + (LINE - reinterpret_cast<uintptr_t>(codes.data()) % LINE) % LINE; }
     };
-    using RowSource = const float* (*)(Decoder&, int thread, int64_t row, const void* context);
+    // Where a part of a group finds its inputs: of which want, from which of its rows on; known: for an earlier part, too.
+    struct Place {
+        int64_t want, first;
+        bool known;
+    };
+    // What several rows go through besides others, and where its products go: y[rows][stride].
+    struct Group {
+        const Projection* p;
+        int64_t rows;
+        float* y;
+        int64_t stride;
+    };
+    // An MLP, and how many rows it takes.
+    struct Fed {
+        const Projection* gate_up;
+        const Weights* const* down;
+        int64_t rows;
+        bool scaled;  // a row's factor multiplies what it takes, not what it makes
+    };
     // The rows that a draft feeds itself: one per request that still grows.
     struct Growing {
         std::vector<int64_t> owner, token, position, at, zeros, chain;
@@ -226,7 +259,10 @@ class Decoder {
     void rows_of(int64_t rows, int64_t work, F&& f);
     template <class F>
     void prepare(const Projection& p, int64_t rows, F&& row_of);
+    template <class F>
+    void prepare(const Group* groups, int64_t count, F&& row_of);
     void multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add);
+    void multiply(const Group* groups, int64_t count, bool add);
     void run(const Batch& batch, const Angles& angles);
     void read_out(const int64_t* at, int64_t count, float* hidden, float* logits);
     void embed(const Batch& batch);
@@ -235,19 +271,26 @@ class Decoder {
     void normalize(const Norm& norm, const float* x, int64_t size, float* out, float* scratch);
     void norm_heads(const float* weight, float* x, int64_t heads, int64_t head_dim, float* scratch);
     const float* normed(const Norm& norm, int thread, int64_t row);
+    const float* scaled(const float* x, float scale, int thread);
     void attend(const Layer& layer, const Batch& batch, const Angles& angles);
     void convolve(const Layer& layer, int64_t state, const Batch& batch);
     void delta(const Layer& layer, int64_t state, const Batch& batch);
+    void read_mamba(const Layer& layer, int64_t rows);
+    void mamba(const Layer& layer, int64_t state, const Batch& batch);
+    void filter(const Batch& batch, int64_t state, const float* input, int64_t stride, int64_t channels, const float* taps,
+                int64_t count, const float* bias, float* out);
     void gate(const Layer& layer, int64_t rows);
     void make_queries(const Layer& layer, int64_t rows);
     void by_head(const Weights* const* heads, int64_t rows, const float* x, int64_t x_row, int64_t x_head, float* y, int64_t y_row, int64_t y_head);
-    void branch(const Weights* out, const Norm& after, int64_t rows);
-    void add_branch(const float* y, const Norm& after, int64_t rows);
+    void add_mixed(const Layer& layer, int64_t rows);
+    void branch(const Weights* out, const Norm& after, float scale, int64_t rows);
+    void add_branch(const float* y, const Norm& after, float scale, int64_t rows);
     void mlp(const Layer& layer, int64_t rows);
     void mix(const Layer& layer, int64_t rows);
+    void mix_some(const float* parameters);
     void mix_beside(const Layer& layer, int64_t rows);
     template <class F>
-    void feed(const Projection& gate_up, const Weights* down, const float* parameters, int64_t rows, F&& row_of);
+    void feed(const float* parameters, F&& row_of);
     float* scratch(int thread) { return scratch_.data() + thread * scratch_size_; }
 
     Model model_;
@@ -257,9 +300,14 @@ class Decoder {
     int64_t scratch_size_ = 0, widest_ = 0, experts_read_ = 0;
     std::vector<float> scratch_;
     std::vector<Want> wants_;
-    std::vector<int64_t> want_of_;
-    std::vector<float> x_, qkv_, mixed_, latent_, made_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, inputs_;
+    std::vector<Place> places_;
+    std::vector<int64_t> first_rows_;
+    std::vector<Fed> fed_;
+    std::vector<Group> groups_, outs_;
+    std::vector<Projection> downs_;
+    std::vector<float> x_, qkv_, mixed_, latent_, made_, left_, queries_, of_head_, values_, gate_up_, normed_, branch_, expert_, sum_, share_, shared_share_, inputs_;
     std::vector<int64_t> chosen_, members_;
+    std::vector<float> factors_;
     std::vector<std::vector<AttentionUnit>> units_;  // of each group of layers
     SharedText text_;
     Growing growing_;

@@ -1,7 +1,7 @@
 // A gated delta rule in attention's place (kernels/delta.py): each value head's matrix goes from a row's parent to the row.
 #include <algorithm>
 
-#include "decoder.h"
+#include "states.h"
 
 namespace specpress {
 
@@ -15,31 +15,7 @@ void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
     queries_.resize(std::max(queries_.size(), static_cast<size_t>(rows * channels)));
     mixed_.resize(std::max(mixed_.size(), static_cast<size_t>(rows * values)));
     multiply(layer.qkv, rows, made_.data(), stride, false);
-    auto before = [&](int64_t row) -> const float* {
-        const Store& s = batch.stores[batch.request[row]];
-        const int64_t slot = batch.before ? batch.before[row] : batch.slot[row] - 1;
-        return slot < 0 ? nullptr : s.states + slot % s.held * s.width + state;
-    };
-    auto after = [&](int64_t row) {
-        const Store& s = batch.stores[batch.request[row]];
-        return s.states + batch.slot[row] % s.held * s.width + state;
-    };
-    pool_.run(channels, rows * channels < 16384 ? channels : 256, [&](int, int64_t begin, int64_t end) {
-        for (int64_t row = 0; row < rows; row++) {
-            const float *from = before(row), *input = made_.data() + row * stride;
-            float *to = after(row), *out = queries_.data() + row * channels;
-            for (int64_t c = begin; c < end; c++) {
-                float sum = (from ? from[c] : 0.0f) * d.taps[c];
-                for (int64_t i = 1; i < past; i++) {
-                    const float seen = from ? from[i * channels + c] : 0.0f;
-                    sum = sum + seen * d.taps[i * channels + c];
-                    to[(i - 1) * channels + c] = seen;
-                }
-                out[c] = sum + input[c] * d.taps[past * channels + c];
-                to[(past - 1) * channels + c] = input[c];
-            }
-        }
-    });
+    filter(batch, state, made_.data(), stride, channels, d.taps, d.count, nullptr, queries_.data());
     pool_.run(rows, 1, [&](int thread, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             float *q = queries_.data() + row * channels, *share = made_.data() + row * stride + channels + values, *left = share + d.value_heads;
@@ -57,11 +33,11 @@ void Decoder::delta(const Layer& layer, int64_t state, const Batch& batch) {
     pool_.run(d.value_heads, 1, [&](int, int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; h++)
             for (int64_t row = 0; row < rows; row++) {
-                const float *whole = before(row), *from = whole ? whole + past * channels + h * size : nullptr;
+                const float *whole = state_before(batch, row, state), *from = whole ? whole + past * channels + h * size : nullptr;
                 const float* q = queries_.data() + row * channels + h / per * d.key_dim;
                 const float* v = queries_.data() + row * channels + 2 * keys + h * wide;
                 const float *share = made_.data() + row * stride + channels + values + h, left = share[d.value_heads];
-                float *to = after(row) + past * channels + h * size, *out = mixed_.data() + row * values + h * wide;
+                float *to = state_after(batch, row, state) + past * channels + h * size, *out = mixed_.data() + row * values + h * wide;
                 path_.delta_step({from, q, q + keys, v, left, *share, d.key_dim, wide, to, out});
             }
     });

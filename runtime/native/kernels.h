@@ -158,6 +158,14 @@ struct DeltaStep {
     float *to, *out;
 };
 
+// A row of one head's state space: matrices are [state][dim]; without `from` the one before is all zeros.
+struct MambaStep {
+    const float *from, *x, *b, *c;
+    float step, left, skip;  // what the input is multiplied by, what stays of the matrix, and how much of x is added
+    int64_t state, dim;
+    float *to, *out;
+};
+
 struct Path {
     // y[row][n] (+)= product of inputs and the blocks first..last of w; y has `stride` floats a row.
     void (*linear[KINDS])(const Weights& w, const Inputs& x, int64_t first, int64_t last, float* y, int64_t stride, bool add);
@@ -177,6 +185,9 @@ struct Path {
     // e^(rate · ln(1 + e^x)), as kernels/delta.py has it.
     void (*decay)(const float* x, const float* rate, int64_t size, float* out);
     void (*delta_step)(const DeltaStep& step);
+    // Each head's step, in place, of what it is made of, and what it leaves of its matrix (kernels/mamba.py, steps).
+    void (*mamba_steps)(float* x, const float* rate, int64_t size, float low, float high, float* left);
+    void (*mamba_step)(const MambaStep& step);
     void (*rotate)(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin);
     void (*remember)(const Heads& h, int64_t layer, const Store& s, int64_t slot, const float* key, const float* value);
     // A unit's rows; `parts`: the sums of its splits, one after the other, from attend_split, or null: they are made here.

@@ -3,36 +3,62 @@
 
 namespace specpress {
 
-// Prepares what `down` takes: the activation of a gate and its factor, or of one layer, of rows that row_of gives.
+namespace {
+
+// Rows of experts that are computed together: of more, as in long prompts, what lies in between would take memory.
+constexpr int64_t TOGETHER = 2048;
+
+}  // namespace
+
+// Prepares what the last layers of fed_'s MLPs take: the activation of a gate and its factor, or of one layer, of rows
+// that row_of(thread, mlp, row) gives. Their products go where the caller has outs_ put them.
 template <class F>
-void Decoder::feed(const Projection& gate_up, const Weights* down, const float* parameters, int64_t rows, F&& row_of) {
-    const int64_t wide = down->inputs, stride = model_.gated ? 2 * wide : wide;
-    prepare(gate_up, rows, row_of);
-    multiply(gate_up, rows, gate_up_.data(), stride, false);
-    const Projection one = {1, &down};
-    prepare(one, rows, [&](int thread, int64_t row) {
+void Decoder::feed(const float* parameters, F&& row_of) {
+    const int64_t count = static_cast<int64_t>(fed_.size()), layers = model_.gated ? 2 : 1;
+    int64_t size = 0;
+    for (const Fed& f : fed_) size += f.rows * layers * (*f.down)->inputs;
+    grow(gate_up_, size);
+    groups_.clear(), downs_.clear(), outs_.clear();
+    float* y = gate_up_.data();
+    for (const Fed& f : fed_) {
+        const int64_t stride = layers * (*f.down)->inputs;
+        groups_.push_back({f.gate_up, f.rows, y, stride});
+        downs_.push_back({1, f.down});
+        y += f.rows * stride;
+    }
+    for (int64_t i = 0; i < count; i++) outs_.push_back({&downs_[i], fed_[i].rows, nullptr, model_.hidden});
+    prepare(groups_.data(), count, row_of);
+    multiply(groups_.data(), count, false);
+    prepare(outs_.data(), count, [&](int thread, int64_t mlp, int64_t row) {
+        const int64_t wide = (*fed_[mlp].down)->inputs;
         float* out = scratch(thread) + widest_;
-        const float* gate = gate_up_.data() + row * stride;
+        float* gate = groups_[mlp].y + row * groups_[mlp].stride;
+        if (model_.mlp_gates != 1.0f)
+            for (int64_t d = 0; d < wide; d++) gate[d] = gate[d] * model_.mlp_gates;
         path_.gated(gate, model_.gated ? gate + wide : nullptr, wide, model_.activation, parameters, out);
         return static_cast<const float*>(out);
     });
 }
 
 void Decoder::mlp(const Layer& layer, int64_t rows) {
+    fed_.assign(1, {&layer.gate_up, &layer.down, rows, false});
     // What stands beside attention has been normed before attention was added.
-    feed(layer.gate_up, layer.down, layer.parameters, rows, [&](int thread, int64_t row) {
+    feed(layer.parameters, [&](int thread, int64_t, int64_t row) {
         return model_.parallel ? static_cast<const float*>(normed_.data() + row * model_.hidden) : normed(layer.mlp_norm, thread, row);
     });
-    branch(layer.down, layer.output_norm, rows);
+    branch(layer.down, layer.output_norm, model_.mlp_added, rows);
 }
 
 // The MLP beside a mixture, whose own output stands in sum_: both through their norms, added.
 void Decoder::mix_beside(const Layer& layer, int64_t rows) {
     const MlpBeside& b = *layer.mixture->beside;
     const int64_t hidden = model_.hidden;
-    feed(b.gate_up, b.down, layer.parameters, rows, [&](int thread, int64_t row) { return normed(layer.mlp_norm, thread, row); });
-    const Projection down = {1, &b.down};
-    multiply(down, rows, expert_.data(), hidden, false);
+    fed_.assign(1, {&b.gate_up, &b.down, rows, false});
+    feed(layer.parameters, [&](int thread, int64_t, int64_t row) { return normed(layer.mlp_norm, thread, row); });
+    fed_.clear();
+    grow(expert_, rows * hidden);
+    outs_[0].y = expert_.data();
+    multiply(outs_.data(), 1, false);
     rows_of(rows, hidden, [&](int thread, int64_t row) {
         float *made = expert_.data() + row * hidden, *mixed = sum_.data() + row * hidden, *own = scratch(thread);
         normalize(b.mlp_output_norm, made, hidden, made, own);
@@ -41,7 +67,8 @@ void Decoder::mix_beside(const Layer& layer, int64_t rows) {
     });
 }
 
-// Some experts a row; each row's are added in the order of their number, and then what all rows go through.
+// Some experts a row; each row's are added in the order of their number, and then what all rows go through. Each expert's
+// weights are read once for all of its rows, and threads go from expert to expert without waiting for each other.
 void Decoder::mix(const Layer& layer, int64_t rows) {
     const Mixture& m = *layer.mixture;
     const Routing& to = m.routing;
@@ -59,47 +86,59 @@ void Decoder::mix(const Layer& layer, int64_t rows) {
     grow(chosen_, rows * to.chosen);
     path_.choose(share_.data(), rows, to, chosen_.data());
     std::fill(sum_.begin(), sum_.begin() + rows * hidden, 0.0f);
-    std::vector<int64_t>& members = members_;
+    members_.clear(), factors_.clear(), fed_.clear();
     for (int64_t e = 0; e < experts; e++) {
-        members.clear();
+        int64_t count = 0;
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < to.chosen; i++)
-                if (chosen_[row * to.chosen + i] == e) members.push_back(row);
-        if (members.empty()) continue;
+                if (chosen_[row * to.chosen + i] == e) members_.push_back(row), factors_.push_back(share_[row * experts + e]), count++;
+        if (!count) continue;
         experts_read_++;
-        const int64_t count = static_cast<int64_t>(members.size());
-        feed(m.gate_up[e], m.down[e], layer.parameters, count, [&](int thread, int64_t i) {
-            const float* x = row_of(thread, members[i]);
-            if (!to.scaled_inputs) return x;
-            const float share = share_[members[i] * experts + e];
-            float* out = scratch(thread) + widest_;
-            for (int64_t d = 0; d < hidden; d++) out[d] = x[d] * share;
-            return static_cast<const float*>(out);
-        });
-        const Projection down = {1, &m.down[e]};
-        multiply(down, count, expert_.data(), hidden, false);
-        for (int64_t i = 0; i < count; i++) {
-            float* sum = sum_.data() + members[i] * hidden;
-            const float share = to.scaled_inputs ? 1.0f : share_[members[i] * experts + e];
-            for (int64_t d = 0; d < hidden; d++) sum[d] = sum[d] + expert_[i * hidden + d] * share;
-        }
+        fed_.push_back({&m.gate_up[e], &m.down[e], count, to.scaled_inputs != 0});
+        if (static_cast<int64_t>(members_.size()) >= TOGETHER) mix_some(layer.parameters);
     }
     if (m.shared_down) {
+        grow(shared_share_, rows);
+        std::fill(shared_share_.begin(), shared_share_.begin() + rows, 1.0f);
         if (m.shared_gate) {
             const Projection gate = {1, &m.shared_gate};
             prepare(gate, rows, row_of);
-            multiply(gate, rows, share_.data(), 1, false);
-            path_.sigmoid(share_.data(), rows);
+            multiply(gate, rows, shared_share_.data(), 1, false);
+            path_.sigmoid(shared_share_.data(), rows);
         }
-        feed(m.shared_gate_up, m.shared_down, layer.parameters, rows, row_of);
-        const Projection down = {1, &m.shared_down};
-        multiply(down, rows, expert_.data(), hidden, false);
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t d = row * hidden; d < (row + 1) * hidden; d++)
-                sum_[d] = sum_[d] + (m.shared_gate ? expert_[d] * share_[row] : expert_[d]);
+        for (int64_t row = 0; row < rows; row++) members_.push_back(row), factors_.push_back(shared_share_[row]);
+        fed_.push_back({&m.shared_gate_up, &m.shared_down, rows, false});
     }
+    mix_some(layer.parameters);
     if (m.beside) mix_beside(layer, rows);
-    add_branch(sum_.data(), layer.output_norm, rows);
+    add_branch(sum_.data(), layer.output_norm, model_.mlp_added, rows);
+}
+
+// Adds to sum_ what fed_'s experts make of the rows members_, each times its factor: an input's or an output's.
+void Decoder::mix_some(const float* parameters) {
+    if (fed_.empty()) return;
+    const int64_t hidden = model_.hidden, all = static_cast<int64_t>(members_.size());
+    feed(parameters, [&](int thread, int64_t mlp, int64_t row) {
+        const int64_t at = first_rows_[mlp] + row;
+        const float* x = normed_.data() + members_[at] * hidden;
+        if (!fed_[mlp].scaled) return x;
+        float* out = scratch(thread) + widest_;
+        for (int64_t d = 0; d < hidden; d++) out[d] = x[d] * factors_[at];
+        return static_cast<const float*>(out);
+    });
+    grow(expert_, all * hidden);
+    for (int64_t i = 0, first = 0; i < static_cast<int64_t>(outs_.size()); first += outs_[i].rows, i++) outs_[i].y = expert_.data() + first * hidden;
+    multiply(outs_.data(), static_cast<int64_t>(outs_.size()), false);
+    pool_.run(hidden, all * hidden < 16384 ? hidden : 256, [&](int, int64_t begin, int64_t end) {
+        int64_t at = 0;
+        for (const Fed& f : fed_)
+            for (int64_t row = 0; row < f.rows; row++, at++) {
+                float* sum = sum_.data() + members_[at] * hidden;
+                const float *made = expert_.data() + at * hidden, factor = f.scaled ? 1.0f : factors_[at];
+                for (int64_t d = begin; d < end; d++) sum[d] = sum[d] + made[d] * factor;
+            }
+    });
+    members_.clear(), factors_.clear(), fed_.clear();
 }
 
 }  // namespace specpress

@@ -28,6 +28,8 @@ void capped(float*, int64_t, float);
 void sigmoid(float*, int64_t);
 void decay(const float*, const float*, int64_t, float*);
 void delta_step(const DeltaStep&);
+void mamba_steps(float*, const float*, int64_t, float, float, float*);
+void mamba_step(const MambaStep&);
 void rotate(float*, int64_t, int64_t, int64_t, const float*, const float*);
 void remember(const Heads&, int64_t, const Store&, int64_t, const float*, const float*);
 void attend(const AttentionCall&, const AttentionUnit&, float*, float*);
@@ -42,7 +44,7 @@ void encode(const TrellisTask&, int64_t, int64_t);
 extern const Path path;
 const Path path = {
     {linear_f32, linear_bf16, linear_int8, linear_int4, linear_nf4, linear_ternary, linear_nested, linear_upper, linear_trellis},
-    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, rotate, remember, attend, attend_split, choose,
+    quantize, widen, norm, layer_norm, gated, capped, sigmoid, decay, delta_step, mamba_steps, mamba_step, rotate, remember, attend, attend_split, choose,
     attention_scratch, attention_part, tile_rows, largest, encode, UNSIGNED_DOT,
 };
 

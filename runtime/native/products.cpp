@@ -19,27 +19,51 @@ int64_t outputs_of(const Projection& p) {
 
 // The products of the prepared rows, all parts in one go.
 void Decoder::multiply(const Projection& p, int64_t rows, float* y, int64_t stride, bool add) {
-    int64_t total = 0, widest = 1;
-    for (int64_t i = 0; i < p.parts; i++) {
-        total += blocks_of(*p.weights[i]);
-        widest = std::max(widest, bytes_per_block(*p.weights[i]));
+    const Group one = {&p, rows, y, stride};
+    multiply(&one, 1, add);
+}
+
+// Those of several projections, with nobody waiting for the last of one before the next begins.
+void Decoder::multiply(const Group* groups, int64_t count, bool add) {
+    int64_t total = 0, widest = 1, most = 0;
+    for (int64_t g = 0; g < count; g++) {
+        const Projection& p = *groups[g].p;
+        most = std::max(most, groups[g].rows);
+        for (int64_t i = 0; i < p.parts; i++) {
+            total += blocks_of(*p.weights[i]);
+            widest = std::max(widest, bytes_per_block(*p.weights[i]));
+        }
     }
     // A few pieces a thread, so that one slow core does not hold up the rest; with many rows few enough blocks that they
     // stay in a core's cache from one tile of rows to the next.
     int64_t piece = std::max<int64_t>(1, total / (8 * pool_.threads()));
-    if (rows > path_.tile_rows()) piece = std::max<int64_t>(1, std::min<int64_t>(piece, (256 << 10) / widest));
+    if (most > path_.tile_rows()) piece = std::max<int64_t>(1, std::min<int64_t>(piece, (256 << 10) / widest));
     pool_.run(total, piece, [&](int, int64_t begin, int64_t end) {
-        int64_t base = 0, column = 0;
-        for (int64_t i = 0; i < p.parts; i++) {
-            const Weights& w = *p.weights[i];
-            const int64_t blocks = blocks_of(w), first = std::max<int64_t>(begin - base, 0), last = std::min(end - base, blocks);
-            if (first < last) {
-                Want& want = wants_[want_of_[i]];
-                const Inputs in = {rows, want.stride, w.groups, want.values.data(), want.first_code(), want.step.data(), want.sums.data(),
-                                   want.wide ? want.words.data() : nullptr, want.pairs.data()};
-                path_.linear[w.kind](w, in, first, last, y + column, stride, add);
+        int64_t base = 0;
+        const Place* place = places_.data();
+        for (int64_t g = 0; g < count && base < end; g++) {
+            const Group& group = groups[g];
+            int64_t column = 0;
+            for (int64_t i = 0; i < group.p->parts; i++, place++) {
+                const Weights& w = *group.p->weights[i];
+                const int64_t blocks = blocks_of(w), first = std::max<int64_t>(begin - base, 0), last = std::min(end - base, blocks);
+                if (first < last) {
+                    Want& want = wants_[place->want];
+                    const int64_t row = place->first;
+                    const bool wide = want.wide && group.rows >= WIDE_ROWS;
+                    const Inputs in = {group.rows,
+                                       want.stride,
+                                       w.groups,
+                                       want.values.data() + row * want.stride,
+                                       want.first_code() + row * want.stride,
+                                       want.step.data() + row * w.groups,
+                                       want.sums.data() + row * w.groups,
+                                       wide ? want.words.data() + row * want.stride : nullptr,
+                                       want.pairs.data() + row * w.groups};
+                    path_.linear[w.kind](w, in, first, last, group.y + column, group.stride, add);
+                }
+                base += blocks, column += w.outputs;
             }
-            base += blocks, column += w.outputs;
         }
     });
 }

@@ -38,38 +38,64 @@ void Decoder::rows_of(int64_t rows, int64_t work, F&& f) {
 // the first `widest_` floats are for the order of inputs.
 template <class F>
 void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
-    int64_t wants = 0;
-    grow(want_of_, p.parts);
-    if (static_cast<int64_t>(wants_.size()) < p.parts) wants_.resize(static_cast<size_t>(p.parts));
-    for (int64_t i = 0; i < p.parts; i++) {
-        const Weights& w = *p.weights[i];
-        int64_t found = 0;
-        while (found < wants && !same_want(*wants_[found].of, w)) found++;
-        want_of_[i] = found;
-        if (found < wants) continue;
-        Want& want = wants_[wants++];
-        want.of = &w;
+    const Group one = {&p, rows, nullptr, 0};
+    prepare(&one, 1, [&](int thread, int64_t, int64_t row) { return row_of(thread, row); });
+}
+
+// The same for several projections, each with rows of its own: row_of(thread, group, row).
+template <class F>
+void Decoder::prepare(const Group* groups, int64_t count, F&& row_of) {
+    int64_t wants = 0, total = 0;
+    places_.clear(), first_rows_.clear();
+    for (int64_t g = 0; g < count; g++) {
+        const Projection& p = *groups[g].p;
+        first_rows_.push_back(total);
+        total += groups[g].rows;
+        for (int64_t i = 0; i < p.parts; i++) {
+            const Weights& w = *p.weights[i];
+            int64_t found = 0;
+            while (found < wants && !same_want(*wants_[found].of, w)) found++;
+            if (found == wants) {
+                if (static_cast<int64_t>(wants_.size()) == wants) wants_.emplace_back();
+                Want& fresh = wants_[wants++];
+                fresh.of = &w, fresh.rows = 0, fresh.group = -1, fresh.wide = false;
+            }
+            Want& want = wants_[found];
+            const bool known = want.group == g;
+            if (!known) want.first = want.rows, want.rows += groups[g].rows, want.group = g;
+            want.wide |= groups[g].rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED || w.kind == TRELLIS);
+            places_.push_back({found, want.first, known});
+        }
+    }
+    for (int64_t i = 0; i < wants; i++) {
+        Want& want = wants_[i];
+        const Weights& w = *want.of;
         // A stride that is no power of two: rows of a tile must not fall on the same lines of the cache.
         want.stride = (w.groups * w.group + 63) / 64 * 64 + 64;
         if (is_float(w)) {
             want.stride = (w.group + 15) / 16 * 16 + 16;
-            grow(want.values, rows * want.stride);
+            grow(want.values, want.rows * want.stride);
         } else {
-            grow(want.codes, rows * want.stride + LINE);
-            grow(want.step, rows * w.groups);
-            grow(want.sums, rows * w.groups);
-            want.wide = rows >= WIDE_ROWS && path_.widen && (w.kind == INT8 || w.kind == NF4 || w.kind == NESTED || w.kind == TRELLIS);
+            grow(want.codes, want.rows * want.stride + LINE);
+            grow(want.step, want.rows * w.groups);
+            grow(want.sums, want.rows * w.groups);
             if (want.wide) {
-                grow(want.words, rows * want.stride);
-                grow(want.pairs, rows * w.groups);
+                grow(want.words, want.rows * want.stride);
+                grow(want.pairs, want.rows * w.groups);
             }
         }
     }
-    rows_of(rows, p.weights[0]->inputs, [&](int thread, int64_t row) {
-        const float* values = row_of(thread, row);
-        for (int64_t i = 0; i < wants; i++) {
-            Want& want = wants_[i];
+    rows_of(total, groups[0].p->weights[0]->inputs, [&](int thread, int64_t at) {
+        const int64_t g = std::upper_bound(first_rows_.begin(), first_rows_.end(), at) - first_rows_.begin() - 1;
+        const int64_t own = at - first_rows_[g];
+        const Place* places = places_.data();
+        for (int64_t before = 0; before < g; before++) places += groups[before].p->parts;
+        const float* values = row_of(thread, g, own);
+        for (int64_t i = 0; i < groups[g].p->parts; i++) {
+            if (places[i].known) continue;
+            Want& want = wants_[places[i].want];
             const Weights& w = *want.of;
+            const int64_t row = places[i].first + own;
             if (is_float(w)) {
                 float* to = want.values.data() + row * want.stride;
                 std::memcpy(to, values, static_cast<size_t>(w.inputs) * 4);
@@ -77,7 +103,7 @@ void Decoder::prepare(const Projection& p, int64_t rows, F&& row_of) {
             } else {
                 path_.quantize(w, values, want.first_code() + row * want.stride, want.step.data() + row * w.groups,
                                want.sums.data() + row * w.groups, scratch(thread));
-                if (want.wide)
+                if (want.wide && groups[g].rows >= WIDE_ROWS)
                     path_.widen(w, want.first_code() + row * want.stride, want.words.data() + row * want.stride,
                                 want.pairs.data() + row * w.groups);
             }

@@ -134,6 +134,16 @@ void decay(const float* x, const float* rate, int64_t size, float* out) {
     each(x, rate, size, out, [](F16 v, F16 r) { return exp(mul(r, softplus(v))); });
 }
 
+void mamba_steps(float* x, const float* rate, int64_t size, float low, float high, float* left) {
+    const F16 least = set(low), most = set(high);
+    each(x, nullptr, size, x, [&](F16 v, F16) {
+        v = softplus(v);
+        v = where_less(v, least, least, v);
+        return where_less(most, v, most, v);  // a NaN stays
+    });
+    each(x, rate, size, left, [](F16 v, F16 r) { return exp(mul(r, v)); });
+}
+
 // Half-split rotary embedding of `heads` adjacent heads, in place.
 void rotate(float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin) {
     for (int64_t h = 0; h < heads; h++, x += dim) {

@@ -35,18 +35,20 @@ bool sound(const Model& model) {
     // Without layers it only projects (Decoder::project), by sizes that are the weights' own.
     if (!model.layers) return true;
     if (!size(model.groups) || !model.heads) return false;
+    // Without attention there is one group, of no heads.
+    const bool headless = model.groups == 1 && !model.heads->heads && !model.heads->kv_heads && !model.heads->dim;
     for (int64_t g = 0; g < model.groups; g++) {
         const Heads& h = model.heads[g];
         if (h.heads != model.heads->heads || h.cache_kind != model.heads->cache_kind) return false;
-        if (!size(h.heads) || !size(h.kv_heads) || h.heads % h.kv_heads || !size(h.dim) || h.dim > widest_head) return false;
-        if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || !size(h.heads * h.dim) || h.value_dim < 0 || h.value_dim > h.dim) return false;
+        if (!headless && (!size(h.heads) || !size(h.kv_heads) || h.heads % h.kv_heads || !size(h.dim) || h.dim > widest_head)) return false;
+        if (h.rotated < 0 || h.rotated > h.dim || h.rotated % 2 || h.heads * h.dim > most || h.value_dim < 0 || h.value_dim > h.dim) return false;
     }
     if (model.inputs) {
         const LayerInputs& in = *model.inputs;
         if (!in.table || !size(in.size) || !size(model.layers * in.size) || !in.norm.weight) return false;
         if (!fits(in.projection, model.layers * in.size, model.hidden) || wants_parameters) return false;
     }
-    if (model.layers < 0 || !size(model.hidden) || !size(model.intermediate) || !size(model.vocabulary)) return false;
+    if (model.layers < 0 || !size(model.hidden) || model.intermediate < 0 || model.intermediate > most || !size(model.vocabulary)) return false;
     if (!fits(model.head, model.vocabulary, model.hidden) || !model.norm.weight) return false;
     if (model.activation < SILU || model.activation > CLAMPED_SWIGLU || (model.activation == CLAMPED_SWIGLU && !model.gated)) return false;
     for (int64_t i = 0; i < model.layers; i++) {
@@ -57,7 +59,17 @@ bool sound(const Model& model) {
         if (layer.rotary >= model.tables || (!layer.shares && !layer.query_norm != !layer.key_norm)) return false;
         if (wants_parameters && !layer.parameters) return false;
         if (layer.window < 0) return false;
-        if (layer.convolution) {
+        if (layer.mamba) {
+            const Mamba& m = *layer.mamba;
+            if (layer.convolution || layer.delta || m.count < 2 || !size(m.heads) || !size(m.groups) || m.heads % m.groups) return false;
+            if (!size(m.dim) || !size(m.state) || !size(m.heads * m.dim) || !size(m.groups * m.state)) return false;
+            if (!size(m.heads * m.dim * m.state) || !size(m.count * channels_of(m))) return false;
+            if (!m.taps || !m.step || !m.rate || !m.skip || !fits(m.out, model.hidden, m.heads * m.dim)) return false;
+            if (!fits(m.into, m.heads * m.dim + channels_of(m) + m.heads, model.hidden)) return false;
+        }
+        if (!layer.out) {
+            if (layer.qkv.parts || layer.convolution || layer.delta || layer.latent || layer.gate) return false;
+        } else if (layer.convolution) {
             const Convolution& c = *layer.convolution;
             if (c.count < 2 || !size(c.count * model.hidden) || !c.taps) return false;
             if (!fits(layer.out, model.hidden, model.hidden) || !joined(layer.qkv, 3 * model.hidden, model.hidden)) return false;
@@ -70,7 +82,7 @@ bool sound(const Model& model) {
             if (!fits(layer.out, model.hidden, values) || !joined(layer.qkv, channels + values + 2 * d.value_heads, model.hidden)) return false;
         } else if (layer.latent) {
             if (layer.gate || !latent(*layer.latent, layer, h)) return false;
-        } else if (h.value_dim || !fits(layer.out, model.hidden, h.heads * h.dim) ||
+        } else if (headless || h.value_dim || !fits(layer.out, model.hidden, h.heads * h.dim) ||
                    !joined(layer.qkv, (h.heads + makes * h.kv_heads) * h.dim, model.hidden)) {
             return false;
         }
@@ -80,6 +92,7 @@ bool sound(const Model& model) {
         }
         if (layer.gate && !fits(layer.gate, h.heads * h.dim, model.hidden)) return false;
         if (!layer.mixture) {
+            if (!layer.down) continue;
             if (!mlp(layer.gate_up, layer.down)) return false;
             continue;
         }

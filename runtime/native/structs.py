@@ -113,6 +113,17 @@ class DeltaStruct(Structure):
     ]
 
 
+class MambaStruct(Structure):
+    """decoder.h, Mamba."""
+
+    _fields_ = [
+        *_all(POINTER(WeightsStruct), "into", "out"),
+        *_all(c_void_p, "multipliers", "taps", "bias", "step", "rate", "skip", "norm"),
+        *_all(c_int64, "count", "heads", "dim", "groups", "state", "gate_first"),
+        *_all(c_float, "low", "high", "read", "added"),
+    ]
+
+
 class LayerStruct(Structure):
     """decoder.h, Layer."""
 
@@ -129,6 +140,7 @@ class LayerStruct(Structure):
         ("latent", POINTER(LatentStruct)),
         ("convolution", POINTER(ConvolutionStruct)),
         ("delta", POINTER(DeltaStruct)),
+        ("mamba", POINTER(MambaStruct)),
         ("gate", POINTER(WeightsStruct)),
         *_all(c_int64, "group", "keys", "shares", "keys_as_values"),
         ("own", POINTER(LayerGateStruct)),
@@ -156,8 +168,9 @@ class ModelStruct(Structure):
             c_int64, "layers", "hidden", "intermediate", "vocabulary", "activation", "gated", "layer_norm", "parallel"
         ),
         *_all(c_int64, "norm_of_heads", "norm_rotated", "tables", "chunked"),
-        *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "residual_scale", "logits_scale"),
+        *_all(c_float, "norm_eps", "embedding_scale", "attention_scaling", "logits_scale"),
         *_all(c_float, "softcap", "final_softcap"),
+        *_all(c_float, "attention_read", "attention_added", "mlp_gates", "mlp_added", "own_added"),
         ("layer", POINTER(LayerStruct)),
         ("norm", NormStruct),
         ("head", POINTER(WeightsStruct)),

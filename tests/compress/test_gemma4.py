@@ -15,7 +15,7 @@ from compress.errors import USER_ERRORS
 from compress.stages import kv_cache
 from runtime import Speculator, load
 from runtime.contract import Rows
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.lookup import LookupDrafter
 from tests.compress.tiny_architectures import make

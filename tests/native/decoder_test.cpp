@@ -260,6 +260,17 @@ void sizes(const TestModel& m) {
         changed("no rates", [](Delta& other) { other.rate = nullptr; });
         changed("a larger state", [](Delta& other) { other.value_dim++; });
         changed("value heads that share nothing", [](Delta& other) { other.key_heads = 3; });
+    } else if (m.shape.mamba) {
+        auto changed = [&](const char* what, auto&& change) {
+            Mamba other = m.blocks[0].mamba;
+            change(other);
+            refused(what, [&](Model&, Layer& layer) { layer.mamba = &other; });
+        };
+        changed("a state space of one tap", [](Mamba& other) { other.count = 1; });
+        changed("no rates", [](Mamba& other) { other.rate = nullptr; });
+        changed("wider heads", [](Mamba& other) { other.dim++; });
+        changed("larger vectors", [](Mamba& other) { other.state++; });
+        changed("heads that share nothing", [](Mamba& other) { other.groups = 3; });
     } else if (m.shape.taps) {
         Convolution other = m.blocks[0].convolution;
         refused("one tap", [&](Model&, Layer& layer, Heads&, LayerInputs&) { other.count = 1, layer.convolution = &other; });
@@ -341,7 +352,7 @@ void projections(const NamedPath& path, Random& random, Pool& pool) {
 void test_decoder(const NamedPath& path) {
     Random random(41);
     Pool pool(1);
-    std::vector<ModelShape> shapes(13);
+    std::vector<ModelShape> shapes(15);
     shapes[0].name = "dense", shapes[0].embedding_type = SCALE_F16;
     shapes[1].name = "mixture", shapes[1].experts = 5, shapes[1].embedding_type = SCALE_BF16;
     ModelShape& gemma = shapes[2];
@@ -358,9 +369,12 @@ void test_decoder(const NamedPath& path) {
     shapes[9].name = "delta rule, gate", shapes[9].taps = 4, shapes[9].delta = shapes[9].gate = true;
     shapes[10].name = "delta rule, int8, int4 cache", shapes[10].taps = 2, shapes[10].delta = true, shapes[10].kind = INT8;
     shapes[10].cache = CACHE_INT4;
-    shapes[11].name = "shared keys, inputs of layers", shapes[11].shared = shapes[11].head_norms = true, shapes[11].inputs = 13;
-    shapes[12].name = "the same, int8, int4 cache, window", shapes[12].shared = true, shapes[12].inputs = 12, shapes[12].kind = INT8;
-    shapes[12].cache = CACHE_INT4, shapes[12].window = 30;
+    shapes[11].name = "state space", shapes[11].taps = 4, shapes[11].mamba = true;
+    shapes[12].name = "state space, gates first, int8 cache", shapes[12].taps = 2, shapes[12].mamba = shapes[12].gate = true;
+    shapes[12].kind = INT8, shapes[12].cache = CACHE_INT8;
+    shapes[13].name = "shared keys, inputs of layers", shapes[13].shared = shapes[13].head_norms = true, shapes[13].inputs = 13;
+    shapes[14].name = "the same, int8, int4 cache, window", shapes[14].shared = true, shapes[14].inputs = 12, shapes[14].kind = INT8;
+    shapes[14].cache = CACHE_INT4, shapes[14].window = 30;
     for (const ModelShape& shape : shapes) check(path, shape, random, pool);
     projections(path, random, pool);
 }

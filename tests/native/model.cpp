@@ -38,7 +38,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         // The decoder takes a weight for every head.
         for (int64_t head = 0; head < HEADS; head++) b.query_norms.insert(b.query_norms.end(), b.query_norm.begin(), b.query_norm.end());
         for (int64_t head = 0; head < KV_HEADS; head++) b.key_norms.insert(b.key_norms.end(), b.key_norm.begin(), b.key_norm.end());
-        const bool stateful = s.taps && &b == &blocks[0], convolved = stateful && !s.delta;
+        const bool stateful = s.taps && !s.mamba && &b == &blocks[0], convolved = stateful && !s.delta;
         std::vector<int64_t> made = {HEADS * s.dim, KV_HEADS * s.dim, KV_HEADS * s.dim};
         if (s.shared && &b != &blocks[0]) made = {HEADS * s.dim};
         if (stateful) made = s.delta ? std::vector<int64_t>{CHANNELS, DELTA_VALUES, VALUE_HEADS, VALUE_HEADS} : std::vector<int64_t>(3, HIDDEN);
@@ -49,6 +49,13 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
             b.taps = random.reals(s.taps * CHANNELS, -1.0f, 1.0f), b.delta_norm = random.reals(VALUE_DIM, 0.5f, 1.5f);
             b.step = random.reals(VALUE_HEADS, -1.0f, 1.0f), b.rate = random.reals(VALUE_HEADS, -0.5f, -0.01f);
             b.delta_query = random.reals(KEY_DIM, 0.1f, 0.3f), b.delta_key = random.reals(KEY_DIM, 0.1f, 0.3f);
+        }
+        if (s.mamba && &b == &blocks[0]) {
+            b.into.add(random_layer(s.kind, SPACE_MADE, HIDDEN, random, pool, true)), b.space_out.add(random_layer(s.kind, HIDDEN, SPACE, random, pool));
+            b.space_taps = random.reals(s.taps * SPACE_CHANNELS, -1.0f, 1.0f), b.space_bias = random.reals(SPACE_CHANNELS, -0.5f, 0.5f);
+            b.space_step = random.reals(SPACE_HEADS, -1.0f, 1.0f), b.space_rate = random.reals(SPACE_HEADS, -0.5f, -0.01f);
+            b.skip = random.reals(SPACE_HEADS, 0.5f, 1.5f), b.space_norm = random.reals(SPACE, 0.5f, 1.5f);
+            b.multipliers = random.reals(SPACE_MADE, 0.5f, 1.5f);
         }
         if (!stateful && s.gate) b.gate.add(random_layer(s.kind, HEADS * s.dim, HIDDEN, random, pool));
         for (int64_t e = 0; e < std::max<int64_t>(1, s.experts); e++) {
@@ -77,6 +84,11 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
                        VALUE_DIM,           1e-5f};
             layer.delta = &b.delta;
         }
+        if (!b.skip.empty()) {
+            b.mamba = {b.into.pointers[0], b.space_out.pointers[0], b.multipliers.data(), b.space_taps.data(), b.space_bias.data(), b.space_step.data(),
+                       b.space_rate.data(), b.skip.data(), b.space_norm.data(), s.taps, SPACE_HEADS, SPACE_DIM, GROUPS, STATE, s.gate, 0.3f, 1.1f, 1.3f, 0.7f};
+            layer.mamba = &b.mamba;
+        }
         if (!b.gate.pointers.empty()) layer.gate = b.gate.pointers[0];
         if (s.shared && &b != &blocks[0])
             layer.shares = 1, layer.key_norm = nullptr;
@@ -86,7 +98,7 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
         if (s.experts) {
             b.mixture = {{s.experts, CHOSEN, s.gelu ? 0 : 1}, b.router.pointers[0], b.gate_up_projections.data(), b.down_pointers.data(), {}, nullptr, nullptr, nullptr};
             layer.mixture = &b.mixture;
-        } else {
+        } else if (!s.mamba || layers.empty()) {
             layer.gate_up = b.gate_up[0].projection(), layer.down = b.down[0].pointers[0];
         }
         layers.push_back(layer);
@@ -112,7 +124,8 @@ TestModel::TestModel(const ModelShape& s, Random& random, Pool& pool) : shape(s)
     model.heads = &heads, model.groups = 1;
     model.layers = DEPTH, model.hidden = HIDDEN, model.intermediate = WIDE, model.vocabulary = VOCABULARY, model.activation = s.gelu ? specpress::GELU_TANH : specpress::SILU;
     model.norm_eps = 1e-5f, model.embedding_scale = s.gelu ? 1.5f : 1.0f;
-    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.residual_scale = model.logits_scale = 1.0f, model.head = head.pointers[0];
+    model.attention_scaling = 0.25f, model.layer = layers.data(), model.norm.weight = norm.data(), model.gated = model.tables = 1, model.logits_scale = model.attention_read = model.attention_added = model.mlp_gates = model.mlp_added = model.own_added = 1.0f, model.head = head.pointers[0];
+    if (s.mamba) model.attention_read = 0.8f, model.attention_added = 1.2f, model.mlp_gates = 0.6f, model.mlp_added = 1.4f;
     if (!s.tied) model.embedding = embedding16.empty() ? static_cast<const void*>(embedding32.data()) : embedding16.data();
     model.embedding_type = s.embedding_type;
     if (!s.inputs) return;
@@ -160,7 +173,7 @@ std::vector<double> mlp(const TestModel& m, const TestBlock& b, size_t expert, c
     const std::vector<double> both = b.gate_up[expert].of(x);
     Floats mixed;
     for (int64_t i = 0; i < WIDE; i++) {
-        const double g = both[i];
+        const double g = both[i] * m.model.mlp_gates;
         const double gate = m.shape.gelu ? 0.5 * g * (1.0 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) : g / (1.0 + std::exp(-g));
         mixed.push_back(static_cast<float>(gate * both[WIDE + i]));
     }
@@ -247,11 +260,11 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         return mixed;
     };
     // A channel's last inputs, the row's own among them, times its taps.
-    auto tapped = [&](const TestBlock& b, int64_t channels, int64_t channel, int64_t at) {
+    auto tapped = [&](const Floats& taps, int64_t channels, int64_t channel, int64_t at) {
         double sum = 0.0;
         for (int64_t tap = 0; tap < m.shape.taps; tap++) {
             const int64_t seen = at - m.shape.taps + 1 + tap;
-            if (seen >= 0) sum += b.taps[tap * channels + channel] * inputs[seen][channel];
+            if (seen >= 0) sum += taps[tap * channels + channel] * inputs[seen][channel];
         }
         return sum;
     };
@@ -261,7 +274,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         inputs.emplace_back();
         for (int64_t d = 0; d < HIDDEN; d++) {
             inputs.back().push_back(made[d] * made[2 * HIDDEN + d]);
-            mixed.push_back(static_cast<float>(made[HIDDEN + d] * (b.tap_bias[d] + tapped(b, HIDDEN, d, at))));
+            mixed.push_back(static_cast<float>(made[HIDDEN + d] * (b.tap_bias[d] + tapped(b.taps, HIDDEN, d, at))));
         }
         return mixed;
     };
@@ -270,7 +283,7 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         auto silu = [](double v) { return v / (1.0 + std::exp(-v)); };
         inputs.emplace_back(made.begin(), made.begin() + CHANNELS);
         std::vector<double> qkv;
-        for (int64_t d = 0; d < CHANNELS; d++) qkv.push_back(silu(tapped(b, CHANNELS, d, at)));
+        for (int64_t d = 0; d < CHANNELS; d++) qkv.push_back(silu(tapped(b.taps, CHANNELS, d, at)));
         Floats mixed;
         for (int64_t h = 0; h < VALUE_HEADS; h++) {
             const auto first = qkv.begin() + h / (VALUE_HEADS / KEY_HEADS) * KEY_DIM;
@@ -292,21 +305,59 @@ std::vector<double> textbook(const TestModel& m, const std::vector<int64_t>& tok
         }
         return mixed;
     };
+    // And a state space of its gates, inputs, Bs, Cs and steps.
+    std::vector<double> spaces(static_cast<size_t>(SPACE * STATE));
+    auto advance = [&](const TestBlock& b, std::vector<double> made, int64_t at) {
+        auto silu = [](double v) { return v / (1.0 + std::exp(-v)); };
+        for (int64_t d = 0; d < SPACE_MADE; d++) made[d] *= b.multipliers[d];
+        inputs.emplace_back(made.begin() + SPACE, made.begin() + SPACE + SPACE_CHANNELS);
+        std::vector<double> x, mixed(static_cast<size_t>(SPACE));
+        for (int64_t d = 0; d < SPACE_CHANNELS; d++) x.push_back(silu(b.space_bias[d] + tapped(b.space_taps, SPACE_CHANNELS, d, at)));
+        for (int64_t h = 0; h < SPACE_HEADS; h++) {
+            const double steps = std::log1p(std::exp(made[SPACE + SPACE_CHANNELS + h] + b.space_step[h]));
+            const double step = std::min<double>(std::max<double>(steps, b.mamba.low), b.mamba.high), left = std::exp(b.space_rate[h] * step);
+            const double* vectors = x.data() + SPACE + h / (SPACE_HEADS / GROUPS) * STATE;
+            for (int64_t d = h * SPACE_DIM; d < (h + 1) * SPACE_DIM; d++) {
+                mixed[d] = x[d] * b.skip[h];
+                for (int64_t n = 0; n < STATE; n++) {
+                    double& place = spaces[d * STATE + n];
+                    place = place * left + step * x[d] * vectors[n], mixed[d] += place * vectors[VECTORS + n];
+                }
+                if (b.mamba.gate_first) mixed[d] *= silu(made[d]);
+            }
+        }
+        Floats out;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            const int64_t first = g * (SPACE / GROUPS), last = first + SPACE / GROUPS;
+            const Floats even = normed({mixed.begin() + first, mixed.begin() + last}, {b.space_norm.begin() + first, b.space_norm.begin() + last}, 0.0f);
+            for (int64_t d = first; d < last; d++) out.push_back(static_cast<float>(even[d - first] * (b.mamba.gate_first ? 1.0 : silu(made[d]))));
+        }
+        return out;
+    };
+    auto times = [](Floats x, float factor) {
+        for (float& v : x) v *= factor;
+        return x;
+    };
     for (size_t position = 0; position < tokens.size(); position++) {
         const Floats start = m.embedding_of(tokens[position]);
         std::vector<double> x(start.begin(), start.end());
         const std::vector<double> own = m.projection.of(start);
         for (int64_t l = 0; l < DEPTH; l++) {
             const TestBlock& b = m.blocks[l];
-            const Floats read = normed(x, b.input_norm, 0.0f);
+            const Floats first = normed(x, b.input_norm, 0.0f), read = times(first, m.model.attention_read);
             const std::vector<double> made = b.qkv.of(read), gates = b.gate.of(read);
             const int64_t at = static_cast<int64_t>(position);
             Floats mixed = b.taps.empty() ? attend(l, made, at) : b.step.empty() ? convolve(b, made, at) : correct(b, made, at);
             for (size_t d = 0; d < gates.size(); d++) mixed[d] = static_cast<float>(mixed[d] / (1.0 + std::exp(-gates[d])));
             const std::vector<double> attended = b.out.of(mixed);
-            for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d];
+            for (int64_t d = 0; d < HIDDEN; d++) x[d] += attended[d] * m.model.attention_added;
+            if (!b.skip.empty()) {
+                const std::vector<double> added = b.space_out.of(advance(b, b.into.of(times(first, b.mamba.read)), at));
+                for (int64_t d = 0; d < HIDDEN; d++) x[d] += added[d] * b.mamba.added;
+            }
+            if (!m.layers[l].down && !m.layers[l].mixture) continue;
             const std::vector<double> moved = mixture(m, b, normed(x, b.mlp_norm, 0.0f));
-            for (int64_t d = 0; d < HIDDEN; d++) x[d] += moved[d];
+            for (int64_t d = 0; d < HIDDEN; d++) x[d] += moved[d] * m.model.mlp_added;
             if (m.shape.inputs) own_input(l, tokens[position], own, x);
         }
         for (double logit : m.head.of(normed(x, m.norm, 0.0f))) logits.push_back(logit);

@@ -29,6 +29,7 @@ struct ModelShape {
     int64_t taps = 0;    // of a convolution in the first block's attention's place; 0: there is none
     bool delta = false;  // a delta rule stands there, behind that convolution
     bool gate = false;   // on what attention mixes
+    bool mamba = false;  // that convolution is a state space's, which stands beside attention; the other block has no MLP
     bool shared = false;   // the last block reads the first one's keys and values
     int64_t inputs = 0;    // numbers that each block reads for itself; 0: none
     int64_t attending() const;
@@ -37,12 +38,16 @@ struct ModelShape {
 
 constexpr int64_t HIDDEN = 40, WIDE = 56, VOCABULARY = 70, HEADS = 4, KV_HEADS = 2, DEPTH = 2;
 // Of the blocks that keep keys and values.
-inline int64_t ModelShape::attending() const { return taps || shared ? DEPTH - 1 : DEPTH; }
+inline int64_t ModelShape::attending() const { return (taps && !mamba) || shared ? DEPTH - 1 : DEPTH; }
 constexpr float BLOCK_SCALE = 0.75f;  // of what stands behind a block with an input of its own
 // Of a delta rule: heads and their dimensions, and what goes through its convolution.
 constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, KEY_DIM = 20, VALUE_DIM = 12, DELTA_KEYS = KEY_HEADS * KEY_DIM;
 constexpr int64_t DELTA_VALUES = VALUE_HEADS * VALUE_DIM, CHANNELS = 2 * DELTA_KEYS + DELTA_VALUES;
+// And of a state space.
+constexpr int64_t SPACE_HEADS = 4, SPACE_DIM = 20, GROUPS = 2, STATE = 10, SPACE = SPACE_HEADS * SPACE_DIM, VECTORS = GROUPS * STATE;
+constexpr int64_t SPACE_CHANNELS = SPACE + 2 * VECTORS, SPACE_MADE = SPACE + SPACE_CHANNELS + SPACE_HEADS;
 inline int64_t ModelShape::state() const {
+    if (mamba) return (taps - 1) * SPACE_CHANNELS + SPACE * STATE;
     if (delta) return (taps - 1) * CHANNELS + DELTA_VALUES * KEY_DIM;
     return taps ? (taps - 1) * HIDDEN : 0;
 }
@@ -62,9 +67,11 @@ struct Parts {
 struct TestBlock {
     Floats input_norm, mlp_norm, query_norm, key_norm, query_norms, key_norms;
     Floats taps, tap_bias, step, rate, delta_query, delta_key, delta_norm;
+    Floats space_taps, space_bias, space_step, space_rate, skip, space_norm, multipliers;
     specpress::Convolution convolution;
     specpress::Delta delta;
-    Parts qkv, out, router, gate, own_gate, own_out;
+    specpress::Mamba mamba;
+    Parts qkv, out, router, gate, into, space_out, own_gate, own_out;
     Floats own_norm;
     specpress::LayerGate own;
     std::vector<Parts> gate_up, down;  // one, or as many as experts

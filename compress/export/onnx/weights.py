@@ -17,7 +17,7 @@ from runtime.formats.tensors import check_finite
 
 Weight = PackedWeight | Tensor
 # Fused experts, and the linear layers of one expert that each is made of, in order.
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ that our decoders do not run."""
 
 from collections.abc import Callable
 
-from runtime.checkpoints.families import classic, dense, gemma, latent, mixtures, stateful
+from runtime.checkpoints.families import classic, dense, gemma, latent, mixtures, state_space, stateful
 from runtime.checkpoints.families.common import Config
 from runtime.checkpoints.families.llama import first
 from runtime.checkpoints.record import Architecture
@@ -61,4 +61,9 @@ FAMILIES: dict[str, Callable[[Config], Architecture | None]] = {
     "lfm2_moe": stateful.lfm2_moe,
     "qwen3_next": stateful.qwen3_next,
     "qwen3_5_text": stateful.qwen3_5,
+    "qwen3_5_moe_text": stateful.qwen3_5_moe,
+    "mamba2": state_space.mamba2,
+    "nemotron_h": state_space.nemotron_h,
+    "granitemoehybrid": state_space.granitemoehybrid,
+    "falcon_h1": state_space.falcon_h1,
 }

@@ -1,5 +1,6 @@
 """What config.json says in the same words in most families."""
 
+import math
 from typing import Any
 
 from runtime.checkpoints.record import Activation, Architecture
@@ -27,6 +28,17 @@ def count(config: Config, key: str) -> int:
     found = config.get(key)
     if not isinstance(found, int) or found < 1:
         raise UserError(f"config.json: {key} must be a positive integer, found {found!r}")
+    return found
+
+
+def number(value: Any, key: str) -> float:
+    """A number that is not NaN; transformers writes infinity as a mapping. Raises UserError for anything else."""
+    try:
+        found = float(value.get("__float__", "nan") if isinstance(value, dict) else value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if math.isnan(found):
+        raise UserError(f"config.json: {key} must hold numbers, found {str(value)[:60]}")
     return found
 
 

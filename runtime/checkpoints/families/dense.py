@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, rotary_sets, windows
+from runtime.checkpoints.families.common import (
+    Config,
+    activation,
+    count,
+    layer_types,
+    llama,
+    number,
+    rotary_sets,
+    windows,
+)
 from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
 
@@ -77,13 +86,15 @@ def olmo2(config: Config) -> Architecture | None:
 
 def granite(config: Config) -> Architecture | None:
     """Four multipliers."""
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (number(config.get(key, 1.0), key) for key in keys)
     return llama(
         config,
         activation(config),
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
-        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+        embedding_scale=embedding,
+        attention_scale=attention,
+        residual_scale=residual,
+        logits_scale=1.0 / logits,
     )
 
 

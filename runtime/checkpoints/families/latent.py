@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, llama
-from runtime.checkpoints.families.mixtures import in_groups, of_experts, total
-from runtime.checkpoints.record import Architecture, Experts, Latent
+from runtime.checkpoints.families.mixtures import in_groups, in_shared_experts, of_experts, total
+from runtime.checkpoints.mixers import Latent
+from runtime.checkpoints.record import Architecture, Experts
 from runtime.errors import UserError
 
 
@@ -29,7 +30,7 @@ def _latent(config: Config, experts: Experts | None, **more: Any) -> Architectur
             experts,
             scale=float(config.get("routed_scaling_factor", 1.0)),
             shared=count(config, "moe_intermediate_size") * config.get("n_shared_experts", 1),
-            shared_name="shared_experts",
+            **in_shared_experts(),
         )
     found = llama(
         # A head, to this function, is what rotates.

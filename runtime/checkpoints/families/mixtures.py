@@ -1,6 +1,7 @@
 """Families with a mixture of experts beyond Mixtral and Qwen3-MoE: one function each."""
 
 from dataclasses import replace
+from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama, windows
 from runtime.checkpoints.families.dense import exaone4, granite, hunyuan, neighbours
@@ -19,6 +20,15 @@ def of_experts(config: Config, total: str, hidden: str, renormalize: bool) -> Ex
 def total(config: Config, *names: str) -> str:
     """The name under which config.json has the number of experts: releases of transformers differ."""
     return next((name for name in names if name in config), names[0])
+
+
+def in_shared_experts(block: str = "mlp", gated: bool = True, name: str = "shared_experts") -> dict[str, Any]:
+    """The layers of what every token goes through, which the mixture `block` calls `name`; what record.Experts has."""
+    parts = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    return {
+        "shared_gate_up": tuple(f"{block}.{name}.{part}" for part in parts),
+        "shared_down": f"{block}.{name}.down_proj",
+    }
 
 
 def in_groups(config: Config, experts: Experts, best: int) -> tuple[int, int, int]:
@@ -92,7 +102,7 @@ def sigmoids(config: Config, number: str, renormalize: bool, shared: str = "n_sh
         groups=in_groups(config, experts, 2),
         scale=float(config.get("routed_scaling_factor", 1.0)),
         shared=count(config, "moe_intermediate_size") * config.get(shared, 1),
-        shared_name="shared_experts",
+        **in_shared_experts(),
     )
 
 
@@ -161,7 +171,7 @@ def ernie4_5_moe(config: Config) -> Architecture | None:
         *(number, chosen, count(config, "moe_intermediate_size"), True),
         correction="moe_statics.e_score_correction_bias",
         shared=count(config, "moe_intermediate_size") * shared,
-        shared_name="shared_experts",
+        **in_shared_experts(),
     )
     dense = tuple(n for n in range(layers) if (n + 1) % step or not start <= n <= last)
     return replace(found, experts=experts, dense_layers=dense, tied=bool(config.get("tie_word_embeddings", True)))
@@ -173,7 +183,7 @@ def hunyuan_moe(config: Config) -> Architecture | None:
     if found is None or not isinstance(chosen, int) or not isinstance(config.get("num_experts"), int):
         return None
     experts = of_experts(config | {"num_experts_per_tok": chosen}, "num_experts", "intermediate_size", True)
-    experts = replace(experts, routers=("gate.wg",), shared=experts.hidden, shared_name="shared_mlp")
+    experts = replace(experts, routers=("gate.wg",), shared=experts.hidden, **in_shared_experts(name="shared_mlp"))
     return replace(found, experts=experts)
 
 
@@ -217,6 +227,8 @@ def llama4(config: Config) -> Architecture | None:
             scoring="sigmoid",
             scaled_inputs=True,
             shared=experts.hidden,
+            shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+            shared_down="feed_forward.shared_expert.down_proj",
             transposed=True,
         ),
         dense_layers=tuple(i for i in range(layers) if i not in mixed),

@@ -5,7 +5,8 @@ from typing import Any
 
 from runtime.checkpoints.families.common import Config, activation, count, layer_types, llama
 from runtime.checkpoints.families.mixtures import of_experts, qwen2_moe
-from runtime.checkpoints.record import Architecture, Convolution, DeltaNet, Mixer, Names
+from runtime.checkpoints.mixers import Convolution, DeltaNet, Mixer
+from runtime.checkpoints.record import Architecture, Names
 from runtime.errors import UserError
 
 _LFM2 = Names(
@@ -18,6 +19,9 @@ _LFM2 = Names(
     gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
 )
+
+# What a delta rule reads, a layer for each part of it.
+_APART = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 
 
 def _of_today(config: Config) -> Config:
@@ -134,6 +138,12 @@ def _with_deltas(config: Config, found: Architecture, how: DeltaNet) -> Architec
 def qwen3_5(config: Config) -> Architecture | None:
     """The same with a dense MLP, and a layer for each part of what the delta rule reads."""
     found = llama({"partial_rotary_factor": 0.25} | config, activation(config))
-    into = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    how = DeltaNet(*_heads(config), into, grouped=False)
+    how = DeltaNet(*_heads(config), _APART, grouped=False)
+    return None if found is None else _with_deltas(config, found, how)
+
+
+def qwen3_5_moe(config: Config) -> Architecture | None:
+    """That of Qwen2's mixture, in all layers."""
+    found = qwen2_moe({"norm_topk_prob": True, "partial_rotary_factor": 0.25} | config)
+    how = DeltaNet(*_heads(config), _APART, grouped=False)
     return None if found is None else _with_deltas(config, found, how)

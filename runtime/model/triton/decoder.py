@@ -21,9 +21,10 @@ from runtime.kernels.dispatch import Kernel
 from runtime.kernels.reference import capped
 from runtime.kernels.triton.linear import TritonLinear
 from runtime.kv_store import KEY_BLOCK
+from runtime.model.base import BaseDecoder
 from runtime.model.layers import Parts
 from runtime.model.on_device import ARGMAX, NON_FINITE, RowSampling
-from runtime.model.reference import BaseDecoder, Turns
+from runtime.model.reference import Turns
 from runtime.model.triton.batch import Inputs, Staging, Words, bucket_for, depth_of, fill
 from runtime.model.triton.cache import WIDEST, GpuCache
 from runtime.model.triton.draft_steps import Chains, fill_round, round_for, steps_of

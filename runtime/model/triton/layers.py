@@ -171,6 +171,7 @@ def _some(places: Places, rows: slice) -> Places:
 def _feed_forward(read: Tensor, x: Tensor, block: Block, a: Architecture, position: Tensor) -> Tensor:
     """The residual stream x behind a block's MLP or mixture, which read `read`."""
     mlp, norm = block.mlp, block.mlp_norm
+    assert mlp is not None  # as in `attention`
     if isinstance(mlp, Mixture):
         normed = read if norm is None else _norm(read, norm, a)
         if block.output_norm is None and a.residual_scale == 1.0:

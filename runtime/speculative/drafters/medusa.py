@@ -13,8 +13,8 @@ from runtime.checkpoints.medusa import Description, read_description, read_weigh
 from runtime.errors import UserError
 from runtime.kernels.activations import silu
 from runtime.kernels.dispatch import Kernel, linear
+from runtime.model.base import BaseDecoder
 from runtime.model.layers import Linear
-from runtime.model.reference import BaseDecoder
 from runtime.sampling.candidates import ranked
 from runtime.sampling.distribution import Distributions, Logits, argmax_tokens, host
 from runtime.speculative.draft import Draft, Outcome, Request

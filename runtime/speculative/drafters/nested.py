@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from runtime.contract import Decoder, HasDecoder
 from runtime.errors import UserError
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from runtime.speculative.drafters.model import ModelDrafter
 from runtime.speculative.verify import Rule
 

@@ -203,6 +203,42 @@ def test_a_block_without_memory_takes_the_checkpoint_s_tensors(kind: str, tmp_pa
         torch.testing.assert_close(experts(x, index, weights), expected, rtol=1e-4, atol=1e-5)
 
 
+def without_gates() -> Any:
+    """A model of two mixtures without gates, and of the parameters that all of them need."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    given = {"layers_block_type": ["moe", "full_attention", "moe"], "moe_shared_expert_intermediate_size": 40}
+    config = AutoConfig.for_model("nemotron_h", **_SHAPE, **given, n_routed_experts=EXPERTS)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    """Two layers each, in the model and by the names of the checkpoint; and the outputs stay."""
+    model = without_gates()
+    before = logits(model, tokens())
+    model.save_pretrained(tmp_path)
+    apart = Names(model)
+    paths = {apart.place(name).expert for name in load_file(tmp_path / "model.safetensors")} - {None}
+    wanted = {f"mixer.experts.{n}.{part}_proj" for n in range(EXPERTS) for part in ("up", "down")}
+    assert paths == {f"model.layers.{layer}.{path}" for layer in (0, 2) for path in wanted}
+    assert [unfuse(block) for block in blocks(model)] == [("mixer.experts",), (), ("mixer.experts",)]
+    names = {name for name, module in blocks(model)[0].named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name in names if ".experts." in name} == wanted
+    rows = seen(blocks(model)[0])
+    with counted(blocks(model)[0], ["mixer.experts.1"]) as counts:
+        torch.testing.assert_close(logits(model, tokens()), before, rtol=1e-4, atol=1e-5)
+    assert rows["mixer.experts.2.up_proj"] == rows["mixer.experts.2.down_proj"] == counts["mixer.experts.2"]
+    assert rows["mixer.experts.1.up_proj"] == tokens().numel()
+    with torch.no_grad():
+        blocks(model)[2].mixer.experts[1].up_proj.weight.zero_()  # type: ignore[index, union-attr]
+    assert (logits(model, tokens()) - before).abs().max() > 1e-3
+
+
 def test_the_experts_are_views_that_can_be_saved(tmp_path: Path) -> None:
     model = make("mixtral")
     fused = model.model.layers[0].mlp.experts.gate_up_proj

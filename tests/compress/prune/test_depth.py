@@ -148,6 +148,14 @@ def test_what_a_family_reads_off_a_blocks_number_is_written_out() -> None:
     assert before and before.dense_layers == (0, 1, 2, 4)
     after = describe(depth.shorten_config(experts, (2, 3)))
     assert after and (after.layers, after.dense_layers) == (4, (0, 1, 2))  # blocks 0, 1 and 4; 5 has experts
+    # Infinity as transformers writes it.
+    limit = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    granite = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
+    short = depth.shorten_config(granite | limit, (0,))
+    assert (short["num_hidden_layers"], short["layer_types"]) == (
+        2,
+        ["attention", "mamba"],
+    ) and limit.items() <= short.items()
     llama = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     assert depth.shorten_config(llama, (0,)) == {**llama, "num_hidden_layers": 3}
     gpt2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4}

@@ -6,7 +6,7 @@ import torch
 
 from compress.stages import kv_cache
 from runtime import Speculator, load
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.lookup import LookupDrafter
 from tests.runtime.model.families import VOCABULARY, write

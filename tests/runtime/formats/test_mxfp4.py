@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime import formats, load
 from runtime.errors import UserError
 from runtime.formats import mxfp4
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from tests.runtime.model import families
 from tests.runtime.model.test_families import relative, run, text
 

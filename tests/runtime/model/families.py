@@ -51,6 +51,12 @@ _LATENT = _LATENT_HEADS | {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -60,6 +66,8 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_SHARING = {"num_experts": 6, "num_experts_per_tok": 2}
+_SHARING |= {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 56}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_WIDE,
@@ -130,13 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": _YARN,
         },
     },
-    "granite": {
-        **_DIVIDED,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
-    },
+    "granite": {**_DIVIDED, **_MULTIPLIERS},
     "glm4": {**_WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "ministral": {"layer_types": _TYPES, "sliding_window": WINDOW},
     "ministral3": {"sliding_window": None, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.4}},
@@ -173,10 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_DIVIDED,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 5.0,
+        **_MULTIPLIERS,
     },
     "glm4_moe": {
         **_QUARTERED,
@@ -315,37 +314,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
     # Layers of delta rules on both sides of attention; two value heads to a key head, of other dimensions.
-    "qwen3_next": {
-        **_QUARTERED,
-        **_DELTA,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 28,
-        "shared_expert_intermediate_size": 56,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_next": {**_QUARTERED, **_DELTA, **_SHARING, "mlp_only_layers": [0]},
     "qwen3_5_text": {**_QUARTERED, **_DELTA},
+    "qwen3_5_moe_text": {**_QUARTERED, **_DELTA, **_SHARING},
+    # State spaces alone: biases everywhere, steps that meet both of their limits.
+    "mamba2": {
+        **{"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
+        **{"num_heads": 10, "head_dim": 11, "n_groups": 5, "state_size": 13, "conv_kernel": 3},
+        **{
+            "use_bias": True,
+            "time_step_limit": [0.1, 1.5],
+            "layer_norm_epsilon": 1e-3,
+            "max_position_embeddings": None,
+        },
+    },
+    # Blocks of every kind, two with states.
+    "nemotron_h": {
+        **_QUARTERED,
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        **{"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 3, "ssm_state_size": 10, "time_step_min": 0.3},
+        **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        **{"moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36, "routed_scaling_factor": 1.7},
+        **{"use_bias": True, "mlp_bias": True},
+    },
+    "granitemoehybrid": {
+        **_QUARTERED,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_proj_bias": True},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 36},
+        **_MULTIPLIERS,
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 10, "mamba_d_head": 12},
+        **{"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
+        **{"mlp_bias": True, "mlp_multipliers": [0.7, 1.3], "ssm_multipliers": [0.6, 1.4, 0.8, 1.2, 0.9]},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4, "ssm_in_multiplier": 1.3},
+        **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "ssm_out_multiplier": 0.5},
+    },
 }
 
 
-def config(kind: str) -> Any:
-    """The transformers configuration of a family."""
+def config(kind: str, **more: Any) -> Any:
+    """The transformers configuration of a family; `more` in place of the table's, or taken away by None."""
     from transformers import AutoConfig
 
     shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else _SHAPE
     # None takes a key of the common shape away; of others it is a value, as that of DeepSeek-V2-Lite's q_lora_rank.
-    told = {k: v for k, v in (shape | FAMILIES[kind]).items() if v is not None or k not in shape}
+    told = {k: v for k, v in (shape | FAMILIES[kind] | more).items() if v is not None or k not in shape}
     return AutoConfig.for_model(kind, **told)
 
 
-def write(kind: str, path: Path) -> Path:
-    """Writes the model: all of its tensors random, norms and biases as well, so that none can be left out unnoticed."""
+def write(kind: str, path: Path, **more: Any) -> Path:
+    """Writes the model, with `more` in its configuration: all of its tensors random, norms and biases as well, so that
+    none can be left out unnoticed."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     torch.manual_seed(7)
-    made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
+    made = AutoModelForCausalLM.from_config(config(kind, **more), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from runtime import load
 from runtime.checkpoints.architecture import COMPOSITES
 from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
-from runtime.model.reference import BaseDecoder
 from runtime.models.tiny import tiny_model
 from tests.runtime.model.test_families import relative, run, text
 

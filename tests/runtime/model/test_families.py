@@ -12,7 +12,7 @@ from runtime.checkpoints.families import FAMILIES as KNOWN
 from runtime.checkpoints.families import LLAMA
 from runtime.contract import Decoder, Rows
 from runtime.kv_store import CacheKind
-from runtime.model.reference import BaseDecoder
+from runtime.model.base import BaseDecoder
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.lookup import LookupDrafter
 from runtime.speculative.drafters.model import ModelDrafter

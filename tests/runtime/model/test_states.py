@@ -14,20 +14,20 @@ from runtime.cache.contiguous import ContiguousCache, KeyValueCache
 from runtime.cache.states import States
 from runtime.contract import Rows
 from runtime.errors import UserError
+from runtime.model.base import BaseDecoder
 from runtime.model.native import NativeDecoder
-from runtime.model.reference import BaseDecoder
 from runtime.sampling.params import Sampling
 from runtime.speculate import CacheOptions
 from runtime.speculative.drafters.model import ModelDrafter
 from tests.runtime.model.families import pack, write
 from tests.runtime.model.test_families import run, text
 
-KINDS = ("lfm2", "qwen3_next", "qwen3_5_text")
+KINDS = ("lfm2", "qwen3_next", "qwen3_5_text", "mamba2", "nemotron_h", "falcon_h1")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model; those of delta rules begin with as few states as their megabytes would have them do."""
+    """A model; all but convolutions begin with as few states as their megabytes would have them do."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "lfm2":
             patch.setattr(states, "_LARGE", 0)
@@ -143,13 +143,16 @@ def test_memory_of_states(path: Path) -> None:
     decoder = load(path, threads=1).decoder
     assert isinstance(decoder, BaseDecoder)
     a, cache = decoder.architecture, decoder.new_cache()
-    if a.delta is None:
-        assert a.convolution is not None
-        least, floats = 8, (a.convolution.taps - 1) * a.hidden
-    else:
+    least, floats = 2, 0
+    if a.delta is not None:
         keys, values = a.delta.key_heads * a.delta.key, a.delta.value_heads * a.delta.value
-        least, floats = 2, (a.delta.taps - 1) * (2 * keys + values) + values * a.delta.key
-    floats *= a.layers - len(a.attending)
+        floats = (a.delta.taps - 1) * (2 * keys + values) + values * a.delta.key
+    elif a.mamba is not None:
+        values, vectors = a.mamba.heads * a.mamba.dim, a.mamba.groups * a.mamba.state
+        floats = (a.mamba.taps - 1) * (values + 2 * vectors) + values * a.mamba.state
+    elif a.convolution is not None:
+        least, floats = 8, (a.convolution.taps - 1) * a.hidden
+    floats *= sum(mixer not in ("attention", "nothing") for mixer in a.mixers)
     request, last = cache.open(400), torch.tensor([99])
 
     def held() -> int:
@@ -171,8 +174,9 @@ def test_memory_of_states(path: Path) -> None:
     if isinstance(decoder, NativeDecoder):
         decoder.continue_greedy(text(9), Rows.chains([(request, 286, 9)]), cache, [14], decoder.vocab_size)
         assert held() == 14
-    # Keys and values of the one layer with attention.
-    assert cache.bytes_per_token() == 2 * 4 * a.kv_heads * a.head_dim
+    # Keys and values of the layers with attention.
+    layers = sum("attention" in mixer for mixer in a.mixers)
+    assert cache.bytes_per_token() == layers * 2 * 4 * a.kv_heads * a.head_dim
 
 
 def test_drafts_that_are_fed_token_by_token(decoder: BaseDecoder) -> None:

@@ -10,8 +10,8 @@ from runtime import load
 from runtime.contract import Decoder, Rows
 from runtime.errors import UserError
 from runtime.kernels import dispatch
+from runtime.model.base import BaseDecoder
 from runtime.model.layers import described
-from runtime.model.reference import BaseDecoder
 from tests.runtime.model.families import FAMILIES, VOCABULARY, WINDOW, write
 from tests.slices import often
 

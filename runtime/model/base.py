@@ -1,0 +1,97 @@
+"""What all decoders on Specpress' own kernels have: weights as layers, caches, and states that are computed again."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from runtime.cache.contiguous import ContiguousCache, KeyValueCache
+from runtime.cache.paged import PagedCache
+from runtime.cache.quantizer import CacheFormat
+from runtime.cache.slots import Reserved
+from runtime.checkpoints.architecture import Architecture
+from runtime.contract import UNCALIBRATED, Cache, CacheKind, CacheScheme, Out, Rows, integers
+from runtime.kernels.dispatch import Kernel
+from runtime.model.layers import Parts, weight_bytes
+from runtime.model.planes import upper_parts
+from runtime.model.rotary import RotaryTables
+
+# Tokens in one forward where states are computed again.
+_PIECE = 512
+
+
+class BaseDecoder(ABC):
+    """A decoder on Specpress' own kernels: its weights as layers (`parts`), and the facts that every `Decoder` has.
+
+    What drafts on the target's own weights (nested, medusa) takes any of these.
+    """
+
+    def __init__(
+        self, architecture: Architecture, config: Any, parts: Parts, kernel: Kernel, kv: CacheScheme = UNCALIBRATED
+    ):
+        self.architecture, self.parts, self.kernel, self.kv = architecture, parts, kernel, kv
+        self.vocab_size, self.hidden_size = architecture.vocab, architecture.hidden
+        self.max_positions, self.exact, self.device = architecture.max_positions, kernel.exact, parts.norm.weight.device
+        self.kernels = kernel.name
+        self._config, self._rotary = config, RotaryTables(config, architecture, self.device)
+
+    @property
+    def threads(self) -> int:
+        """The native kernels' own; torch's where the kernels use those."""
+        return self.kernel.threads or torch.get_num_threads()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return weight_bytes(self.parts)
+
+    def upper(self) -> Self:
+        """This decoder on the upper planes of its int8 weights (planes.py): no weights of its own, caches of its own.
+
+        Raises UserError where it was not loaded with planes.
+        """
+        return type(self)(self.architecture, self._config, upper_parts(self.parts), self.kernel, self.kv)
+
+    def new_cache(self, kind: CacheKind = "float32", pages: int | None = None) -> KeyValueCache:
+        """An empty cache that holds keys and values as `kind` says, by the artifact's key factors (`kv`).
+
+        `pages` of 64 tokens, shared by all requests (PagedCache); None: memory for each request (ContiguousCache).
+        """
+        form = self._cache_format(kind)
+        return ContiguousCache(form) if pages is None else PagedCache(form, pages)
+
+    def _cache_format(self, kind: CacheKind) -> tuple[CacheFormat, ...]:
+        """One for each group of layers."""
+        a = self.architecture
+        groups, state = a.cache_shape
+        factors = self.kv.factors(kind) or (None,) * len(groups)
+        values = 0 if a.latent is None else a.value_dim
+        return tuple(
+            CacheFormat(*shape, self.device, kind, factor, values, state if number == 0 else 0)
+            for number, (shape, factor) in enumerate(zip(groups, factors, strict=True))
+        )
+
+    def _recall_states(self, rows: Rows, cache: KeyValueCache) -> None:
+        """Computes the states again that a request goes on from, where it was rolled back further than they are kept.
+
+        Keys and values are written again as well, the same bits to the same slots.
+        """
+        for handle in dict.fromkeys(rows.request.tolist()) if cache.format.state else ():
+            states = cache.states(handle)
+            if states is None or states.holds(len(states.tokens)):
+                continue
+            states.restart()
+            tokens = integers(states.tokens)
+            for start in range(0, len(tokens), _PIECE):
+                piece = tokens[start : start + _PIECE]
+                self._run_again(piece, Reserved(handle, 0, len(piece), start, None), cache)
+            states.restarted()
+
+    def _run_again(self, tokens: Tensor, chain: Reserved, cache: KeyValueCache) -> None:
+        """Runs a chain whose slots are taken, for what it leaves in the cache."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, rows: Rows, cache: Cache, logits_at: Tensor | None = None) -> Out:
+        """See contract.Decoder."""
