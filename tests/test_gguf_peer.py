@@ -18,6 +18,8 @@ from compress.model.source import default_pair
 from runtime import load
 from runtime.contract import Rows
 from runtime.model.load import Model
+from tests.compress.export import gguf_families
+from tests.runtime.model import families
 
 pytest.importorskip("gguf")
 PEERS = Path(__file__).parents[1] / ".peers" / "bin" / "python"
@@ -95,6 +97,30 @@ def test_every_architecture_is_computed_as_here(kind: str, tiny: Callable[..., P
     difference = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
     print(f"{kind}: logits differ by {difference:.2e}")
     assert difference < 1e-3
+
+
+def _families(kind: str, file: Path, model: Path, out: Path) -> float:
+    tokens = torch.randint(1, 8000, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    ((theirs,), _) = _theirs(file, [tokens], [], families.VOCABULARY, out)
+    ours = _ours(load(model), tokens)
+    difference = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+    print(f"{kind}: logits differ by {difference:.2e}")
+    return difference
+
+
+@pytest.mark.parametrize("kind", gguf_families.CHANGES)
+def test_every_family_is_computed_as_here(kind: str, tmp_path: Path) -> None:
+    model = gguf_families.write(kind, tmp_path / kind)
+    file = _export(model, tmp_path / "out", floats="f32")
+    # llama.cpp's GELU is a table of float16: with it some 3e-4, without 1e-5.
+    assert _families(kind, file, model, tmp_path / "theirs") < 1e-3
+
+
+def test_experts_in_mxfp4_are_computed_as_here(tmp_path: Path) -> None:
+    model = gguf_families.write("gpt_oss", tmp_path / "gpt_oss", hidden_size=64, intermediate_size=96)
+    gguf_families.in_mxfp4(model)
+    file = _export(model, tmp_path / "out")
+    assert _families("gpt_oss, mxfp4", file, model, tmp_path / "theirs") < 0.02
 
 
 @pytest.mark.parametrize("recipe", ["int8-dynamic", "int4-rtn", "ternary"])

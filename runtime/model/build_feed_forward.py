@@ -97,17 +97,18 @@ def _beside(reader: TensorReader, a: Architecture, experts: Experts, how: Beside
 
 def _experts(reader: TensorReader, a: Architecture, experts: Experts, base: str) -> tuple[Mlp, ...]:
     size, kernel = experts.hidden, reader.kernel
+    limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
     held = {name.removesuffix("_blocks") for name in reader.names if name.startswith(f"{base}.")}
     fused = next((pair for pair in experts.fused if f"{base}.{pair[0]}" in held), None)
     if fused is None:
         old = any(f"{base}.experts.0.w1.{part}" in reader.names for part in ("weight", "weight_packed", "qweight"))
         gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
         gate_up = (gate, up) if a.gated else (up,)
-        return tuple(_layers(reader, a, f"{base}.experts.{i}", size, gate_up, down) for i in range(experts.count))
+        each = (_layers(reader, a, f"{base}.experts.{i}", size, gate_up, down) for i in range(experts.count))
+        return tuple(replace(one, parameters=limits) if limits is not None else one for one in each)
     order = None
     if experts.interleaved:
         order = torch.arange(2 * size).view(size, 2).t().flatten()
-    limits = None if experts.clamp is None else torch.tensor(experts.clamp, device=reader.device)
     layers = zip(
         *_stack(reader, experts, f"{base}.{fused[0]}"), *_stack(reader, experts, f"{base}.{fused[1]}"), strict=True
     )

@@ -3,6 +3,7 @@
     int4 (3, 2 bits), groups of n · 32   Q4_0, or Q4_1 with offsets: the scale is repeated for every 32 inputs
     int8 rows, int6 (5), groups of n·32  Q8_0
     ternary                              TQ2_0; Q4_0 where 256 does not divide a row
+    mxfp4                                MXFP4
     floats                               F32, F16, BF16
 
 Blocks have float16 scales (and minima), so scales of another type may be rounded once. What has no such grid (nf4,
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from compress.errors import UserError
 from runtime.checkpoints.gguf.blocks import unpack
-from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q4_0, Q4_1, Q8_0, TQ2_0, BlockType
+from runtime.checkpoints.gguf.reader import BF16, F16, F32, MXFP4, Q4_0, Q4_1, Q8_0, TQ2_0, BlockType
 from runtime.formats import dequantize
+from runtime.formats.mxfp4 import LEVELS
 from runtime.formats.packed import PackedWeight
 
 Bytes = NDArray[np.uint8]
@@ -37,6 +39,8 @@ def _with_its_grid(weight: PackedWeight) -> BlockType | None:
     kind, size = weight.scheme.kind, weight.scheme.group_size or weight.shape[1]
     if weight.perm is not None or size % Q8_0.weights:
         return None
+    if kind == "mxfp4":
+        return MXFP4
     if kind == "ternary":
         return Q4_0 if size % TQ2_0.weights else TQ2_0
     if kind == "int4":
@@ -58,6 +62,9 @@ def pack(name: str, weight: PackedWeight | Tensor, kind: BlockType) -> Bytes:
     codes, scale = weight.codes.numpy(), _per_block(weight, weight.scale, kind)
     n = codes.shape[0]
     blocks = codes.view(np.uint8).reshape(n, -1, kind.weights)
+    if kind == MXFP4:
+        exponents = (torch.frexp(weight.scale).exponent + 126).to(torch.uint8).numpy()
+        return _joined(exponents[..., None], _merged(blocks.reshape(n, -1, 2, 16), 4))
     if kind == Q8_0:
         return _joined(_half(name, scale), blocks)
     if kind == TQ2_0:
@@ -112,6 +119,8 @@ def read_back(rows: Bytes, kind: BlockType) -> NDArray[np.float32]:
         return plain
     groups = unpack(kind, rows)
     n, count = groups.scale.shape
+    if kind == MXFP4:
+        return (LEVELS.numpy()[groups.codes].reshape(n, count, -1) * groups.scale[..., None]).reshape(n, -1)
     values_of = groups.codes.reshape(n, count, -1) * groups.scale[..., None]
     if groups.offset is not None:
         values_of = values_of - groups.offset[..., None]

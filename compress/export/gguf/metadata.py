@@ -1,75 +1,104 @@
-"""What a GGUF file says of the architecture, from config.json."""
+"""What a GGUF file says of the architecture: keys out of the model's record, and whether they say all of it.
 
+They do where runtime/checkpoints/gguf/ makes the same record of them again, which reads a file as llama.cpp does.
+"""
+
+import copy
+import math
 from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from compress.errors import UserError
-from runtime.checkpoints.architecture import Architecture, describe
-from runtime.checkpoints.gguf.config import HIGH, LOW, ORIGINAL, llama3_factors
-from runtime.checkpoints.gguf.names import ARCHITECTURES
+from runtime.checkpoints.architecture import Architecture, configuration, describe, in_towers, language_model
+from runtime.checkpoints.directory import Checkpoint
+from runtime.checkpoints.gguf.config import configure
+from runtime.checkpoints.gguf.families import ACTIVATION
+from runtime.checkpoints.gguf.names import ARCHITECTURES, FORMS
+from runtime.checkpoints.gguf.reader import Header, TensorEntry
+from runtime.checkpoints.gguf.rope import HIGH, LOW, ORIGINAL, TRUNCATE, llama3_factors
+from runtime.errors import UserError as RuntimeUserError
+from runtime.model.rotary import frequencies
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
     from numpy.typing import NDArray
 
+Keys = dict[str, Any]
 _PHI_3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
 _LLAMA_3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_YARN = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
+# Of the record: what a file says in its tensors, or in other words. `check` looks at windows and activations itself.
+_NOT_COMPARED = ("model_type", "names", "max_positions", "tied", "windows", "activation", "fused", "rotary")
 
 
-def architecture(shown: str, config: dict[str, Any]) -> tuple[str, Architecture]:
-    """llama.cpp's name of the architecture, and its sizes.
+def architecture(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
+    """The model's record, and its configuration as its decoder reads it; of a composite that of its language model.
 
-    Raises UserError for architectures that have no such name here, and variants that llama.cpp computes otherwise.
+    Raises UserError for architectures that llama.cpp does not have under a name here.
     """
-    found = describe(config)
+    shown, whole = checkpoint.path.name, configuration(checkpoint)
+    config = language_model(whole)
+    found = describe(as_values(config))
+    if found is not None and config is not whole:
+        found = in_towers(found, checkpoint)
     if found is None or found.model_type not in ARCHITECTURES:
         raise UserError(
-            f"{shown}: expected one of {', '.join(ARCHITECTURES)} for GGUF, found {config.get('model_type')!r}: export"
-            " it to another form"
+            f"{shown}: expected one of {', '.join(ARCHITECTURES)} for GGUF, found"
+            f" {checkpoint.config.get('model_type')!r}: export it to another form"
         )
-    if found.experts is not None and (not found.experts.renormalize or found.dense_layers):
-        raise UserError(
-            f"{shown}: expected experts in every layer, their weights divided by their sum, as llama.cpp has it for"
-            f" {found.model_type}, found norm_topk_prob {found.experts.renormalize}, dense layers"
-            f" {list(found.dense_layers)}: export it to another form"
-        )
-    return ARCHITECTURES[found.model_type], found
+    return found, config
+
+
+def as_values(config: Any) -> Keys:
+    """A configuration as config.json would have it, defaults filled in."""
+    values: Keys = vars(config) if isinstance(config, SimpleNamespace) else config.to_dict()
+    return values
 
 
 def context(a: Architecture) -> tuple[int, str | None]:
-    """Tokens of context, and a note where that is fewer than the model's: llama.cpp has no windows here."""
+    """Tokens of context, and a note where that is fewer than the model's: llama.cpp may have no windows here."""
     windows = [window for window in a.windows if window is not None and window < a.max_positions]
-    if not windows:
+    if not windows or ARCHITECTURES[a.model_type] in _WINDOWS:
         return a.max_positions, None
     return min(windows), (
         f"the context is {min(windows)} tokens, the model's sliding window: llama.cpp has none for this architecture"
     )
 
 
-def rope(shown: str, config: dict[str, Any], a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
-    """`rope_parameters` with every default filled in, and Llama 3's factors where it has them.
+_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "cohere2")
+
+
+def rope(shown: str, config: Keys, a: Architecture) -> tuple[dict[str, Any], "NDArray[np.float32] | None"]:
+    """`rope_parameters` of the layers that see everything, with every default filled in, and Llama 3's factors.
 
     Raises UserError for scalings that a GGUF file has no words for here.
     """
-    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    whole = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said = dict(whole.get("full_attention") or whole.get("sliding_attention") or whole)
     said.setdefault("rope_type", said.pop("type", "default"))
-    said.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    share = said.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    said["rotated"] = int(a.head_dim * share)
+    said.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
+    size = a.head_dim if a.latent is None else a.latent.rotated
+    share = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    said["rotated"] = int(size * share)
     kind = said["rope_type"]
+    if kind == "dynamic" and said.get("alpha"):
+        said |= {"rope_type": "default", "rope_theta": said["rope_theta"] * said["alpha"] ** (size / (size - 2))}
+        return said, None
     if kind in ("default", "linear"):
         return said, None
     if kind == "llama3":
         theta, factor, low, high = (float(said[key]) for key in ("rope_theta", "factor", *_LLAMA_3[:2]))
         return said, llama3_factors(theta, said["rotated"], factor, low, high, int(said[_LLAMA_3[2]]))
-    if kind == "yarn" and set(said) - {"rotated"} <= _YARN:
-        said.setdefault("original_max_position_embeddings", a.max_positions)
+    if kind == "yarn":
+        said["original_max_position_embeddings"] = said.get("original_max_position_embeddings") or a.max_positions
         return said, None
     raise UserError(
-        f"{shown}: expected rotary frequencies that are plain, linear, llama3 or plain yarn for GGUF, found {kind!r}"
+        f"{shown}: expected rotary frequencies that are plain, linear, llama3 or yarn for GGUF, found {kind!r}"
         f" with {', '.join(sorted(set(said) - {'rotated'}))}: export it to another form"
     )
 
@@ -90,31 +119,253 @@ def name(a: Architecture, tokens: Collection[str]) -> str:
     return f"specpress-{a.model_type}"
 
 
-def add(writer: "GGUFWriter", called: str, a: Architecture, parameters: dict[str, Any]) -> None:
-    """Adds general and architecture keys; `called` comes from `name`, `parameters` from `rope`."""
-    from gguf import GGML_QUANT_VERSION, RopeScalingType
+def keys(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
+    """The architecture's keys; `parameters` come from `rope`."""
+    # Layers with a convolution are known by having no heads.
+    heads = [a.kv_heads if layer in a.attending or a.delta else 0 for layer in range(a.layers)]
+    out: Keys = {
+        "context_length": context(a)[0],
+        "embedding_length": a.hidden,
+        "block_count": a.layers,
+        "feed_forward_length": a.intermediate,
+        "attention.head_count": a.heads,
+        "attention.head_count_kv": heads if 0 in heads else a.kv_heads,
+        "attention.key_length": a.head_dim,
+        "attention.value_length": a.value_dim,
+        f"attention.layer_norm_{'rms_' if a.norm == 'rms' else ''}epsilon": float(a.norm_eps),
+        "vocab_size": a.vocab,
+    }
+    return out | _rope(a, config, parameters) | _numbers(a) | _windows(a) | _experts(a) | _layers(a)
+
+
+def _rope(a: Architecture, config: Keys, parameters: dict[str, Any]) -> Keys:
+    out: Keys = {
+        "rope.dimension_count": parameters["rotated"],
+        "rope.freq_base": float(parameters["rope_theta"]),
+    }
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if isinstance(local, dict) and a.model_type == "gemma3_text":
+        out["rope.freq_base_swa"] = float(local["rope_theta"])
+    if parameters["rope_type"] in ("linear", "yarn"):
+        out |= {"rope.scaling.type": parameters["rope_type"], "rope.scaling.factor": float(parameters["factor"])}
+    if parameters["rope_type"] == "yarn":
+        out["rope.scaling.original_context_length"] = int(parameters["original_max_position_embeddings"])
+        out[TRUNCATE] = bool(parameters.get("truncate", True))
+        for key in ("beta_fast", "beta_slow"):
+            if parameters.get(key) is not None:
+                out[f"rope.scaling.yarn_{key}"] = float(parameters[key])
+        if all_dims := parameters.get("mscale_all_dim"):
+            unit = 0.1 if a.latent is not None else 1.0
+            out["rope.scaling.yarn_log_multiplier"] = float(all_dims) * unit
+    if a.query_growth is not None:
+        out["attention.temperature_scale"] = a.query_growth[0]
+    return out
+
+
+def _numbers(a: Architecture) -> Keys:
+    """Multipliers and soft caps. Gemma's embedding scale is llama.cpp's own."""
+    out: Keys = {}
+    if a.softcap:
+        out["attn_logit_softcapping"] = float(a.softcap)
+    if a.final_softcap:
+        out["final_logit_softcapping"] = float(a.final_softcap)
+    if a.model_type.startswith("granite"):
+        out["attention.scale"] = float(a.scaling)
+        out["embedding_scale"], out["residual_scale"] = float(a.embedding_scale), float(a.residual_scale)
+        out["logit_scale"] = 1.0 / a.logits_scale
+    elif a.logits_scale != 1.0 or a.model_type == "cohere2":
+        out["logit_scale"] = float(a.logits_scale)
+    return out
+
+
+def _windows(a: Architecture) -> Keys:
+    found = {window for window in a.windows if window is not None}
+    if ARCHITECTURES[a.model_type] not in _WINDOWS or not found:
+        return {}
+    return {
+        "attention.sliding_window": min(found),
+        "attention.sliding_window_pattern": [window is not None for window in a.windows],
+    }
+
+
+# llama.cpp takes the groups whose best so many experts add up to most.
+_BEST = 2
+_GATING = {"softmax": 1, "sigmoid": 2}
+
+
+def _experts(a: Architecture) -> Keys:
+    if a.experts is None:
+        return {}
+    experts = a.experts
+    out: Keys = {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    if a.model_type not in ("mixtral", "granitemoe", "olmoe"):
+        out["expert_feed_forward_length"] = experts.hidden
+    if experts.shared:
+        out["expert_shared_feed_forward_length"] = experts.shared
+        out["expert_shared_count"] = experts.shared // experts.hidden
+    if experts.scoring in _GATING and a.model_type not in ("mixtral", "qwen3_moe"):
+        out["expert_gating_func"] = _GATING[experts.scoring]
+    if experts.scoring == "sigmoid" or a.latent is not None:
+        out["expert_weights_norm"], out["expert_weights_scale"] = experts.renormalize, float(experts.scale)
+    if experts.groups[0] > 1:
+        out["expert_group_count"], out["expert_group_used_count"] = experts.groups[:2]
+    if a.dense_layers:
+        out["leading_dense_block_count"] = len(a.dense_layers)
+    return out
+
+
+def _layers(a: Architecture) -> Keys:
+    """What attention's place and the block's form have besides."""
+    out: Keys = {}
+    if a.model_type in ("gpt_neox", "stablelm"):
+        out["use_parallel_residual"] = a.parallel
+    if a.model_type in ("gpt_neox", "falcon") and a.activation == "gelu_tanh":
+        out[ACTIVATION] = "gelu_pytorch_tanh"
+    if a.convolution is not None:
+        out["shortconv.l_cache"] = a.convolution.taps
+    if (delta := a.delta) is not None:
+        out |= {
+            "ssm.conv_kernel": delta.taps,
+            "ssm.state_size": delta.key,
+            "ssm.group_count": delta.key_heads,
+            "ssm.time_step_rank": delta.value_heads,
+            "ssm.inner_size": delta.values,
+            "attention.recurrent_layers": [layer not in a.attending for layer in range(a.layers)],
+        }
+    if a.model_type == "qwen3_5_text":
+        # Of text all sections rotate alike.
+        out["rope.dimension_sections"] = [11, 11, 10, 0]
+    if (how := a.latent) is not None:
+        out["attention.kv_lora_rank"] = how.rank
+        out["attention.key_length_mla"], out["attention.value_length_mla"] = how.rotated + how.plain, how.value
+        if how.query_rank is not None:
+            out["attention.q_lora_rank"] = how.query_rank
+    return out
+
+
+def check(shown: str, a: Architecture, config: Any, found: Keys, tensors: dict[str, TensorEntry]) -> tuple[str, ...]:
+    """Notes on what a file with the keys `found` and such tensors says otherwise than the model does.
+
+    config  as transformers reads it. Raises UserError naming what the architecture of llama.cpp's cannot express.
+    """
+    kind = ARCHITECTURES[a.model_type]
+    metadata: dict[str, Any] = {f"{kind}.{key}": _as_read(value) for key, value in found.items()}
+    try:
+        values = configure(Header(Path(shown), metadata | {"general.architecture": kind}, tensors))
+        again = describe(values)
+    except RuntimeUserError as error:
+        raise UserError(f"{error}: GGUF's {kind} cannot hold this model, so export it to another form") from error
+    if again is None:
+        raise UserError(f"{shown}: GGUF's {kind} cannot hold this variant: export it to another form")
+    differing = [
+        (field.name, getattr(a, field.name), getattr(again, field.name))
+        for field in fields(Architecture)
+        if field.name not in _NOT_COMPARED and not _equal(getattr(a, field.name), getattr(again, field.name))
+    ]
+    if kind in _WINDOWS and a.windows != again.windows:
+        differing.append(("windows", a.windows, again.windows))
+    if [one is None for one in a.rotations] != [one is None for one in again.rotations]:
+        differing.append(("rotated layers", a.rotations, again.rotations))
+    if {a.activation, again.activation} not in ({a.activation}, {"gelu", "gelu_tanh"}):
+        differing.append(("activation", a.activation, again.activation))
+    if FORMS[kind].head == "never" and not a.tied:
+        differing.append(("tied embedding and head", False, True))
+    if a.experts is not None and a.experts.groups[0] > 1 and a.experts.groups[2] != _BEST:
+        differing.append(("groups of experts by their best two", "groups of experts by their best one", ""))
+    if differing:
+        what, ours, theirs = _part(*differing[0])
+        raise UserError(
+            f"{shown}: expected {what} {theirs}, as llama.cpp has it for {kind}, found {ours}: export it to another"
+            " form"
+        )
+    _check_rotation(shown, kind, a, again, config, values)
+    return tuple(_notes(a, kind, found))
+
+
+def _notes(a: Architecture, kind: str, found: Keys) -> "list[str]":
+    notes = []
+    if a.activation == "gelu" and kind in ("gptneox", "falcon"):
+        notes.append("llama.cpp computes this architecture's GELU by its tanh form: logits differ in the fourth digit")
+    if found.get(TRUNCATE) is False:
+        notes.append("llama.cpp rounds the bounds of yarn's ramp to whole dimensions, which this model does not")
+    return notes
+
+
+def _as_read(value: Any) -> Any:
+    """A value as a reader has it."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    return np.array(value) if isinstance(value, list) else value
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two values of records are the same; floats went through float32."""
+    if isinstance(ours, float) and isinstance(theirs, float | int):
+        return math.isclose(ours, theirs, rel_tol=1e-5)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(_equal(*pair) for pair in zip(ours, theirs, strict=True))
+    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
+        return all(
+            _equal(getattr(ours, field.name), getattr(theirs, field.name))
+            for field in fields(ours)
+            if field.name not in ("names", "routers", "fused", "transposed", "interleaved")
+        )
+    return bool(ours == theirs)
+
+
+def _part(what: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """Of two descriptions the part that differs."""
+    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
+        for field in fields(ours):
+            pair = getattr(ours, field.name), getattr(theirs, field.name)
+            if not _equal(*pair):
+                return f"{what}' {field.name}", *pair
+    return what, ours, theirs
+
+
+def _check_rotation(shown: str, kind: str, a: Architecture, again: Architecture, config: Any, values: Keys) -> None:
+    """Raises UserError where a layer would rotate at other frequencies."""
+    from transformers import AutoConfig
+
+    # Llama 3's come with a tensor, which llama.cpp reads whatever they are.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "llama3":
+        return
+    plain = {key: value for key, value in values.items() if key not in ("model_type", "quantization_config")}
+    rotated = a.head_dim
+    theirs = AutoConfig.for_model(values["model_type"], **copy.deepcopy(plain))
+    for ours_kind, their_kind in {
+        pair for pair in zip(a.rotations, again.rotations, strict=True) if pair[0] is not None
+    }:
+        (one, factor), (other, their_factor) = frequencies(config, ours_kind), frequencies(theirs, their_kind or "")
+        rotated = 2 * len(one)
+        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 0.0) or abs(factor - their_factor) > 1e-4:
+            raise UserError(
+                f"{shown}: expected rotary frequencies that llama.cpp has for {kind}, found"
+                f" {parameters.get(ours_kind) or parameters}: export it to another form"
+            )
+    if FORMS[kind].neighbours and not a.rotary_neighbours and rotated != a.head_dim:
+        raise UserError(
+            f"{shown}: expected heads of which all dimensions rotate, as llama.cpp has it for {kind}, found"
+            f" {rotated} of {a.head_dim}: export it to another form"
+        )
+
+
+def add(writer: "GGUFWriter", called: str, found: Keys) -> None:
+    """Adds general and architecture keys; `called` comes from `name`, `found` from `keys`."""
+    from gguf import GGML_QUANT_VERSION
 
     writer.add_name(called)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_context_length(context(a)[0])
-    writer.add_embedding_length(a.hidden)
-    writer.add_block_count(a.layers)
-    writer.add_feed_forward_length(a.intermediate)
-    writer.add_head_count(a.heads)
-    writer.add_head_count_kv(a.kv_heads)
-    writer.add_key_length(a.head_dim)
-    writer.add_value_length(a.head_dim)
-    writer.add_layer_norm_rms_eps(a.norm_eps)
-    writer.add_vocab_size(a.vocab)
-    writer.add_rope_dimension_count(parameters["rotated"])
-    writer.add_rope_freq_base(float(parameters["rope_theta"]))
-    if parameters["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(parameters["rope_type"]))
-        writer.add_rope_scaling_factor(float(parameters["factor"]))
-    if parameters["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(int(parameters["original_max_position_embeddings"]))
-    if a.experts is not None:
-        writer.add_expert_count(a.experts.count)
-        writer.add_expert_used_count(a.experts.per_token)
-        if a.model_type == "qwen3_moe":
-            writer.add_expert_feed_forward_length(a.experts.hidden)
+    for key, value in found.items():
+        full = f"{writer.arch}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(full, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full, value)
+        elif isinstance(value, float):
+            writer.add_float32(full, value)
+        elif isinstance(value, str):
+            writer.add_string(full, value)
+        else:
+            writer.add_array(full, value)

@@ -5,6 +5,7 @@ Every type that is read here fits a grid of ours exactly, so nothing is rounded:
     Q4_0             int4, groups of 32           Q4_1, Q4_K  int4, groups of 32, with offsets (the negated minima)
     Q5_0, Q8_0       int8, groups of 32           Q5_1, Q5_K  int8, groups of 32, with offsets
     Q6_K             int8, groups of 16           TQ1_0, TQ2_0  ternary; groups of 256 where the scales differ
+    MXFP4            mxfp4: codes of levels, and powers of two
 
 A K-quant's scales are products of a float16 and a 6-bit or 8-bit number, which float32 holds. The layouts are those of
 ggml-quants.c (github.com/ggml-org/llama.cpp); all arrays below are (rows, blocks, …).
@@ -116,6 +117,12 @@ def _tq2_0(b: Bytes) -> _Parts:
     return _minus(fields, 1), _half(b, 64), None
 
 
+def _mxfp4(b: Bytes) -> _Parts:
+    """An exponent plus 127, and codes of levels; a scale that is no number is infinite."""
+    scale = np.ldexp(np.float32(1), b[..., :1].astype(np.int32) - 127).astype(np.float32)
+    return _nibbles(b[..., 1:]), np.where(b[..., :1] == 255, np.float32(np.inf), scale), None
+
+
 _UNPACK: dict[str, Callable[[Bytes], _Parts]] = {
     "Q4_0": lambda b: (_minus(_nibbles(b[..., 2:]), 8), _half(b, 0), None),
     "Q4_1": lambda b: (_nibbles(b[..., 4:]), _half(b, 0), -_half(b, 2)),
@@ -127,4 +134,5 @@ _UNPACK: dict[str, Callable[[Bytes], _Parts]] = {
     "Q6_K": _q6_k,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
 }

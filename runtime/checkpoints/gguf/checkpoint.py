@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.checkpoints.architecture import describe
 from runtime.checkpoints.directory import Checkpoint
 from runtime.checkpoints.gguf.blocks import Groups, unpack
-from runtime.checkpoints.gguf.config import HEAD, configure
-from runtime.checkpoints.gguf.names import ROPE_FACTORS, Place, from_gguf, rows_here
+from runtime.checkpoints.gguf.config import configure
+from runtime.checkpoints.gguf.names import FORMS, HEAD, ROPE_FACTORS
+from runtime.checkpoints.gguf.parts import Part, parts
 from runtime.checkpoints.gguf.reader import BF16, F16, Header, TensorEntry, damaged, read_header
 from runtime.checkpoints.safetensors import Entry, Shards
 from runtime.errors import UserError
@@ -26,7 +28,16 @@ _KINDS: dict[str, tuple[Kind, int]] = (
     dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), ("int4", 4))
     | dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), ("int8", 8))
     | dict.fromkeys(("TQ1_0", "TQ2_0"), ("ternary", 2))
+    | {"MXFP4": ("mxfp4", 4)}
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of transformers': element `index` of a part's tensor, or all of it (None)."""
+
+    part: Part
+    index: int | None = None
 
 
 class GgufTensors(Shards):
@@ -38,16 +49,21 @@ class GgufTensors(Shards):
     def __init__(self, header: Header, config: Mapping[str, Any]):
         """Raises UserError for tensors that the architecture does not have."""
         self.header, self.directory, self.files = header, header.path.parent, (header.path,)
-        self._heads = {"query": config["num_attention_heads"], "key": config["num_key_value_heads"]}
         self._places = _places(header, config)
-        if not config["tie_word_embeddings"] and HEAD not in header.tensors:
-            self._places["lm_head.weight"] = self._places["model.embed_tokens.weight"]
-        self._entries = {name: self._entry(place) for name, place in sorted(self._places.items())}
+        self._entries = {name: self._entry(places) for name, places in sorted(self._places.items())}
 
-    def _entry(self, place: Place) -> Entry:
-        """File, dtype ("F32" for quantised tensors) and shape."""
-        stored = self.header.tensors[place.tensor]
-        shape = stored.shape if place.expert is None else stored.shape[1:]
+    def _entry(self, places: list[Place]) -> Entry:
+        """File, dtype ("F32" for quantised tensors, and those of several) and shape."""
+        first = places[0]
+        stored = self.header.tensors[first.part.tensor]
+        shape = stored.shape if first.index is None else stored.shape[1:]
+        if len(places) > 1:
+            whole = sum(len(place.part.rows) for place in places if place.part.rows is not None)
+            return Entry(self.header.path, "F32", (whole, _matrix(stored, first.part)[-1]))
+        if first.part.turned == "matrix":
+            shape = shape[::-1]
+        if first.part.shape is not None:
+            shape = tuple(math.prod(shape) if size < 0 else size for size in first.part.shape)
         return Entry(self.header.path, stored.kind.name if stored.kind.plain else "F32", shape)
 
     def entry(self, name: str) -> Entry:
@@ -57,65 +73,144 @@ class GgufTensors(Shards):
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.weight(name)
-        return dequantize(found) if isinstance(found, PackedWeight) else found
+        if not isinstance(found, PackedWeight):
+            return found
+        plain = dequantize(found)
+        return plain.t().contiguous() if self._places[name][0].part.turned == "matrix" else plain
 
     def weight(self, name: str) -> PackedWeight | Tensor:
         """A tensor as it is stored, its rows in transformers' order: packed (N, K), or plain.
 
         Raises UserError naming the tensor for one that is missing, cannot be read, or has scales that are not finite.
         """
-        shape, place = self.entry(name).shape, self._places[name]
-        stored = self.header.tensors[place.tensor]
-        rows = self._rows(stored, place, shape)
-        if not stored.kind.plain:
-            return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
-        dtype = {F16: torch.float16, BF16: torch.bfloat16}.get(stored.kind, torch.float32)
-        values = torch.from_numpy(rows).view(dtype).reshape(shape)
-        return values.float() - 1.0 if place.plus_one else values
+        shape = self.entry(name).shape
+        places = self._places[name]
+        if len(places) == 1:
+            return self._one(places[0], shape)
+        kinds = {self.header.tensors[place.part.tensor].kind for place in places}
+        if len(kinds) == 1 and not any(place.part.turned for place in places):
+            return self._together(places, shape)
+        whole = torch.zeros(shape)
+        for place in places:
+            assert place.part.rows is not None
+            whole[torch.from_numpy(place.part.rows)] = self._rows_of(place)
+        return whole
 
-    def _rows(self, stored: TensorEntry, place: Place, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """(N, bytes of a row), or (1, bytes) for a vector: a copy, in transformers' order."""
+    def _one(self, place: Place, shape: tuple[int, ...]) -> PackedWeight | Tensor:
+        part = place.part
+        stored = self.header.tensors[part.tensor]
+        rows = self._bytes(stored, place)
+        if part.rows is not None:
+            if len(rows) != len(part.rows):
+                what = f"tensor {stored.name} has {len(rows)} rows, expected {len(part.rows)}"
+                raise damaged(self.header.path.name, what)
+            rows = rows[np.argsort(part.rows)]
+        order = None if part.columns is None else torch.from_numpy(np.argsort(part.columns))
+        if not stored.kind.plain:
+            found = to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
+            return found if order is None else dequantize(found)[:, order]
+        values = _plain(stored, rows)
+        if order is not None:
+            return values[:, order]
+        if part.turned == "matrix":
+            return values.t().contiguous()
+        values = values.reshape(shape)
+        if part.logarithm:
+            return (-values.float()).log()
+        return values.float() - part.offset if part.offset else values
+
+    def _together(self, places: list[Place], shape: tuple[int, ...]) -> PackedWeight | Tensor:
+        """The rows of several tensors of one type."""
+        stored = self.header.tensors[places[0].part.tensor]
+        rows = np.concatenate([self._bytes(self.header.tensors[place.part.tensor], place) for place in places])
+        rows = rows[np.argsort(np.concatenate([place.part.rows for place in places if place.part.rows is not None]))]
+        if stored.kind.plain:
+            return _plain(stored, rows).reshape(shape)
+        return to_packed(self.header.path.name, stored, unpack(stored.kind, rows))
+
+    def _rows_of(self, place: Place) -> Tensor:
+        """The rows of one tensor of several, float32."""
+        stored = self.header.tensors[place.part.tensor]
+        raw = self._bytes(stored, place)
+        if stored.kind.plain:
+            found = _plain(stored, raw).float()
+        else:
+            found = dequantize(to_packed(self.header.path.name, stored, unpack(stored.kind, raw)))
+        if place.part.turned == "heads":
+            found = found.reshape(stored.shape).transpose(1, 2)
+        return found.reshape(_matrix(stored, place.part))
+
+    def _bytes(self, stored: TensorEntry, place: Place) -> NDArray[np.uint8]:
+        """(rows, bytes of a row), where a vector has a row for each value, and a value turned or shaped as it lies."""
+        shape = stored.shape if place.index is None else stored.shape[1:]
         count = math.prod(shape[:-1])
         size = count * stored.kind.row_bytes(shape[-1])
-        start = stored.start + size * (place.expert or 0)
+        start = stored.start + size * (place.index or 0)
         try:
             mapped = np.memmap(self.header.path, np.uint8, "r", offset=start, shape=(size,))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.header.path.name}: tensor {stored.name} cannot be read: {error}") from error
-        if place.rotated is None:
-            return np.array(mapped).reshape(count, -1)
-        try:
-            # A bias has a value where a weight has a row.
-            order = rows_here(shape[0], self._heads[place.rotated])
-        except ValueError as error:
-            raise UserError(f"{self.header.path.name}: tensor {stored.name}: {error}") from error
-        return np.array(mapped).reshape(shape[0], -1)[order].reshape(count, -1)
+        return np.array(mapped).reshape(shape[0] if len(shape) == 1 else count, -1)
 
 
-def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Place]:
+def _plain(stored: TensorEntry, rows: NDArray[np.uint8]) -> Tensor:
+    """Floats (N, K) out of bytes (N, bytes of a row)."""
+    dtype = {F16: torch.float16, BF16: torch.bfloat16}.get(stored.kind, torch.float32)
+    return torch.from_numpy(rows).view(dtype)
+
+
+def _matrix(stored: TensorEntry, part: Part) -> tuple[int, int]:
+    """The rows that a tensor of several holds, of how many inputs."""
+    shape = stored.shape
+    if part.turned == "heads":
+        return shape[0] * shape[2], shape[1]
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _places(header: Header, config: Mapping[str, Any]) -> dict[str, list[Place]]:
     """Where every tensor of transformers' is. Raises UserError for one of llama.cpp's that is none of them."""
     architecture = str(header.metadata["general.architecture"])
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    places: dict[str, Place] = {}
+    try:
+        a = describe(dict(config))
+    except UserError as error:
+        raise UserError(f"{header.path.name}: {error}") from error
+    if a is None:
+        raise UserError(f"{header.path.name}: this variant of {architecture} is not run; give another model")
+    known = {part.tensor: part for part in parts(a, FORMS[architecture])}
+    places: dict[str, list[Place]] = {}
     for name, entry in header.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        found = from_gguf(name, architecture, experts)
-        if not found:
+        if (part := known.get(name)) is None:
             raise UserError(
                 f"{header.path.name}: tensor {name} is of no {architecture} model that is run here; give the original"
                 " model directory"
             )
-        expected, sound = "a matrix or a plain vector", len(entry.shape) == 2
-        if any(place.expert is not None for place in found.values()):
-            expected, sound = f"{experts} matrices", len(entry.shape) == 3 and entry.shape[0] == experts
-        elif entry.kind.plain:
-            sound = len(entry.shape) in (1, 2)
-        if not sound:
-            what = f"tensor {name} must be {expected}, found {entry.kind.name} {list(entry.shape)}"
-            raise damaged(header.path.name, what)
-        places |= found
+        _check(header, entry, part)
+        for index, ours in enumerate(part.names):
+            places.setdefault(ours, []).append(Place(part, index if part.stacked else None))
+    if not a.tied and HEAD not in header.tensors:
+        places[f"{a.names.head}.weight"] = places[f"{a.names.embedding}.weight"]
     return places
+
+
+def _check(header: Header, entry: TensorEntry, part: Part) -> None:
+    """Raises UserError for a tensor whose form is not its part's."""
+    expected, sound = "a matrix or a plain vector", len(entry.shape) == 2
+    if part.stacked:
+        count = len(part.names)
+        sizes = (2,) if part.vector else (3,)
+        expected, sound = f"{count} matrices", len(entry.shape) in sizes and entry.shape[0] == count
+    elif part.heads > 1:
+        rows = 0 if part.rows is None or len(entry.shape) != 3 else len(part.rows)
+        expected, sound = f"matrices of {part.heads} heads", rows == _matrix(entry, part)[0] if rows else False
+    elif entry.kind.plain:
+        sound = len(entry.shape) in (1, 2)
+    if not entry.kind.plain and (part.shape is not None or (part.stacked and part.vector)):
+        expected, sound = "floats", False
+    if not sound:
+        what = f"tensor {entry.name} must be {expected}, found {entry.kind.name} {list(entry.shape)}"
+        raise damaged(header.path.name, what)
 
 
 def to_packed(shown: str, stored: TensorEntry, groups: Groups) -> PackedWeight:

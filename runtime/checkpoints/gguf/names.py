@@ -1,126 +1,78 @@
-"""Tensor names and layouts: llama.cpp's on one side, transformers' on the other.
+"""What llama.cpp calls architectures and the parts of a model, and what each of its architectures can hold."""
 
-Two things differ besides names. Files of the architecture "llama" rotate neighbouring rows of a head together, where
-transformers rotates row i with row i + size / 2: queries and keys have their rows in another order. And Gemma's norms
-are stored with the 1 added that transformers adds when it runs.
-"""
-
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+_MLP = frozenset({"attn_output", "ffn_gate", "ffn_up", "ffn_down"})
+_ALL = frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})
+_GPT_OSS = frozenset({"attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 
-ARCHITECTURES: dict[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "phi3": "phi3",
-    "gemma": "gemma",
+
+@dataclass(frozen=True)
+class Form:
+    """An architecture of llama.cpp's.
+
+    kinds       transformers' model_types that it computes.
+    neighbours  it rotates dimensions 2i and 2i + 1 of a head together, not i and i + half.
+    renamed     the names of parts that are not the usual ones.
+    biases      layers that may have a bias there, besides those of queries, keys and values; `needed` must have one.
+    head        whether it has a head's own tensor always, never, or where the embedding is not the head.
+    """
+
+    kinds: tuple[str, ...]
+    neighbours: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    biases: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+    tiled: bool = False
+    head: Literal["always", "never", "untied"] = "untied"
+
+
+_POST = {"ffn_norm": "post_attention_norm"}
+FORMS: dict[str, Form] = {
+    "llama": Form(("llama", "mistral", "mixtral"), True, biases=_MLP),
+    "qwen2": Form(("qwen2",)),
+    "qwen3": Form(("qwen3",)),
+    "qwen3moe": Form(("qwen3_moe",)),
+    "phi3": Form(("phi3",)),
+    "gemma": Form(("gemma",), head="never"),
+    "gemma2": Form(("gemma2",), head="never"),
+    "gemma3": Form(("gemma3_text",)),
+    "qwen2moe": Form(("qwen2_moe",), head="always"),
+    "gpt-oss": Form(("gpt_oss",), renamed=_POST, biases=_GPT_OSS, needed=_GPT_OSS, head="always"),
+    "granite": Form(("granite",), True, biases=_MLP),
+    "granitemoe": Form(("granitemoe",), True, biases=frozenset({"attn_output"})),
+    "olmo2": Form(("olmo2", "olmo3"), head="always"),
+    "smollm3": Form(("smollm3",), True),
+    "glm4": Form(("glm4",), True),
+    "mistral3": Form(("ministral3",), True, biases=_MLP),
+    "deepseek2": Form(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), True),
+    "lfm2": Form(("lfm2",), renamed={"output_norm": "token_embd_norm"}),
+    "lfm2moe": Form(("lfm2_moe",), renamed={"output_norm": "token_embd_norm"}),
+    "qwen3next": Form(("qwen3_next",), renamed=_POST),
+    "qwen35": Form(("qwen3_5_text",), renamed=_POST, tiled=True),
+    "exaone4": Form(("exaone4",)),
+    "seed_oss": Form(("seed_oss",), renamed=_POST),
+    "ernie4_5": Form(("ernie4_5",), True, biases=frozenset({"attn_output"})),
+    "hunyuan-dense": Form(("hunyuan_v1_dense",)),
+    "arcee": Form(("arcee",), True),
+    "cohere2": Form(("cohere2",), True, head="never"),
+    "starcoder2": Form(("starcoder2",), biases=_ALL, needed=_ALL - {"attn_qkv"}),
+    "stablelm": Form(("stablelm",), head="always"),
+    "phi2": Form(("phi",), biases=_ALL | {"output"}, needed=_ALL - {"attn_qkv"} | {"output"}, head="always"),
+    "gpt2": Form(("gpt2",), biases=_ALL, needed=_ALL),
+    "gptneox": Form(("gpt_neox",), biases=_ALL, needed=_ALL, head="always"),
+    "falcon": Form(("falcon",)),
+    "nemotron": Form(("nemotron",), biases=_MLP, head="always"),
+    "olmoe": Form(("olmoe",), head="always"),
 }
+"""By general.architecture."""
+
+ARCHITECTURES: dict[str, str] = {kind: name for name, form in FORMS.items() for kind in form.kinds}
 """transformers' model_type → general.architecture."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """What Llama 3 divides its rotary frequencies by, one factor each."""
 
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_INSIDE = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-# Phi-3's fused layer has the name that others give to one of its halves.
-_FUSED_UP = "mlp.gate_up_proj"
-_STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-# Mixtral's names of the same.
-_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_OURS_OUTSIDE = {theirs: ours for ours, theirs in _OUTSIDE.items()}
-_OURS_INSIDE = {theirs: ours for ours, theirs in (_INSIDE | _STACKS).items()}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
-
-Heads = Literal["query", "key"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where transformers' tensor is in a GGUF file.
-
-    tensor    llama.cpp's name.
-    expert    its index in the first dimension of a stack of experts; None: the tensor is all of it.
-    rotated   whose heads have their rows in llama.cpp's order; None: the rows are in transformers' order.
-    plus_one  1 is added to the values there.
-    """
-
-    tensor: str
-    expert: int | None = None
-    rotated: Heads | None = None
-    plus_one: bool = False
-
-
-def to_gguf(name: str, architecture: str) -> Place | None:
-    """The place of transformers' tensor (`….weight` or `….bias`); None where llama.cpp has none for it."""
-    prefix, _, part = name.rpartition(".")
-    if prefix in _OUTSIDE:
-        return _place(f"{_OUTSIDE[prefix]}.{part}", architecture, prefix)
-    if (found := _LAYER.fullmatch(prefix)) is None:
-        return None
-    number, inside = found.groups()
-    inside = inside.replace("block_sparse_moe.gate", "mlp.gate")
-    if (expert := _EXPERT.fullmatch(inside)) is not None:
-        theirs = _STACKS.get(_MIXTRAL.get(expert[2], expert[2]))
-        return None if theirs is None else Place(f"blk.{number}.{theirs}.{part}", expert=int(expert[1]))
-    theirs = "ffn_up" if inside == _FUSED_UP and architecture == "phi3" else _INSIDE.get(inside)
-    return None if theirs is None else _place(f"blk.{number}.{theirs}.{part}", architecture, inside)
-
-
-def from_gguf(tensor: str, architecture: str, experts: int) -> dict[str, Place]:
-    """transformers' names of llama.cpp's tensor, one for each of `experts` where it is a stack; none if unknown."""
-    base, _, part = tensor.rpartition(".")
-    block = _BLOCK.fullmatch(base)
-    theirs = block[2] if block else base
-    ours = (_OURS_INSIDE if block else _OURS_OUTSIDE).get(theirs)
-    if ours is None or part not in ("weight", "bias"):
-        return {}
-    ours = _FUSED_UP if theirs == "ffn_up" and architecture == "phi3" else ours
-    prefix = f"model.layers.{int(block[1])}." if block else ""
-    if theirs in _STACKS.values():
-        return {f"{prefix}mlp.experts.{i}.{ours}.{part}": Place(tensor, expert=i) for i in range(experts)}
-    return {f"{prefix}{ours}.{part}": _place(tensor, architecture, ours)}
-
-
-def _place(tensor: str, architecture: str, ours: str) -> Place:
-    """The place of a tensor that is no stack, whose module transformers calls `ours` (in its block)."""
-    rotated: dict[str, Heads] = {"self_attn.q_proj": "query", "self_attn.k_proj": "key"}
-    return Place(
-        tensor,
-        rotated=rotated.get(ours) if architecture == "llama" else None,
-        plus_one=architecture == "gemma" and ours.endswith("norm"),
-    )
-
-
-def rows_here(rows: int, heads: int) -> NDArray[np.int64]:
-    """(rows,) index: row i of transformers' tensor is row index[i] of llama.cpp's. Raises ValueError for odd heads."""
-    if heads < 1 or rows % (2 * heads):
-        raise ValueError(f"{rows} rows are no {heads} heads of an even size")
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def rows_there(rows: int, heads: int) -> NDArray[np.int64]:
-    """(rows,) index: row i of llama.cpp's tensor is row index[i] of transformers'. Raises ValueError for odd heads."""
-    return np.argsort(rows_here(rows, heads))
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"

@@ -55,14 +55,15 @@ Q5_K = BlockType("Q5_K", 13, 256, 176)
 Q6_K = BlockType("Q6_K", 14, 256, 210)
 TQ1_0 = BlockType("TQ1_0", 34, 256, 54)
 TQ2_0 = BlockType("TQ2_0", 35, 256, 66)
+MXFP4 = BlockType("MXFP4", 39, 32, 17)
 
 TYPES: dict[int, BlockType] = {
-    kind.number: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0)
+    kind.number: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, TQ1_0, TQ2_0, MXFP4)
 }
 """The types that are read, by number."""
 
 UNREAD: dict[int, str] = (
-    {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"}
+    {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 29: "IQ1_M", 40: "NVFP4"}
     | dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), start=16))
     | dict(enumerate(("I8", "I16", "I32", "I64", "F64"), start=24))
 )

@@ -361,9 +361,9 @@ def _longrope(config: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[str, str, Callable[[dict[str, Any]], Any], str]] = {
-    "architecture": ("llama", "config.json", lambda c: c.update(model_type="gpt2"), "expected one of llama"),
+    "architecture": ("llama", "config.json", lambda c: c.update(model_type="helium"), "expected one of llama"),
     "rope": ("llama", "config.json", _longrope, "found 'longrope' with"),
-    "experts": ("qwen3_moe", "config.json", lambda c: c.update(norm_topk_prob=False), "norm_topk_prob False"),
+    "experts": ("qwen3_moe", "config.json", lambda c: c.update(norm_topk_prob=False), "renormalize True, as"),
     "split": (
         "llama",
         "tokenizer.json",

@@ -8,8 +8,9 @@ import torch
 
 from runtime.checkpoints.gguf.blocks import unpack
 from runtime.checkpoints.gguf.checkpoint import open_gguf, to_packed
-from runtime.checkpoints.gguf.names import rows_here, rows_there
+from runtime.checkpoints.gguf.parts import neighbours
 from runtime.checkpoints.gguf.reader import TYPES, BlockType, TensorEntry
+from runtime.formats.mxfp4 import LEVELS
 from runtime.formats.packed import PackedWeight
 from runtime.kernels.dispatch import Kernel, linear
 
@@ -18,6 +19,7 @@ gguf = pytest.importorskip("gguf")
 QUANTISED = [kind for kind in TYPES.values() if not kind.plain]
 # Bytes of a block at which its float16 numbers are.
 _HALVES = {"Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+_HALVES |= {"MXFP4": ()}
 _PACKAGE_QUANTISES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0")
 
 
@@ -27,6 +29,8 @@ def random_rows(kind: BlockType, rows: int, blocks: int, seed: int = 0) -> np.nd
     raw = rng.integers(0, 256, (rows, blocks, kind.bytes), np.uint8)
     for at in _HALVES.get(kind.name, (0,)):
         raw[..., at : at + 2] = (rng.standard_normal((rows, blocks, 1)) * 0.05).astype("<f2").view(np.uint8)
+    if kind.name == "MXFP4":
+        raw[..., 0] = rng.integers(118, 128, (rows, blocks))
     if kind.name == "TQ2_0":
         raw[..., :64] &= 0b01010101
     return raw.reshape(rows, -1)
@@ -41,7 +45,8 @@ def dequantized(kind: BlockType, raw: np.ndarray) -> np.ndarray:
 def test_every_type_is_read_as_the_package_reads_it(kind: BlockType, rows: int, blocks: int) -> None:
     raw = random_rows(kind, rows, blocks)
     found = unpack(kind, raw)
-    values = found.codes.reshape(*found.scale.shape, -1) * found.scale[..., None]
+    codes = LEVELS.numpy()[found.codes] if kind.name == "MXFP4" else found.codes
+    values = codes.reshape(*found.scale.shape, -1) * found.scale[..., None]
     if found.offset is not None:
         values = values - found.offset[..., None]
     assert np.array_equal(values.reshape(rows, -1), dequantized(kind, raw))
@@ -56,7 +61,7 @@ def test_a_file_of_the_package_is_read_exactly(kind: BlockType, tmp_path: Path) 
     if kind.plain or kind.name in _PACKAGE_QUANTISES:
         raw = gguf.quants.quantize(values, number)
     else:
-        raw = random_rows(kind, n, 2)  # The package reads K-quants and does not make them.
+        raw = random_rows(kind, n, 512 // kind.weights)  # The package reads K-quants and does not make them.
     path = tmp_path / "one.gguf"
     writer = gguf.GGUFWriter(path, "qwen2")
     for add, value in (
@@ -98,10 +103,9 @@ def test_kernels_run_every_type(kind: BlockType, native_path: str, tmp_path: Pat
     assert float((found - exact).norm() / exact.norm()) < 0.02
 
 
-def test_rows_go_to_llama_cpps_order_and_back() -> None:
-    there, here = rows_there(24, 3), rows_here(24, 3)
-    assert there[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert np.array_equal(there[here], np.arange(24))
+def test_rows_go_to_llama_cpps_order() -> None:
+    assert neighbours(24, 3)[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert sorted(neighbours(24, 3)) == list(range(24))
     for rows, heads in ((24, 5), (3, 3), (8, 0)):
         with pytest.raises(ValueError, match="are no"):
-            rows_here(rows, heads)
+            neighbours(rows, heads)

@@ -13,8 +13,8 @@ import torch
 
 from runtime import load
 from runtime.checkpoints.architecture import configuration, describe
-from runtime.checkpoints.gguf.config import llama3_factors
 from runtime.checkpoints.gguf.reader import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0, BlockType
+from runtime.checkpoints.gguf.rope import llama3_factors
 from runtime.checkpoints.open import open_checkpoint
 from runtime.contract import Rows
 from runtime.errors import UserError
@@ -302,7 +302,7 @@ def test_tensors_that_the_format_or_the_architecture_lacks_are_refused(written: 
         ("blk.0.attn_q.weight", Q4_K, (4, 128), "whole blocks of 256"),
         ("blk.0.attn_q.weight", F32, (0, 4), "expected positive ones"),
         ("blk.0.attn_q.weight", F32, (1, 1, 1, 1, 1), "has 5 dimensions"),
-        ("blk.0.attn_q.weight", F32, (7, HIDDEN), "7 rows are no 4 heads"),
+        ("blk.0.attn_q.weight", F32, (7, HIDDEN), "has 7 rows, expected 256"),
     ):
         changed = tensors | {name: (kind, shape, bytes(4 * HIDDEN * 8))}
         with pytest.raises(UserError) as error:
